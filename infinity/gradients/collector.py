@@ -1,6 +1,4 @@
-"""Notices when a unit's gradients are complete in backward.
-
-Counts calls of modules and firings of autograd's hooks; must not know what happens to the gradients.
+"""Detects when a unit's gradients are complete in backward: counts calls of modules and firings of autograd's hooks.
 
 [Note: complete]
 Outside of reentrant checkpointing autograd adds up all contributions to a leaf and fires its hook once per backward. A
@@ -15,6 +13,9 @@ parameter that is expected to fire has fired, where
 All others are complete when backward ends. A parameter that fires though it was not expected is delivered at the end
 too. One that fires after it was delivered is an error: the gradient that was delivered was not whole.
 """
+# Example: a block with parameters q, k and e, where no token of the first micro-batch reaches e. As e might still fire,
+# the block is complete when backward ends. In the second micro-batch q and k are expected, and the block is complete
+# with their hooks. If e fires after that, its gradient is delivered when backward ends.
 
 from __future__ import annotations
 
@@ -81,6 +82,7 @@ class GradientCollector:
         """Hook the parameters. ``handles`` get those of the hooks, and may have others."""
         self._handles = handles
         for unit in self._units:
+            # Frozen parameters can be trained later only if they were in a group: then they are trainable here.
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 if slot.spec.is_trainable:
                     # Weak: the hook lives as long as the parameter, and must not keep the engine alive.
@@ -135,7 +137,7 @@ class GradientCollector:
     def _on_gradient(
         collector: weakref.ref[GradientCollector], unit: Unit, slot: Slot, parameter: torch.Tensor
     ) -> None:
-        # For each parameter in each backward: so what is asked for in the usual case are attributes.
+        # Runs once for each parameter in each backward: so the usual path reads attributes and calls nothing.
         self = collector()
         if self is None:
             return
@@ -147,6 +149,7 @@ class GradientCollector:
         if number != self._noticed:
             self.notice()
             self._noticed = number
+        # Counted even while `taker` pops the gradients: `pop_gradients` finds by it which parameters have one.
         fired = self._fired.get(unit.index)
         if fired is None:
             fired = self._fired[unit.index] = {}
@@ -162,6 +165,7 @@ class GradientCollector:
         if unit.index not in self._expected:
             self._expected[unit.index] = self._expect(unit)
         expected = self._expected[unit.index]
+        # Comparing lengths first is cheaper than comparing sets, and false for all but the last hooks of a unit.
         if expected is not None and len(fired) >= len(expected) and slot.index in expected and expected <= fired.keys():
             self._complete_units.add(unit.index)
             self._complete(unit)
@@ -176,6 +180,7 @@ class GradientCollector:
                 maybe: so it is until a micro-batch has shown how often a gradient comes.
         """
         (self._used_late if by_script else self._in_parts).add(unit.index)
+        # Before a whole micro-batch is known, no number of firings is: complete at the end.
         if by_script or self._history is None:
             self._expected[unit.index] = None
 
@@ -200,15 +205,17 @@ class GradientCollector:
         expected: list[int] = []
         is_alone = len(unit.layout.slots) == 1
         for slot in unit.layout.slots:
+            # An empty parameter needs no gradient, so it is not waited for.
             if not slot.spec.is_trainable or slot.numel == 0:
                 continue
             key = (unit.index, slot.index)
             calls = self._calls.get(key, 0)
             fires, calls_then = (self._history or {}).get(key, (0, 0))
+            # The first micro-batch, or an expert that no token reached then: only the calls tell how often it fires.
             if self._history is None or (is_alone and fires == 0):
                 fires_once = calls == 1 and self._num_owners.get(key, 0) == 1
             else:
-                if fires == 0:
+                if fires == 0:  # it has not fired before: if it does, it is delivered at the end
                     continue
                 # Called several times, it may fire several times: whether it does depends on the checkpointing.
                 fires_once = fires == 1 and calls == calls_then and calls <= 1
@@ -222,7 +229,7 @@ class GradientCollector:
         self.taker = get_ident()
 
     def end_collecting(self) -> None:
-        """They are delivered again, in a new micro-batch."""
+        """Deliver gradients again, in a new micro-batch."""
         self.taker = None
         self.reset()
 
@@ -239,7 +246,9 @@ class GradientCollector:
                 gradient: torch.Tensor | None = AUTOGRAD_FIELD.__get__(parameter)
                 if gradient is None:
                     continue
+                # autograd must not add the next micro-batch to it: the tensor is the receiver's.
                 AUTOGRAD_FIELD.__set__(parameter, None)
+            # create_graph=True: what users hold has the graph; main gradients have none.
             if gradient.requires_grad:
                 self.live.add_with_graph(unit, slot, gradient)
             if gradient.is_sparse and not self._has_warned_of_sparse:
@@ -265,6 +274,7 @@ class GradientCollector:
         """Backward has ended: deliver what is left, and expect the same the next time."""
         for index in list(self._fired):
             self._complete(self._units[index])
+        # A backward without gradients (of a loss that needs none) says nothing about the next one.
         if self._fired:
             self._history = {
                 (unit, slot): (fires, self._calls.get((unit, slot), 0))

@@ -1,11 +1,10 @@
 """A unit's gradients on their way to the ranks that update them, beside the backward.
 
-Knows ranks, shards and memory; must not know when a unit is complete, or where its gradients rest.
 
-[Note: the exchange's thread] One thread of each rank exchanges units in an order that is the same on all, through process groups
-of its own, whatever else its script, or the engine's other threads, exchange meanwhile. A rank comes to a unit when all of its
-gradients are there, or the backward has ended: these threads of the others wait for it, their scripts do not. It ends when
-whoever made the exchange says so, or is gone.
+[Note: the exchange's thread] One thread of each rank exchanges units in an order that is the same on all, through
+process groups of its own, whatever the script, or the engine's other threads, exchange meanwhile. A rank comes to a
+unit when all of its gradients are there, or the backward has ended: the other ranks' threads wait for that, their
+scripts do not. The thread ends when the owner of the exchange stops it, or is garbage-collected.
 
 [Note: updates of shards] As in one process, a unit may be updated when no backward needs its weights any more and all of its
 gradients have come; here, on all ranks. A rank leaves a unit to that when both hold for itself, and its word is final: from then
@@ -43,12 +42,12 @@ from swapper import Latch
 from swapper.sync.lifetimes import EXIT_SECONDS, LiveObjects
 from swapper.sync.limits import start_threads
 
-IS_NEW, IS_UNSCALED = 1, 2
-_CLOSE_SECONDS = 5.0
+IS_NEW, IS_UNSCALED = 1, 2  # flags as integers: ranks exchange them by `all_gather_ints`
+_CLOSE_SECONDS = 5.0  # `close` waits so long for a collective under way; then its memory is given up, as ranks may hang
 
 
 class ShardUpdates:
-    """Which units are left to their means, in the present step."""
+    """The units that the present step updates in backward, when their means are there."""
 
     def __init__(
         self, stop_fetches: Callable[[Unit], None], update: Callable[[Unit, GradientSource, float], None]
@@ -61,7 +60,7 @@ class ShardUpdates:
         self._stop_fetches = stop_fetches
         self.update = update
         self.digest = 0
-        """Of the hyperparameters: from `begin` until `end`. 0: nothing is updated before the step."""
+        """Checksum of the hyperparameters: from `begin` until `end`. 0: nothing is updated before the step."""
         self._left: dict[int, frozenset[int]] = {}
         """Unit index -> slot indices of its gradients."""
 
@@ -79,7 +78,9 @@ class ShardUpdates:
         self._left[unit.index] = frozenset(slot.index for slot in slots)
 
     def word(self, unit: Unit, slots: frozenset[int]) -> int:
-        """What all ranks must say alike of the unit; 0: it is not to be updated. ``slots``: of which gradients are there."""
+        """The number that all ranks must send alike to update the unit; 0: no update. ``slots``: that have gradients
+        here."""
+        # Hyperparameters, unless the gradients are others than when the rank left the unit to its update.
         return self.digest if self._left.get(unit.index) == slots else 0
 
     def may_be_announced(self, unit: Unit, *, is_over: bool) -> bool:
@@ -150,16 +151,18 @@ class GradientExchange:
         self._numbered = numbered
         self.shards = shards
         self._wire = wire
+        # No limit: at most one entry per unit and step. Nobody waits to put one.
         self._queue: queue.SimpleQueue[UnitExchange | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._moving = threading.Lock()
         """Held by the thread while it uses a unit's memory."""
         self.error: Exception | None = None
-        """What went wrong first; nothing is exchanged any more. Set by the thread."""
+        """The first error, after which nothing is exchanged. The thread sets it."""
 
     def begin(self, exchange: UnitExchange) -> None:
-        """It is the next one, on all ranks. Returns at once. Doing so again does nothing."""
+        """Queue a unit, in the order of all ranks. Returns at once. A second call for it does nothing."""
+        # Started late: only runs that average shards beside a backward need the thread.
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="infinity-gradients", daemon=True)
             start_threads(self._thread)
@@ -199,6 +202,7 @@ class GradientExchange:
         each = self._queue.get()
         if each is None:
             return False
+        # After an error the rest is only marked as done. What was queued twice is done already.
         if self.error is None and not each.done.is_set():
             try:
                 self._exchange(each)
@@ -209,15 +213,18 @@ class GradientExchange:
         return True
 
     def _exchange(self, each: UnitExchange) -> None:
+        # Example, 2 ranks, slots a and b, the same word 7. Rank 0 has new gradients of a and b: [1, 1, 7, 0]; rank 1 of
+        # a: [1, 0, 7, 0]. Averaged is the minimum: a. Not final, as the lists differ; b waits for the step.
         slots = each.grads.unit.layout.slots
         flags = [IS_NEW * (slot.index in each.new) for slot in slots]
         told = self._ranks.all_gather_ints(each.what, [*flags, each.word, IS_UNSCALED * each.is_unscaled])
         *are_new, word, _ = (min(of_ranks) for of_ranks in zip(*told, strict=True))
-        scaling = max(of_rank[-1] for of_rank in told)
+        scaling = max(of_rank[-1] for of_rank in told)  # one rank without the scale: all take it out
         each.is_final = word != 0 and all(of_rank[:-1] == [*flags, word] for of_rank in told)
         buffer = each.buffer
         if buffer is None:
             return  # nothing is new on all ranks then
+        # Locked against `close`, which frees the memory afterwards.
         with self._moving:
             if self._is_closed:
                 raise EngineClosedError.after_close("averaging gradients")
@@ -232,6 +239,7 @@ class GradientExchange:
                 if slot.index not in each.present:
                     buffer.view(slot).zero_()
             spans = self.shards.spans(each.grads.unit)
+            # Neighbouring slots in one collective. Each rank gets the mean of its shard's part of the run.
             for start, stop in runs_of(each.found):
                 parts = [clipped(span, start, stop) for span in spans]
                 self._ranks.reduce(each.what, buffer.values, parts, self._wire)

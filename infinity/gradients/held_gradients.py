@@ -1,7 +1,4 @@
-"""Tensors that the user holds as gradients, and that keep their values when the gradients become others.
-
-Knows tensors; must not know where gradients are kept.
-"""
+"""Tensors that the user holds as gradients, and that keep their values when the gradients become others."""
 
 from __future__ import annotations
 
@@ -39,8 +36,9 @@ class HeldGradient:
 
     @property
     def may_have_changed(self) -> bool:
-        """Whether it was written to since `on_delivered`, or may be: who gets ``parameter.grad`` may write by ``.data``, and
-        `GradScaler` writes by kernels; neither counts."""
+        """Whether it was written to since `on_delivered`, or may have been."""
+        # torch counts writes in `_version`, but neither those by ``.data`` nor those of GradScaler's kernels: so
+        # whoever got the tensor by ``parameter.grad`` may have written to it.
         return self.was_shown or self.has_moved or self.tensor._version != self._version
 
     def on_delivered(self) -> None:
@@ -60,6 +58,8 @@ class HeldGradient:
     def is_held_by_others(self) -> bool:
         """Whether anybody else can see it, or write to it."""
         tensor: Any = self.tensor  # torch does not declare the counter, which counts views
+        # 3 references: `self.tensor`, the variable above and the argument of getrefcount. In C++ one owner is the
+        # Python object; views and graphs are further ones.
         return bool(tensor.requires_grad or sys.getrefcount(tensor) > 3 or tensor._use_count() > 1)
 
     @property
@@ -77,7 +77,7 @@ class HeldGradients:
 
     def __init__(self) -> None:
         self.given: dict[Key, weakref.ref[PagedGradient]] = {}
-        """What stands for a gradient, as far as somebody may still hold it."""
+        """The stand-ins of gradients that the user may still hold."""
         self.views: dict[Key, HeldGradient] = {}
         """The same for gradients in memory. Held, because assigning their ``data`` shows in nothing else."""
         self.own: dict[Key, HeldGradient] = {}
@@ -103,8 +103,9 @@ class HeldGradients:
             self.own.pop(key, None)
             view = self.views.pop(key, None)
             if view is not None and view.is_held_by_others:
+                # As in torch after `zero_grad()`: the tensor stays the user's, with memory of its own from here on.
                 view.tensor.data = view.tensor.clone()
             reference = self.given.pop(key, None)
             paged = reference() if reference is not None else None
             if paged is not None:
-                paged.materialize(torch.clone(paged))
+                paged.materialize(torch.clone(paged))  # fetched now, because its values are about to be replaced

@@ -1,7 +1,4 @@
-"""Main gradients as live tensors: what the user holds of them is the gradient, and what he writes to it counts.
-
-Knows units and where gradients are kept; must not know parameters, nor when gradients come.
-"""
+"""Main gradients as live tensors: what the user holds of them is the gradient, and what he writes to it counts."""
 
 from __future__ import annotations
 
@@ -42,6 +39,7 @@ class LiveGradients:
 
     def _stand_in(self, unit: Unit, slot: Slot) -> torch.Tensor:
         key = unit.index, slot.index
+        # In memory, and read by no update: a plain view. Held until the step, which looks whether it was written to.
         if self._gradients.is_available(unit) and (unit.update is None or unit.update.done()):
             self._held.views[key] = HeldGradient(unit, slot, self._gradients.show(unit).tracked_view(slot))
             return self._held.views[key].tensor
@@ -57,6 +55,7 @@ class LiveGradients:
         paged = PagedGradient.of(
             slot.spec.shape, self._gradients.dtype_shown, fetch, lambda: self._gradients.on_change(unit), replace
         )
+        # Weak, as in torch: `p.grad` is the same object while somebody holds it, and costs nothing afterwards.
         self._held.given[key] = weakref.ref(paged)
         return paged
 
@@ -78,15 +77,18 @@ class LiveGradients:
         """``zero_grad(set_to_none=False)``, but for those ``kept``: gradients that are tensors of the user's stay these."""
         for key, view in list(self._held.views.items()):
             if key not in kept and view.is_held_by_others:  # what he holds becomes zero, and stays the gradient
+                # A view follows the unit's memory; with memory of its own it stays the user's gradient, whatever is
+                # kept there.
                 del self._held.views[key]
                 view.tensor.data = view.tensor.clone()
                 self._held.own[key] = view
         for key, reference in list(self._held.given.items()):
             paged = reference()
             if key not in kept and paged is not None:
-                paged.in_memory()
+                paged.in_memory()  # it is another tensor for the user, so it must become an ordinary one
         own = {key: value for key, value in self._held.own.items() if key not in kept}
         self._gradients.zero(kept)
+        # As torch's zero_grad: detached from its graph, then zeroed in place.
         for value in own.values():
             if value.tensor.grad_fn is not None:
                 value.tensor.detach_()
@@ -99,9 +101,9 @@ class LiveGradients:
         for key in list(self._held.views):
             view = self._held.views.pop(key)
             if view.has_moved:
-                self._held.own[key] = view
+                self._held.own[key] = view  # `.data` was assigned: its memory is the user's now
             elif view.is_held_by_others:
-                self._held.views[key] = view
+                self._held.views[key] = view  # else nobody can write to it any more
             del view
         for key in list(self._held.own):
             self._apply_user_write(key)
@@ -112,7 +114,7 @@ class LiveGradients:
             self._await_update(own.unit)
             self._gradients.set_gradient(own.unit, own.slot, own.tensor.detach())
             own.on_delivered()
-        if own.is_shared:
+        if own.is_shared:  # else nobody can write to it, and the copy among the main gradients is enough
             self._held.own[key] = own
 
     def add_with_graph(self, unit: Unit, slot: Slot, gradient: torch.Tensor) -> None:
@@ -127,9 +129,10 @@ class LiveGradients:
             if not own.is_new:
                 self._apply_user_write(key)
         elif slot in self._gradients.slots_with_gradient(unit):
+            # The sum needs the values on the gradient's device, and must not change with the memory that it came from.
             before = self._shown(unit, slot).clone().to(gradient.device)
             self._held.end(unit, [slot])
-        with torch.enable_grad():
+        with torch.enable_grad():  # a hook runs without; the user differentiates through the sum
             self._held.own[key] = HeldGradient(
                 unit, slot, gradient if before is None else before + gradient, is_new=True
             )
@@ -143,6 +146,7 @@ class LiveGradients:
             own = self._held.own_of(key)
             if own is None:
                 continue
+            # A new one contains the delivered gradient already, as the sum that `add_with_graph` made.
             if not own.is_new:
                 self._apply_user_write(key)
                 with torch.no_grad():

@@ -1,7 +1,4 @@
-"""The factor that lifts fp16 gradients out of what fp16 rounds to zero.
-
-Pure arithmetic; must not know where gradients lie.
-"""
+"""The factor that lifts fp16 gradients out of what fp16 rounds to zero."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 from infinity.config.resolved import LARGEST_LOSS_SCALE, LossScaling
 from infinity.errors import StepError
 
-_FACTOR = 2.0
+_FACTOR = 2.0  # as in DeepSpeed; of a power of two, so that scaling only changes exponents
 
 
 class LossScaler:
@@ -86,6 +83,7 @@ class LossScaler:
         """What backward begins with: the micro-batch's share of the step's loss (one element), scaled (then fp32)."""
         if self._rules is None:
             return loss / divisor
+        # In fp32: a scaled loss may be too large for fp16.
         return loss.float() / divisor * self.scale
 
     def update(self, *, is_finite: bool, step: int) -> None:
@@ -100,9 +98,11 @@ class LossScaler:
             return
         if not is_finite:
             self._num_finite = 0
+            # The first `hysteresis` - 1 overflows skip the step, and leave the factor.
             if self._has_zero and self._hysteresis_left > 1:
                 self._hysteresis_left -= 1
                 return
+            # As in DeepSpeed, the error is raised by an overflow at the minimum, not by the one that leads there.
             if self._has_zero and self.scale <= rules.minimum:
                 raise StepError(
                     f"the gradients of step {step} are not finite, and the loss scale cannot become smaller: it is "
@@ -113,6 +113,7 @@ class LossScaler:
             self.scale = max(self.scale / _FACTOR, rules.minimum)
             return
         self._num_finite += 1
+        # Example, window 2: of the finite steps 1 2 3 4 5 the factor is doubled by 3 and 5.
         is_due = self._num_finite > 1 and (self._num_finite - 1) % rules.window == 0
         if is_due:
             self.scale = min(self.scale * _FACTOR, LARGEST_LOSS_SCALE)
@@ -120,11 +121,11 @@ class LossScaler:
             self._hysteresis_left = rules.hysteresis
 
     def state(self) -> dict[str, float]:
-        """What the rule goes on from."""
+        """The state from which `load_state` continues."""
         return {
             "dynamic": self.dynamic,
             "scale": self.scale,
-            "patience": self._hysteresis_left,
+            "patience": self._hysteresis_left,  # the name that written checkpoints have
             "num_finite": self._num_finite,
             "num_steps": self._num_steps,
         }

@@ -1,13 +1,11 @@
-"""The norm of all gradients, be it that processes have different parts of the model, and what clipping makes of it.
+"""The norm of all gradients, also when processes have different parts of the model, and the factor of clipping.
 
-Knows norms and a mesh; must not know gradients.
-
-[Note: norms of parts] The processes of a row (`Mesh.parts`) tell each other the norm of each parameter, by name. What comes out
-has the bits of torch's ``clip_grad_norm_``, for which a stage of a pipeline is a piece of ``model.parameters()``, and a tensor
-that is divided has one norm, the root of the sum of squares of its parts' (as of a DTensor). What each tensor rank has whole
-(biases, layer norms) counts once. Which of them is which, the script says by an attribute of the parameter, as in Megatron and
-DeepSpeed: one that has it not must have the same gradient on all tensor ranks. So a forgotten attribute, and a sum over tensor
-ranks that the script forgot, are errors and not a wrong norm.
+[Note: norms of parts] The processes of a row (`Mesh.parts`) exchange the norm of each parameter, by name. The result
+has the bits of torch's ``clip_grad_norm_``, for which a stage of a pipeline is a piece of ``model.parameters()``, and a
+tensor that is divided has one norm, the root of the sum of squares of its parts' (as of a DTensor). What each tensor
+rank has whole (biases, layer norms) counts once. An attribute of the parameter says which is which, as in Megatron and
+DeepSpeed: without it, a parameter must have the same gradient on all tensor ranks. So a forgotten attribute, and a sum
+over tensor ranks that the script forgot, are errors and not a wrong norm.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     """The global 2-norm from the norms per parameter, in the order of ``model.parameters()``. 0-dim fp32 tensor."""
     if not norms:
         return torch.tensor(0.0, dtype=torch.float32, device="cpu")
+    # torch.stack needs one device. Norms of loose parameters may be on a GPU while those of main gradients are not.
     found = list(norms)
     apart = next((norm.device for norm in norms if norm.device.type != "cpu"), None)
     here = [place for place, norm in enumerate(norms) if norm.device.type == "cpu"]
@@ -43,11 +42,12 @@ def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def clip_coefficient(norm: torch.Tensor, maximum: float) -> torch.Tensor:
     """The factor that ``torch.nn.utils.clip_grad_norm_`` multiplies with. 0-dim fp32 tensor."""
+    # 1e-6 is torch's constant, which keeps the quotient finite for a norm of 0.
     return torch.clamp(maximum / (norm + 1e-6), max=1.0)
 
 
 class ParameterNorm(NamedTuple):
-    """Of one gradient, as one process has it."""
+    """The norm of one gradient, as one process has it."""
 
     fqn: str
     is_part: bool
@@ -57,7 +57,7 @@ class ParameterNorm(NamedTuple):
 
 
 class _OfProcess(NamedTuple):
-    """What a process says of its part: norms by name, and the scale that its gradients have."""
+    """What a process sends: norms by name, and the scale of its gradients."""
 
     norms: dict[str, tuple[bool, float]]
     scale: float | None
@@ -85,12 +85,15 @@ def norm_of_model(mesh: Mesh, norms: Sequence[ParameterNorm], scale: float, step
     if not mesh.is_divided:
         return total_norm([each.norm for each in norms]) / scale
     what = f"the norm of all parts' gradients in step {step}"
+    # A process without gradients has no scale that would count.
     own = _OfProcess({each.fqn: (each.is_part, float(each.norm)) for each in norms}, scale if norms else None)
     of_parts = [_OfProcess(*each) for each in gather_results(mesh.parts, what, lambda: own)]
     of_ranks = dict(zip(mesh.places, of_parts, strict=True))
+    # Ranks may have looked at gradients or not, which takes the scale out: with several scales each norm is divided.
     scales = {of_part.scale for of_part in of_ranks.values() if of_part.scale is not None} or {scale}
     common = scales.pop() if len(scales) == 1 else None
     found: list[torch.Tensor] = []
+    # In the order of torch's `model.parameters()` over all stages: another order of the sum could give other bits.
     for stage in sorted({place.stage for place in of_ranks}):
         of_stage = [of_ranks[place] for place in sorted(of_ranks) if place.stage == stage]
         for fqn in {fqn: None for of_part in of_stage for fqn in of_part.norms}:
@@ -113,6 +116,7 @@ def _merged(mesh: Mesh, what: str, fqn: str, of_tensor_ranks: Sequence[tuple[boo
         return values[0]
     if all(is_part for is_part, _ in of_ranks):
         return values.pow(2.0).sum().pow(0.5)  # as DTensor does it
+    # NaN is not equal to itself, but a NaN on all ranks is an overflow, not a difference.
     is_same = len({*norms}) == 1 or all(math.isnan(norm) for norm in norms)
     if len(of_ranks) == len(of_tensor_ranks) and is_same and not any(is_part for is_part, _ in of_ranks):
         return values[0]

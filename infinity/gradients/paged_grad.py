@@ -1,7 +1,4 @@
-"""A gradient that is a tensor like any other to look at, and is fetched when something is computed with it.
-
-Knows tensors and functions on them; must not know units, files or when gradients come and go.
-"""
+"""A gradient that is a tensor like any other to look at, and is fetched when something is computed with it."""
 
 from __future__ import annotations
 
@@ -53,6 +50,8 @@ class PagedGradient(torch.Tensor):
             on_change: the values have been changed, or may be without anybody noticing.
             replace: makes a tensor the parameter's gradient in place of this one.
         """
+        # One NaN, expanded: shape and dtype without memory. Code that reads past __torch_function__ gets NaN, not wrong
+        # numbers.
         nothing = torch.full((), float("nan"), dtype=dtype, device="cpu").expand(tuple(shape))
         gradient: PagedGradient = make_subclass(PagedGradient, nothing)
         gradient._fetch = fetch
@@ -83,13 +82,14 @@ class PagedGradient(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA:
+        if func in METADATA:  # shape, dtype, device, ...: answered by the expanded tensor, nothing is fetched
             with as_plain():
                 return func(*args, **kwargs)
         if func == _ASSIGNING_DATA:
             _replace(*args)
             return None
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
+        # One tensor after the other, so that one at a time is in memory. These functions treat each by itself.
         if name_of(func).startswith(("_foreach_", "_amp_foreach_")) and lists and len(lists[0]) > 1:
             apart = itertools.count()
             found = unit_by_unit(func, args, kwargs, lambda _: next(apart))
@@ -113,6 +113,7 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
     def values_of(leaf: Any) -> Any:
         if not isinstance(leaf, PagedGradient):
+            # The same gradient twice in a call is one tensor twice, as in torch: `g.add_(g)` sees its own writes.
             return leaf
         if id(leaf) not in opened:
             values = leaf._fetch()
@@ -124,7 +125,9 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     try:
         result = func(*args, **kwargs)
     finally:
+        # Also after an error: an operation in place may have written a part.
         places = {values.untyped_storage().data_ptr() for _, values, _ in opened.values()}
+        # Whoever gets memory (`.numpy()`, `.data_ptr()`, views) can write to it later, which no version counts.
         is_exposed = (
             name_of(func) in EXPOSING | AS_ARRAY
             or writes_unseen(func)

@@ -13,7 +13,7 @@ from infinity.errors import RankError
 
 
 def digest(described: Mapping[str, str]) -> int:
-    """A checksum of hyperparameters, by name: above 0."""
+    """A checksum of hyperparameters, by name: above 0, because 0 stands for none."""
     return 1 + zlib.crc32(repr(sorted(described.items())).encode())
 
 
@@ -47,6 +47,7 @@ def check_same_groups(ranks: Ranks, describe: Callable[[], Mapping[str, str]], s
     what = f"the parameter groups in step {step}"
     own = describe()
     mine = digest(own)
+    # One integer per step. The texts are exchanged only if these differ, to name the difference.
     if all(found == [mine] for found in ranks.all_gather_ints(what, [mine])):
         return
     of_ranks = gather_results(ranks, what, lambda: dict(own))
@@ -67,6 +68,7 @@ def check_same(ranks: Ranks, norm: torch.Tensor, step: int) -> None:
     """
     if ranks.num == 1:
         return
+    # The bits: NaN is not equal to NaN.
     bits = int(norm.detach().cpu().float().view(torch.int32))
     of_ranks = [found[0] for found in ranks.all_gather_ints(f"the norm of all gradients in step {step}", [bits])]
     if any(found != bits for found in of_ranks):

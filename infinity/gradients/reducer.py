@@ -27,9 +27,9 @@ from infinity.units.unit import Unit
 from swapper.sync.interrupts import POLL_SECONDS, uninterrupted
 from swapper.sync.lifetimes import call_when_collected
 
+# How long a backward waits for other ranks in all, rather than spill gradients: in the step it would wait for them,
+# too. Not longer, as their scripts may wait for this one.
 _TIMEOUT_SECONDS = 1.0
-"""So long a backward waits for others in all rather than spill gradients, for in the step it would wait for them, too. Not
-longer: their scripts may wait for this one."""
 Key = tuple[int, int]
 """Unit index, slot index."""
 
@@ -50,33 +50,30 @@ class NewGradients:
 
 
 class ReducedGradients(GradientStore):
-    """A `GradientStore` that knows which gradients are this rank's alone.
+    """A `GradientStore` that knows which gradients are this rank's alone, and averages them.
 
-    As with DDP, what is averaged is all that a parameter has accumulated, so a mean of an earlier backward stays what it is.
-    A parameter that got a gradient on some ranks has one on all of them afterwards, to which the others gave zeros.
+    As with DDP, all that a parameter has accumulated is averaged, so a mean of an earlier backward stays what it is. A
+    parameter that got a gradient on some ranks has one on all of them afterwards, to which the others gave zeros.
 
     Where `holds_back` says so, no mean is computed before the step either: that begins with `new_of_all`, and goes on with
     `average_these`, or `replace`.
 
-    [Note: means for owners] Where each rank updates its shard of a unit, it needs the mean of that alone, which takes half of
-    the exchange, and the other half is then free for the new weights. The mean must be of all that the step has accumulated,
-    or its bits would be others. So it is computed in the last ``engine.backward`` of a step (`begin_means`), as units become
-    complete (`offer`), in the order in which backwards mostly reach them: the last unit first. What is still to be done when
-    the step comes is done then (`average_for_update`). Meanwhile another thread has the memory of units that are being
-    exchanged (`infinity.gradients.gradient_exchange`). It may have to wait for ranks that are late, so of units whose memory is
-    taken for a time it has one, and only while there is room for the largest besides. What is whole and finds no room to wait in
-    is spilled, as ever, and exchanged in the step.
-
-    What only some ranks have of a unit by then may yet come on others, as of a parameter that fires unexpectedly: its mean waits
-    for the step. What `ShardUpdates` is told of is updated as it comes back.
+    [Note: means for owners] Where each rank updates its shard of a unit, it needs the mean of that alone. That takes
+    half of the exchange, and the other half is then free for the new weights. The mean must be of all that the step has
+    accumulated, or its bits would be others. So it is computed in the last ``engine.backward`` of a step
+    (`begin_means`), as units become complete (`offer`), in the order in which backwards mostly reach them: the last
+    unit first. What is left is done in the step (`average_for_update`). Meanwhile another thread has the memory of
+    units that are being exchanged (`infinity.gradients.gradient_exchange`). A complete unit for which there is no room
+    to wait is spilled, as ever, and exchanged in the step.
 
     If somebody looks at a gradient between that backward and the step, or replaces one, or another backward comes before the
     step, parts are put together to whole means, which all ranks do at the same point of their scripts; so they do if they drop
     gradients whose exchange has begun, before the next ones are added. In a plain loop gradients are whole after each backward.
-
-    A norm has the bits of torch's only if one processor takes it of the whole gradient. So the parts of a parameter that lies
-    in several shards go to the rank with the largest, and ranks tell each other the norms: at most a quarter of the model.
     """
+
+    # Example, 2 ranks, units 0 1 2. Backward completes 2, 1, 0. Rank 0 has unit 2 first: its thread sends it and waits
+    # for rank 1, while backward goes on. Unit 1 is queued behind it if it stays in RAM, else it is spilled. In
+    # `average_for_update` all ranks meet, and exchange what is left.
 
     def __init__(
         self,
@@ -121,16 +118,16 @@ class ReducedGradients(GradientStore):
         self._due: deque[UnitGrads] = deque()
         """Units that are yet to be exchanged, in the order of all ranks."""
         self._whole: set[int] = set()
-        """Indices of those that may be, for they have all gradients of the step."""
+        """Indices of units that have all gradients of the step, and so may be exchanged."""
         self._under_way: deque[UnitExchange] = deque()
-        """Those that its thread has, in the same order."""
+        """Units that the exchange's thread has, in the same order."""
         self._timeout_seconds = 0.0
         """How long the present backward may yet wait for room."""
         self._owned: dict[Key, tuple[UnitGrads, Slot, int]] = {}
         """Of which the mean of this rank's shard is here, or in an update: whose, and the bits of its fp32 2-norm on the rank
         that takes it, on others -1. Bits of norms are never negative: those of NaN, if they are, lose their sign."""
         self._late: list[tuple[Unit, Mapping[Slot, torch.Tensor]]] = []
-        """What came in backward for units that are being exchanged: until those are taken back."""
+        """Gradients that backward delivered for units under way: added when the units are back."""
 
     # ------------------------------------------------------------------------------------------- beside a backward
 
@@ -150,6 +147,7 @@ class ReducedGradients(GradientStore):
             return False
         self._step, self._is_last_over, self._timeout_seconds = step, False, _TIMEOUT_SECONDS
         self._updates = updates
+        # The order of the exchange, the same on all ranks: roughly that of a backward.
         self._due.extend(grads for grads in reversed(self._grads) if grads.unit.layout.trainable_numel)
         return updates is not None
 
@@ -160,10 +158,11 @@ class ReducedGradients(GradientStore):
 
     def open_sum(self, unit: Unit) -> None:
         grads = self._grads[unit.index]
+        # A unit under way may return its memory soon: wait for that, within the limit, rather than spill another unit.
         if self._step is not None and not grads.stays_in_ram and grads.buffer is None:
             while self._under_way and not self._has_room(1) and self._timeout_seconds > 0:
                 begin = time.monotonic()
-                self._under_way[0].done.wait(min(POLL_SECONDS, self._timeout_seconds))
+                self._under_way[0].done.wait(min(POLL_SECONDS, self._timeout_seconds))  # short: Ctrl-C gets through
                 self._timeout_seconds -= time.monotonic() - begin
                 self._advance()
         super().open_sum(unit)
@@ -183,6 +182,7 @@ class ReducedGradients(GradientStore):
         if self._step is None:
             self.begin_means(step)
         self._is_last_over = True
+        # Backward is over: units without a gradient are complete, too, for other ranks may have one.
         self._whole.update(grads.unit.index for grads in self._due)
         self._advance()
 
@@ -196,6 +196,7 @@ class ReducedGradients(GradientStore):
         while self._under_way and self._under_way[0].done.is_set():
             self._on_exchanged(self._under_way.popleft())
         exchange = self._exchange
+        # Strictly in order: the first unit that is not complete stops all behind it, even if those are.
         while exchange and self._due and self._due[0].unit.index in self._whole and exchange.error is None:
             grads = self._due[0]
             if is_in_time and not (self.have_arrived(grads.unit) and self._has_room_beside(grads)):
@@ -203,6 +204,7 @@ class ReducedGradients(GradientStore):
             updates = self._updates
             if updates is not None and not updates.may_be_announced(grads.unit, is_over=self._is_last_over):
                 return
+            # From here until it is `done`, the unit's memory is the exchange thread's.
             buffer, slots = self.open(grads.unit), grads.unit.layout.slots
             new = frozenset(slot.index for slot in slots if (grads.unit.index, slot.index) in self._new)
             given = UnitExchange(
@@ -214,12 +216,15 @@ class ReducedGradients(GradientStore):
                 is_unscaled=grads.is_unscaled,
                 unscaling=1.0 / self.scaler.scale,
                 flushes_denormals=flushes_denormals(),
+                # A parameter whose mean was computed before (no new gradient) cannot be updated by this exchange: no
+                # word.
                 word=updates.word(grads.unit, new) if updates is not None and new == grads.present else 0,
             )
             self._start_exchange(exchange, given)
 
     def _start_exchange(self, exchange: GradientExchange, given: UnitExchange) -> None:
         with uninterrupted():  # other ranks wait for it, too
+            # In both lists or in none: an interrupt in between would leave other ranks waiting.
             self._under_way.append(given)
             self._due.popleft()
             exchange.begin(given)
@@ -228,13 +233,15 @@ class ReducedGradients(GradientStore):
         """Whether the exchange may have the unit's memory for as long as it likes."""
         if grads.stays_in_ram:
             return True
+        # The exchange may take as long as other ranks like. So only one unit at a time may have memory that is needed
+        # elsewhere, and only if there is room for the largest unit besides. Memory that can be spilled counts as free.
         waiting = sum(
             each.buffer.flat.num_bytes
             for each in self._grads
             if each.buffer is not None and not (each.stays_in_ram or each is grads or each.buffer.is_referenced)
         )
         is_alone = all(each.grads.stays_in_ram for each in self._under_way)
-        return is_alone and self._has_room(1 if grads.buffer is not None else 2, waiting)
+        return is_alone and self._has_room(1 if grads.buffer is not None else 2, waiting)  # 2: its own memory, too
 
     def _has_room(self, num: int, waiting_bytes: int = 0) -> bool:
         """Whether there is room for the largest of the units whose memory is taken for a time, so many times.
@@ -246,9 +253,10 @@ class ReducedGradients(GradientStore):
         return self._pool.used_bytes - waiting_bytes + num * largest <= self._pool.capacity_bytes
 
     def _on_exchanged(self, exchange: UnitExchange) -> None:
-        """It has been exchanged: keep the mean of this rank's shard, and what has come since."""
+        """Take an exchanged unit back: keep the mean of this rank's shard, and add what has come since."""
         if exchange.buffer is not None:
             self._keep_mean(exchange, exchange.buffer)
+        # Gradients of a backward that went on meanwhile: now the memory is this thread's again.
         late = [gradients for unit, gradients in self._late if unit is exchange.grads.unit]
         self._late = [each for each in self._late if each[0] is not exchange.grads.unit]
         for gradients in late:
@@ -257,6 +265,7 @@ class ReducedGradients(GradientStore):
 
     def _keep_mean(self, exchange: UnitExchange, buffer: GradientBuffer) -> None:
         grads = exchange.grads
+        # Failed, or dropped meanwhile: the memory is all that is left.
         if exchange.error is not None or self._dropped_step is not None:
             if not grads.stays_in_ram and not grads.present and grads.buffer is buffer:
                 self._release(grads.detach_buffer())
@@ -266,13 +275,18 @@ class ReducedGradients(GradientStore):
             grads.on_change()
         for slot, owner in zip(exchange.found, exchange.owners, strict=True):
             grads.present.add(slot.index)
+            # A norm has torch's bits only if one processor takes it of the whole gradient: one rank has it
+            # (`_collect`).
             norm = gradient_norm(buffer.view(slot)).detach().cpu().float() if owner == self._shards.index else None
-            bits = -1 if norm is None else int(norm.view(torch.int32)) & 0x7FFFFFFF
+            # Norms are exchanged as the bits of fp32, of which `average_for_update` takes the maximum: -1 is "not
+            # here".
+            bits = -1 if norm is None else int(norm.view(torch.int32)) & 0x7FFFFFFF  # the sign of a NaN is dropped
             self._owned[grads.unit.index, slot.index] = grads, slot, bits
             self._new.discard((grads.unit.index, slot.index))
         if exchange.is_final and self._updates is not None:
             self._update(grads, self._updates)
             return
+        # Only this rank's shard holds a mean; the rest of the buffer is not needed, and not spilled.
         keeps_whole = any(slot not in exchange.found for slot in grads.slots())
         self.close_sum(grads.unit, None if keeps_whole else self._shards.span(grads.unit))
 
@@ -343,6 +357,7 @@ class ReducedGradients(GradientStore):
         self._end_dropped()
         self._meet(f"averaging gradients for the owners in step {step}")
         self._finish()
+        # Gradients that came to units after they had been exchanged: these units go once more, with all ranks.
         # What came to units that had been exchanged.
         found = self.new_of_all(step, "averaging gradients for the owners")
         self._new.update((new.unit.index, slot.index) for new in found for slot in new.slots)
@@ -352,6 +367,7 @@ class ReducedGradients(GradientStore):
         if not self._owned:
             return
         owned = [self._owned[key] for key in sorted(self._owned)]
+        # Exactly one rank has each norm, the others say -1: the maximum is the norm. One collective for all of them.
         of_sharers = self._ranks.all_gather_ints(f"norms in step {step}", [bits for _, _, bits in owned])
         bits = [max(of_ranks) for of_ranks in zip(*of_sharers, strict=True)]
         norms = torch.tensor(bits, dtype=torch.int64, device="cpu").to(torch.int32).view(torch.float32)
@@ -377,6 +393,7 @@ class ReducedGradients(GradientStore):
             self._ranks.all_gather_ints(what)
             self._finish()
             self._step = self._updates = None
+            # Means of which this rank has its shard: each rank sends its own, and gets those of the others.
             here = {key: owned for key, owned in self._owned.items() if key[1] in owned[0].present}
             with self._clock.waiting("ranks"):
                 for grads in {grads: None for grads, _, _ in here.values()}:
@@ -391,6 +408,7 @@ class ReducedGradients(GradientStore):
     def _put_together(self, what: str, grads: UnitGrads, slots: Sequence[Slot]) -> None:
         buffer = self.open(grads.unit)
         grads.on_change()
+        # Means were rounded to the dtype of the exchange, so sending them in it loses nothing.
         dtype = buffer.dtype if self._wire == torch.float32 else self._wire
         spans = self._shards.spans(grads.unit)
         for start, stop in runs_of(slots):
@@ -417,6 +435,7 @@ class ReducedGradients(GradientStore):
             return
         self._ranks.all_gather_ints(f"giving up step {self._step}")
         nothing: frozenset[int] = frozenset()
+        # What has not been announced yet is announced as "nothing": other ranks wait for the unit in this place.
         while self._due:
             grads = self._due[0]
             given = UnitExchange(
@@ -431,11 +450,13 @@ class ReducedGradients(GradientStore):
         self._is_deferred = False
         if self._ranks.num == 1:
             return []
+        # Gradients on their way from a GPU count as present, and may not arrive after the flags were sent.
         self._wait_for_arrivals()
         flags: list[int] = []
         for grads in self._grads:
             flags += [(grads.unit.index, slot.index) in self._new for slot in grads.unit.layout.slots]
             flags.append(grads.is_unscaled * IS_UNSCALED)
+        # Any rank's flag counts, as a maximum: 0, IS_NEW, or IS_UNSCALED behind each unit's slots.
         merged = [
             max(of_ranks)
             for of_ranks in zip(*self._ranks.all_gather_ints(f"{what} in step {step}", flags), strict=True)
@@ -453,7 +474,7 @@ class ReducedGradients(GradientStore):
         return found
 
     def average_these(self, found: Sequence[NewGradients], step: int) -> None:
-        """As `average`, of these."""
+        """As `average`, for ``found`` alone."""
         what = f"averaging gradients in step {step}"
         for new in found:
             with self._clock.waiting("ranks"):
@@ -473,6 +494,7 @@ class ReducedGradients(GradientStore):
     def _prepare(self, new: NewGradients) -> tuple[GradientBuffer, list[tuple[int, int]]]:
         """The unit's gradients in memory, zeros where there are none, and the elements in which the new ones lie."""
         grads = self._grads[new.unit.index]
+        # One rank without the loss scale: all take it out, so that the sum has one scale.
         buffer = self.show(grads.unit) if new.is_unscaled else self.open(grads.unit)
         grads.on_change()
         for slot in new.slots:
@@ -507,6 +529,7 @@ class ReducedGradients(GradientStore):
     def clear(self, kept: Collection[Key] = ()) -> None:
         if kept:
             self.average_postponed()
+        # Other ranks may be in the middle of the exchange, and collectives cannot be taken back: it is ended later.
         if self._step is not None:
             self._dropped_step, self._step, self._updates = self._step, None, None
         self._owned.clear()
@@ -517,6 +540,7 @@ class ReducedGradients(GradientStore):
         self.agreed_norms.clear()
 
     def close(self) -> None:
+        # A thread that hangs in a collective may still write: its memory is not returned to the pool.
         if self._exchange is not None and not self._exchange.close():
             for exchange in self._under_way:
                 if exchange.buffer is not None and exchange.grads.buffer is exchange.buffer:
@@ -536,7 +560,7 @@ class ReducedGradients(GradientStore):
         return agreed if is_all else {**super().norms_of(unit), **agreed}
 
     def make_whole(self, unit: Unit, slot: Slot) -> None:
-        """Somebody looks at the gradient: if means are in parts, each rank gets all of them. All come here at the same point.
+        """Put means together before a user looks at the gradient. All ranks call it at the same point.
 
         Raises:
             AccessError: no mean of it is computed before the step, or the backward that does so goes on.

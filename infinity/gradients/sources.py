@@ -1,7 +1,4 @@
-"""Where an update finds its gradients: in RAM, on NVMe, or still on the device.
-
-Knows one unit's gradients; must not know how many there are or what becomes of them.
-"""
+"""Where an update finds its gradients: in RAM, on NVMe, or still on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from infinity.units.unit import Unit
 from swapper import Extent, Handle, Priority, Swapper
 
 FP32_BYTES = 4
-_BLOCK_NUMEL = 1 << 20
+_BLOCK_NUMEL = 1 << 20  # Elements that are converted or fetched at a time: 4 MiB in fp32.
 
 
 class GradientSource:
@@ -31,14 +28,14 @@ class GradientSource:
 
     def __init__(self, slots: Sequence[Slot], dtype: torch.dtype, *, is_kept: bool = False) -> None:
         self.dtype = dtype
-        """Of all of them: fp32, or bf16 if their values are."""
+        """The dtype of all of them: fp32, or bf16 if all came in it."""
         self.is_kept = is_kept
         """Whether the gradients stay what they are after the update, which must not change them then."""
         self.used_bytes = 0
         """Bytes of their memory, from its beginning, that the update has used up."""
         self._slots = list(slots)
         self._values: torch.Tensor | None = None
-        """Those in memory. Gone with the release: a view would keep the memory from being unmapped."""
+        """The gradients in memory. Dropped by `release`: a view would keep the memory from being unmapped."""
         self._is_released = False
         self._on_release: Callable[[], None] | None = None
 
@@ -58,10 +55,11 @@ class GradientSource:
         raise NotImplementedError
 
     def on_used(self, chunk: Chunk) -> None:
-        """Those of this chunk, and of all before it, are used up. After the last chunk, `release` says so."""
+        """This chunk's gradients, and all before it, are used up. For the last chunk, `release` is called instead."""
 
     def release(self) -> None:
         """The update has used them up, or failed."""
+        # Before the callback, which may unmap the memory.
         self._values = None
         self._is_released = True
         if self._on_release is not None:
@@ -82,6 +80,7 @@ class DeviceGradients(GradientSource):
     def __init__(self, gradients: Mapping[Slot, torch.Tensor], device: ComputeDevice, after: Fence) -> None:
         """``gradients`` have the strides of their parameters (see `in_slot_order`)."""
         dtypes = {gradient.dtype for gradient in gradients.values()}
+        # An update reads all gradients of a unit in one dtype: bf16 only if all are.
         super().__init__(list(gradients), dtypes.pop() if dtypes == {torch.bfloat16} else torch.float32)
         self._gradients = {slot.index: in_memory_order(each, slot) for slot, each in gradients.items()}
         self._device = device
@@ -95,6 +94,7 @@ class DeviceGradients(GradientSource):
             if source.device == scratch.device:
                 target.copy_(source)
             else:
+                # Behind `after`: the point of the compute stream at which autograd has written them.
                 fence = self._device.download(target, source, self._after)
         self._device.synchronize(fence)  # of one stream: with the last all are there
         return scratch
@@ -120,7 +120,7 @@ class MemoryUse(Protocol):
 class SpillingWrite:
     """Gradients on their way to NVMe."""
 
-    used_bytes = 0
+    used_bytes = 0  # the write reads all of the memory until it has ended
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -155,7 +155,9 @@ class GradientBuffer:
         landing = self.values if stored == self.dtype else self.values.view(stored)[: self.values.numel()]
         read(landing).wait()
         if stored != self.dtype:
-            # From the end: what is written there lies behind all that is yet to be read.
+            # bf16 values were read into the first half of the fp32 memory, and are widened in place, from the end: each
+            # target is behind all that is yet to be read. Example, 3 blocks in bytes 0..6M: block 2 becomes 8..12M,
+            # block 1 4..8M, block 0 0..4M. Block 0 overlaps itself: so each is cloned.
             numel = landing.numel()
             for start in range((numel - 1) // _BLOCK_NUMEL * _BLOCK_NUMEL, -1, -_BLOCK_NUMEL):
                 stop = min(start + _BLOCK_NUMEL, numel)
@@ -192,6 +194,7 @@ class GradientBuffer:
             else:
                 source = in_memory_order(gradient, slot)
             target = self.values[slot.start : slot.stop]
+            # A slot without a gradient holds bytes of an earlier step: the first gradient replaces them.
             is_new = slot.index not in known
             if target.device.type != "cpu":  # where each element is converted when it is added
                 source = source.to(target.device)
@@ -234,7 +237,7 @@ class MemoryGradients(GradientSource):
         return values if values.device == scratch.device else scratch.copy_(values)
 
     def on_used(self, chunk: Chunk) -> None:
-        self.used_bytes = chunk.stop * self.dtype.itemsize
+        self.used_bytes = chunk.stop * self.dtype.itemsize  # chunks are retired in order, see `UpdateStream._retire`
         if self._on_release is not None:
             self._on_release()
 
@@ -250,9 +253,12 @@ class SpilledGradients(GradientSource):
         self._extent = extent
 
     def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
+        # The extent has the order of the trainable segment, as chunks do: a chunk is one contiguous read.
         offset = chunk.start * self.dtype.itemsize
         if scratch.device.type == "cpu":
             return self._swapper.read(self._extent, scratch, offset=offset, priority=Priority.PREFETCH)
+        # Records on a device: by way of host memory. The copy must end before that is freed, so nothing is left to wait
+        # for.
         landing = torch.empty(scratch.shape, dtype=scratch.dtype, device="cpu")
         self._swapper.read(self._extent, landing, offset=offset).wait()
         scratch.copy_(landing)

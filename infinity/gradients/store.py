@@ -31,8 +31,7 @@ from infinity.units.unit import Unit
 from swapper import Bell, Extent, Swapper
 from swapper.sync.interrupts import POLL_SECONDS
 
-_MOST_UNITS_ON_DEVICE = 2
-"""Units whose gradients may wait in a GPU's memory for their update."""
+_MOST_UNITS_ON_DEVICE = 2  # Units whose gradients wait in GPU memory for their update. For a third, backward waits.
 
 
 class GradientStore:
@@ -40,21 +39,7 @@ class GradientStore:
 
     Kept until the step (`add`): in RAM for the units that the plan names, spilled to NVMe for the others.
     On their way into an update in backward (`add_for_update`): in RAM until the update has used them up.
-
-    [Note: gradients that become wider] A single bf16 gradient loses nothing as bf16, and the plan counts on that where a
-    step has one micro-batch. Whoever calls ``loss.backward()`` several times all the same, or looks at ``parameter.grad``,
-    gets fp32: the unit's memory is exchanged for one of twice the size if the pool has it to spare, and otherwise its
-    gradients go to NVMe.
-
-    [Note: gradients that are looked at] What is spilled comes back into memory for that, unit by unit, until somebody needs
-    the room; it is written again if it was changed (`show`). Memory over which the user holds a tensor is his from the
-    moment on in which it would be used for something else: the store takes other memory instead.
-
-    [Note: gradients that arrive] From a GPU, gradients that are to wait come into a ring of pinned memory, one copy for a unit
-    and dtype, and are added when somebody asks for the unit's or the ring has no room for more: until then nobody waits for
-    the GPU. They are added in the order in which they came. What is larger than the ring comes block by block, and is waited
-    for. The norm of a gradient that is the first of its parameter is taken on the GPU, and stands until others are added or
-    somebody looks.
+    For the training thread, under the engine lock; only uses of memory end on other threads.
     """
 
     def __init__(
@@ -72,47 +57,37 @@ class GradientStore:
     ) -> None:
         """
         Args:
-            units: all units, by index.
-            device: the compute device.
-            clock: counts the waiting.
             in_memory: indices of the units whose gradients stay in RAM.
             open_swapper: gives the swapper to which the others are spilled, at their first use.
             pool: memory for all of it; of a device only where no unit's are spilled.
             arrivals: where gradients arrive from a device with a memory of its own.
             waiting: in which dtype they wait; fp32 by default.
-            scaler: knows with which factor gradients come; None: with none.
         """
         kept = set(in_memory)
         self._grads = [UnitGrads(unit, stays_in_ram=unit.index in kept) for unit in units]
-        """What is known of each unit's gradients, for good."""
         self._device = device
         self._clock = clock
         self._open_swapper = open_swapper
-        self._swapper: Swapper | None = None
-        """To which gradients are spilled: from the first time on."""
+        self._swapper: Swapper | None = None  # opened when the first gradients are spilled
         self._pool = pool
         self._arrivals = Arrivals(device, 0) if arrivals is None else arrivals
-        """See [Note: gradients that arrive]."""
         self._waiting = waiting or MainGradDtype()
         sizes = [unit.layout.trainable_numel * FP32_BYTES for unit in units]
+        # If the pool holds all units in fp32, bf16 gradients are widened when they come: later ones need no wider
+        # memory.
         fits_wide = sum(sizes) <= pool.capacity_bytes and not self._waiting.rounds
         self._kept_dtype = torch.float32 if fits_wide else self._waiting.dtype
         self._scratch_bytes = max(sizes, default=0)
-        self._numbers = itertools.count()
-        """Of `UnitGrads.number`."""
+        self._numbers = itertools.count()  # for `UnitGrads.number`
         self._memory_uses: deque[tuple[MemoryUse, FlatBuffer | None]] = deque()
         """Memory that an update or a write uses, each until `_retire` finds that this has ended; None: not of the pool."""
-        self._ended = Bell()
-        """Rung when a use of memory ends, by the thread that ends it: the update stream's, or one of the swapper's."""
+        self._ended = Bell()  # rung when a use of memory ends, by a thread of the update stream or the swapper
         self.scaler = scaler or LossScaler(None)
-        """Knows the factor with which gradients come."""
-        self.held = HeldGradients()
-        """What the user holds of them."""
-        self.resumed_bytes = 0
-        """Bytes read so far to add to sums that had been spilled before."""
+        self.held = HeldGradients()  # what the user holds of them
+        self.resumed_bytes = 0  # read so far, to add to sums that had been spilled before
 
     def _of(self, unit: Unit) -> UnitGrads:
-        """What is known of the unit's gradients, with all that were on their way."""
+        """The unit's gradients, after all that were on their way have been added."""
         grads = self._grads[unit.index]
         self._wait_for_arrivals(grads)
         return grads
@@ -151,6 +126,7 @@ class GradientStore:
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
         """Main gradients += ``gradients`` (any floating dtype), in fp32. From a GPU they may arrive later."""
         grads = self._grads[unit.index]
+        # Somebody has looked at the unit's gradients, which took the scale out: new ones must match.
         if grads.is_unscaled:
             gradients = {slot: gradient.float() * (1.0 / self.scaler.scale) for slot, gradient in gradients.items()}
         if self._device.uses_host_memory or self._pool.torch_device.type != "cpu":
@@ -165,13 +141,17 @@ class GradientStore:
             self._add(grads, here)
 
     def _start_download(self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor]) -> None:
-        """Start to bring gradients from the device: see [Note: gradients that arrive]."""
+        """Start to copy gradients from the device into the ring of pinned memory."""
+        # They are added, in the order in which they came, when the unit's are needed or the ring is full: until then
+        # the training thread does not wait for the GPU. One copy for each dtype of the unit.
         known = grads.present | self._arrivals.slots_of(grads)
         ordered = {slot: in_slot_order(gradient.detach(), slot) for slot, gradient in gradients.items()}
+        # The norm of a first gradient is taken on the GPU. It holds until others are added, or somebody looks.
         new = [slot for slot in ordered if slot.index not in known]
         of_new = gradient_norms([ordered[slot] for slot in new])
         norms = {slot.index: norm for slot, norm in zip(new, of_new, strict=True)}
         while not self._arrivals.fits([*ordered.values()]):  # before there is a copy of them on the device
+            # Larger than the ring: block by block, and waited for.
             if not self._arrivals.coming:
                 self._add(grads, ordered, norms)
                 return
@@ -239,7 +219,10 @@ class GradientStore:
         grads.present |= added
 
     def _widen(self, grads: UnitGrads) -> bool:
-        """Keep them in RAM as fp32, unless sums are to be rounded. Returns False if they are on NVMe, or had to go there."""
+        """Keep them in RAM as fp32, unless sums are to be rounded. Returns False if they are, or have to be,
+        spilled."""
+        # A single bf16 gradient loses nothing as bf16, and the plan counts on that where a step has one micro-batch. A
+        # second one, or a look at `p.grad`, needs fp32: memory of twice the size if the pool has it, otherwise NVMe.
         if not grads.stays_in_ram:
             return False
         narrow = self._memory_of(grads)
@@ -271,9 +254,7 @@ class GradientStore:
     def add_for_update(
         self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], norms: dict[tuple[int, int], torch.Tensor]
     ) -> GradientSource:
-        """Main gradients += ``gradients``, and all of the unit's go to an update that runs next.
-
-        The 2-norm of each is put into ``norms``, by (unit index, slot index)."""
+        """Add ``gradients``, and give all of the unit's to an update that runs next; ``norms`` gets their 2-norms."""
         grads = self._of(unit)
         self._write_zeros(grads, gradients)
         self._notify_when_done(grads)
@@ -283,7 +264,7 @@ class GradientStore:
             self._wait_for_arrivals(grads)
         if not grads.present and not self._device.uses_host_memory:
             return self._leave_on_device(unit, gradients, norms)
-        # Afterwards its memory is for whoever comes next: kept for this unit, it would lie idle until next time.
+        # Detached: the update frees it for the next unit. Kept for this one, it would be idle until the next step.
         if gradients:
             self._wait_for_arrivals()  # those come block by block
         buffer = (
@@ -303,7 +284,8 @@ class GradientStore:
         return source
 
     def _detach(self, buffer: GradientBuffer) -> FlatBuffer | None:
-        """The memory of a buffer that is not needed any more. None if the user holds tensors over it, whose it is then."""
+        """The memory of a buffer that is not needed any more. None if the user holds tensors over it, and so keeps
+        it."""
         if not buffer.is_referenced:
             return buffer.flat
         self._pool.disown(buffer.flat)
@@ -317,6 +299,7 @@ class GradientStore:
     def _leave_on_device(
         self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], norms: dict[tuple[int, int], torch.Tensor]
     ) -> GradientSource:
+        # Autograd's own tensors, which the update fetches chunk by chunk: no memory of the host is taken.
         ordered = {slot: in_slot_order(gradient, slot) for slot, gradient in gradients.items()}
         for slot, norm in zip(ordered, gradient_norms([*ordered.values()]), strict=True):
             norms[unit.index, slot.index] = norm
@@ -327,8 +310,7 @@ class GradientStore:
         return source
 
     def open_sum(self, unit: Unit) -> None:
-        """What is added to a unit from now on is summed in memory until `close_sum` or `add_for_update`, or room gets
-        scarce."""
+        """Sum what is added to a unit in memory until `close_sum` or `add_for_update`, or until room gets scarce."""
         grads = self._grads[unit.index]
         if not grads.stays_in_ram and grads.buffer is None:
             is_wide = not self._waiting.rounds  # several gradients will be added
@@ -340,6 +322,7 @@ class GradientStore:
         if grads.stays_in_ram or grads.buffer is None:
             return
         is_unchanged, buffer = grads.is_unchanged, grads.detach_buffer()
+        # A look changed nothing, so the extent still has the same values.
         if is_unchanged:
             self._release(buffer)
         else:
@@ -353,6 +336,7 @@ class GradientStore:
             slots = [slot for slot in grads.unit.layout.slots if slot.index in zeros and slot not in besides]
             self.open_sum(grads.unit)
             for slot in slots:
+                # One element, expanded: no memory for a gradient of zeros.
                 zero = torch.zeros((), dtype=self._waiting.dtype, device=self._pool.torch_device)
                 self._add(grads, {slot: zero.expand(slot.spec.shape)})
 
@@ -363,7 +347,7 @@ class GradientStore:
     def _sum(
         self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor], *, is_wide: bool = False
     ) -> GradientBuffer:
-        """What there is of the unit plus ``gradients``: in memory that is the caller's."""
+        """The unit's gradients plus ``gradients``, in memory that the caller owns."""
         if grads.buffer is not None:
             known = grads.detach_buffer()
             known.add(gradients, grads.present, self._arrivals)
@@ -377,7 +361,7 @@ class GradientStore:
                 with self._clock.waiting("read"):
                     if grads.spilled_span is None:
                         buffer.fill(lambda target: swapper.read(extent, target), stored)
-                    elif grads.spilled_span[0] < grads.spilled_span[1]:
+                    elif grads.spilled_span[0] < grads.spilled_span[1]:  # of the mean, this rank's shard alone
                         start, stop = grads.spilled_span
                         swapper.read(extent, buffer.values[start:stop], offset=start * stored.itemsize).wait()
                 self.resumed_bytes += buffer.flat.num_bytes
@@ -403,6 +387,7 @@ class GradientStore:
     ) -> None:
         """Spill ``buffer``, or elements ``span`` of it; the gradients in ``changed`` are not those that were spilled before."""
         swapper, extent = self._spill(grads)
+        # Norms are taken while the values are in memory: the step would have to read them for that.
         unknown = [slot for slot in changed if slot.index not in grads.norms]
         for slot, norm in zip(unknown, gradient_norms(buffer.views(unknown)), strict=True):
             grads.norms[slot.index] = norm
@@ -414,11 +399,15 @@ class GradientStore:
         handle = swapper.write(extent, buffer.values[start:stop], offset=start * buffer.dtype.itemsize)
         if buffer.is_referenced:
             handle.wait()  # afterwards it is the user's, who may write to it
+            # Not returned to the pool: the user's tensor keeps the memory.
             self._detach(buffer)
         else:
             self._add_memory_use(SpillingWrite(handle), buffer.flat)
 
     def _allocate(self, num_bytes: int) -> FlatBuffer:
+        """Memory of the pool; waits for room."""
+        # First uses of memory have to end. Without any, a unit that is only kept for now is spilled, the oldest first;
+        # then an exchange is waited for. If users hold tensors over all of it, the budget is exceeded.
         self._retire()
         while True:
             flat = self._pool.allocate(num_bytes)
@@ -437,13 +426,14 @@ class GradientStore:
             elif not self._memory_uses and taken:
                 return self._pool.allocate_beyond(num_bytes)
             elif not self._memory_uses:
+                # Frees memory that requests of the swapper had, or waits for those.
                 if not self._pool.reclaim() and not self._pool.awaits_requests():
                     raise RuntimeError(f"the plan's memory for gradients has no room for {num_bytes} bytes")
                 continue
             self._await_memory_use()
 
     def _is_held(self, grads: UnitGrads) -> bool:
-        """Whether another thread uses the unit's memory."""
+        """Whether another thread uses the unit's memory. With several ranks: `ReducedGradients`."""
         return False
 
     def _await_holder(self) -> bool:
@@ -484,6 +474,7 @@ class GradientStore:
             self.close_sum(unit)
             return {index: grads.norms[index] for index in grads.present}
         buffer = self._memory_of(grads)
+        # Users may have written to memory that they hold: its norms are taken anew.
         known = {} if buffer.is_referenced else grads.norms
         taken = [slot for slot in grads.slots() if slot.index not in known]
         norms = gradient_norms(buffer.views(taken))
@@ -495,13 +486,14 @@ class GradientStore:
         self._write_zeros(grads)
         if not keeps:
             self._notify_when_done(grads)
-        self.close_sum(unit)
+        self.close_sum(unit)  # the update reads either RAM or the extent
         slots, dtype = grads.slots(), grads.spilled_dtype or self._waiting.dtype
         if not keeps:
             grads.drop(set(grads.present))
         if not grads.stays_in_ram:
             return SpilledGradients(*self._spill(grads), slots, dtype, is_kept=keeps)
         buffer = self._memory_of(grads)
+        # The user keeps the memory; the update reads it, and releases nothing.
         if buffer.is_referenced and not keeps:
             self._pool.disown(grads.detach_buffer().flat)
         return MemoryGradients(buffer, slots, is_kept=keeps)
@@ -510,7 +502,7 @@ class GradientStore:
 
     @property
     def dtype_shown(self) -> torch.dtype:
-        """That of gradients that are looked at."""
+        """The dtype of gradients that users see."""
         return self._waiting.dtype if self._waiting.rounds else torch.float32
 
     def is_available(self, unit: Unit) -> bool:
@@ -526,9 +518,9 @@ class GradientStore:
         )
 
     def show(self, unit: Unit) -> GradientBuffer:
-        """The unit's gradients in memory, without the loss scale. `on_change` if they have been written to.
+        """The unit's gradients in memory, without the loss scale. Call `on_change` after writing to them.
 
-        They stay there until the next call for any unit: whoever wants to keep them has to `GradientBuffer.tracked_view` them.
+        They stay there until the next call for any unit, or longer under a `GradientBuffer.tracked_view`.
         """
         grads, buffer = self._of(unit), self.open(unit)
         if not grads.is_unscaled and self.scaler.scale != 1.0:
@@ -539,7 +531,7 @@ class GradientStore:
         return buffer
 
     def open(self, unit: Unit) -> GradientBuffer:
-        """As `show`, with the loss scale if they have it."""
+        """As `show`, but without dividing by the loss scale."""
         grads = self._of(unit)
         self._write_zeros(grads)
         if not self._widen(grads) and grads.buffer is None:
@@ -549,7 +541,7 @@ class GradientStore:
         return self._memory_of(grads)
 
     def on_change(self, unit: Unit) -> None:
-        """What `show` gave has been changed, or will be."""
+        """The gradients that `show` returned have been changed, or will be."""
         self._of(unit).on_change()
 
     def scale_of(self, unit: Unit) -> float:
@@ -558,7 +550,7 @@ class GradientStore:
 
     def zero(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Gradients that are there become zero, but for those ``kept``: torch's ``zero_grad(set_to_none=False)``."""
-        self._wait_for_arrivals()
+        self._wait_for_arrivals()  # what is on its way counts as present
         found = [grads.present | grads.zeros for grads in self._grads]
         self.clear(kept)
         for grads, slots in zip(self._grads, found, strict=True):
@@ -575,7 +567,7 @@ class GradientStore:
         grads.present.discard(slot.index)
         grads.zeros.discard(slot.index)
         if gradient is not None:
-            self._wait_for_arrivals()  # one on a GPU comes block by block, for it is the user's
+            self._wait_for_arrivals()  # a user's tensor on a GPU comes block by block, through an empty ring
             self._add(grads, {slot: gradient})
 
     def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:
@@ -591,6 +583,7 @@ class GradientStore:
             grads.drop(gone)
             buffer = grads.buffer
             is_left = grads.present or grads.zeros or self._is_held(grads)
+            # Memory of units that stay in RAM is kept for the next step, unless the user holds it.
             if buffer is not None and not is_left and (not grads.stays_in_ram or buffer.is_referenced):
                 self._release(grads.detach_buffer())
 

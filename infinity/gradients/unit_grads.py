@@ -1,4 +1,5 @@
-"""The main gradients of one unit: in which memory and dtype they wait, what of them is spilled, and what is on its way."""
+"""The main gradients of one unit: in which memory and dtype they wait, what of them is spilled, and what
+is arriving."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from swapper import Extent
 
 @dataclass(slots=True, eq=False)
 class UnitGrads:
-    """What is known of one unit's main gradients. Touched under the engine lock only."""
+    """The state of one unit's main gradients. Touched under the engine lock only."""
 
     unit: Unit
-    """Whose, for good."""
+    """The unit. Never changes."""
     stays_in_ram: bool
     """Whether they stay in RAM: as the plan says, until they become wider than there is room for."""
     buffer: GradientBuffer | None = None
@@ -29,9 +30,9 @@ class UnitGrads:
     number: int = 0
     """Counts the buffers of all units that were taken for a time: the smallest number was taken first."""
     extent: Extent | None = None
-    """Where they are spilled: from the first time on, for good."""
+    """Where they are spilled. Allocated once, at the first spill."""
     spilled_dtype: torch.dtype | None = None
-    """As what: from each time they are spilled until they are used up."""
+    """The dtype in which they are spilled; None when they are used up."""
     spilled_span: tuple[int, int] | None = None
     """Elements [start, stop) that alone were spilled, the last time; None: all."""
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -49,7 +50,7 @@ class UnitGrads:
         return [slot for slot in self.unit.layout.slots if slot.index in self.present]
 
     def on_change(self) -> None:
-        """What is in memory is not what is spilled, or will not be."""
+        """The gradients in memory have changed, or will: spilled values and norms are outdated."""
         self.is_unchanged = False
         self.norms.clear()
 
@@ -65,6 +66,7 @@ class UnitGrads:
     ) -> None:
         """Gradients were added, so what was known is over; their own ``norms`` count where nothing was there before, or is
         lost in ``dtype``."""
+        # A norm of a sum does not follow from the norms of its terms.
         for slot, gradient in gradients.items():
             self.norms.pop(slot.index, None)
             is_exact = dtype in (torch.float32, gradient.dtype)
@@ -72,18 +74,18 @@ class UnitGrads:
                 self.norms[slot.index] = norms[slot.index]
 
     def drop(self, slots: set[int]) -> None:
-        """These slots' gradients are used up, or not wanted. What is known of all of them ends with the last one."""
+        """Forget these slots' gradients. With the last one, the unit's dtype and scale are forgotten, too."""
         self.present -= slots
         self.zeros -= slots
         for index in slots:
             self.norms.pop(index, None)
-        if not self.present and not self.zeros:
+        if not self.present and not self.zeros:  # the next gradients come with the scale, in a dtype of their own
             self.spilled_dtype, self.is_unscaled = None, False
 
 
 @dataclass(frozen=True)
 class MainGradDtype:
-    """In which dtype gradients wait for their update."""
+    """The dtype in which gradients wait for their update."""
 
     dtype: torch.dtype = torch.float32
     """fp32, or bf16 if that is the compute dtype."""
@@ -96,6 +98,7 @@ class MainGradDtype:
         """What a unit's gradients of dtype ``current`` have to become when ``gradients`` are added to them."""
         if self.rounds or current == torch.float32:
             return current
+        # bf16 stays exact if nothing has to be added to it.
         is_exact = all(g.dtype == current and slot.index not in present for slot, g in gradients.items())
         return current if is_exact else torch.float32
 
@@ -106,7 +109,7 @@ class Delivery:
 
     grads: UnitGrads
     slots: list[list[Slot]]
-    """Whose are in each tensor of the download, one behind the other."""
+    """The slots whose gradients each tensor of the download holds, in order."""
     norms: Mapping[int, torch.Tensor]
     """Slot index -> 2-norm, of some of them."""
 
@@ -124,6 +127,7 @@ class Arrivals(DownloadRing[Delivery]):
         flats = {slot: in_memory_order(gradient, slot) for slot, gradient in gradients.items()}
         dtypes = dict.fromkeys(flat.dtype for flat in flats.values())
         slots = [[slot for slot, flat in flats.items() if flat.dtype == dtype] for dtype in dtypes]
+        # Concatenated on the device: one copy to the host in place of one per parameter.
         sources = [torch.cat([flats[slot] for slot in each]) if len(each) > 1 else flats[each[0]] for each in slots]
         self.start(sources, Delivery(grads, slots, norms))
 
@@ -142,6 +146,6 @@ class Arrivals(DownloadRing[Delivery]):
         return download.purpose, landed
 
     def forget(self) -> None:
-        """What is on its way is not needed."""
+        """Drop all gradients that are on their way."""
         while self.coming:
             self.pop_first()

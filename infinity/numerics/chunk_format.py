@@ -1,12 +1,17 @@
-"""The working memory of one chunk: what of it is stored as the chunk's record, and where the main weight is.
-
-Pure layout: knows bytes and dtypes; must not know where records rest or what an optimizer does with them.
+"""Layout of one chunk's working memory, and which part of it is stored as the chunk's record.
 
     one chunk's working memory, n elements (a staging buffer, or resident memory)
     | main weight or remainder | state 0: 4n | state 1: 4n | ... | gradient: 4n | model weight: n * itemsize |
     |<----------- record as stored ----------------------------->|
 States may be smaller than 4n: see `StateFormat`. On a drive, a record fills blocks of `RECORD_GRANULE` bytes.
 """
+# Example: n = 1000, bf16 model weight with remainder, two fp32 states (Adam).
+#     remainder           0 ..  2,000    int16
+#     exp_avg         2,000 ..  6,000    fp32
+#     exp_avg_sq      6,000 .. 10,000    fp32; the record ends here
+#     (padding)      10,000 .. 12,288    the drive stores three blocks of 4096 bytes
+#     gradient       12,288 .. 16,288    fp32 scratch, never stored
+#     model weight   16,288 .. 18,288    bf16; stored with the weights of its unit, not in the record
 
 from __future__ import annotations
 
@@ -23,8 +28,9 @@ from infinity.numerics.remainder import REMAINDER_DTYPE, join, split
 from infinity.numerics.state_codec import decode, encode
 from infinity.numerics.state_format import StateFormat
 
+# O_DIRECT needs addresses, offsets and sizes that are multiples of the drive's block size.
 RECORD_GRANULE = 4096
-"""Direct I/O moves whole blocks of so many bytes."""
+"""A record on a drive fills whole blocks of so many bytes."""
 WEIGHT = "weight"
 """The kind of a parameter's or buffer's own values: the fp32 main weight of a trained parameter, else what the model has."""
 _FP32_BYTES = 4
@@ -63,6 +69,7 @@ class ChunkBuffer:
     state_format: StateFormat
     """How ``states`` are stored."""
 
+    # Views of a staging buffer are laid out once and used for many chunks, so what is derived from them is cached here.
     @cached_property
     def raw_record(self) -> npt.NDArray[np.uint8]:
         """``record`` in host memory, as reads and writes take it with the fewest steps."""
@@ -74,7 +81,7 @@ class ChunkBuffer:
         return self.main is None or self.main is self.weight
 
     def with_weight(self, weight: torch.Tensor) -> ChunkBuffer:
-        """The same with the model weight in other memory."""
+        """A copy of these views with the model weight in other memory."""
         main = weight if self.main is self.weight else self.main
         return ChunkBuffer(main, self.remainder, self.states, self.gradient, weight, self.record, self.state_format)
 
@@ -85,6 +92,7 @@ class ChunkBuffer:
         elif target.device == self.weight.device:
             join(self.weight[span], self.remainder[span], target)
         else:
+            # `join` computes on the device of the weight: only the result crosses to the target's device.
             joined = torch.empty(target.shape, dtype=torch.float32, device=self.weight.device)
             join(self.weight[span], self.remainder[span], joined)
             target.copy_(joined)
@@ -94,6 +102,7 @@ class ChunkBuffer:
         if self.remainder is None:
             _present(self.main)[span].copy_(values)
         else:
+            # Both are written: the model weight here is not torch's cast of the main weight, see `remainder`.
             main = values.to(self.weight.device, torch.float32).contiguous()
             split(main, self.weight[span], self.remainder[span])
 
@@ -112,7 +121,7 @@ class ChunkBuffer:
             self.write_state(kind, span, values)
 
     def stored_states(self, names: Iterable[str], span: slice) -> dict[str, torch.Tensor]:
-        """What is stored of the states of elements ``span``, the first of which is a parameter's or begins a block."""
+        """The stored states of elements ``span``, which begins a parameter or a block."""
         return {name: self.state_format.part(self.states[name], span) for name in names}
 
     def read_state(self, name: str, span: slice, target: torch.Tensor) -> None:
@@ -128,6 +137,7 @@ class ChunkBuffer:
     def write_state(self, name: str, span: slice, values: torch.Tensor) -> None:
         """Replace a state of elements ``span`` by ``values`` (1-D), rounded to what can be stored."""
         stored = self.state_format.part(self.states[name], span)
+        # Without noise it is rounded to nearest: a value that was read from here is stored as the same bytes again.
         encode(self.state_format, name, values.to(stored.device, torch.float32).contiguous(), stored, None)
 
     def cast_main(self) -> None:
@@ -139,8 +149,12 @@ class ChunkBuffer:
         """Where gradients of ``dtype`` (fp32 or bf16) may be put before they are used: 1-D, one element each."""
         if dtype == self.gradient.dtype:
             return self.gradient
+        # A bf16 gradient must not overlap the fp32 scratch into which it is widened, or an update would overwrite
+        # elements that it has not read yet. The model weight has the same size, and is written only after the update.
         if self.remainder is None:
-            return self.weight  # it gets its values only after the update
+            return self.weight
+        # With a remainder the update reads the model weight. But no update widens a gradient into this scratch then:
+        # the kernel reads bf16, and `ChunkUpdater` has scratch of its own for other optimizers.
         return self.gradient.view(dtype)[: self.weight.numel()]
 
 
@@ -178,6 +192,7 @@ class ChunkFormat:
 
     def stored_bytes(self, numel: int, num_states: int, chunk_numel: int | None = None) -> int:
         """Bytes on a drive for ``numel`` elements in chunks of ``chunk_numel``, or in one."""
+        # The last chunk of a unit may be shorter: it is padded to a block of its own.
         num_chunks, rest = divmod(numel, chunk_numel or max(numel, 1))
         whole = _to_granule(self.record_bytes(chunk_numel or numel, num_states))
         return num_chunks * whole + _to_granule(self.record_bytes(rest, num_states))
@@ -189,6 +204,9 @@ class ChunkFormat:
 
     def numel_in(self, num_bytes: int, num_states: int, granule: int) -> int:
         """The most elements, a multiple of ``granule``, whose working memory fits."""
+        # First without the padding of the record. That is below 4096 bytes, and a granule of 2048 elements takes more:
+        # one granule less makes room for it. Example: with a remainder and two fp32 states a granule takes 20,480 bytes
+        # of record and 12,288 of scratch, and 1 MiB holds 32 of them.
         per_granule = self.workspace_bytes(granule, num_states) - self.stored_bytes(granule, num_states)
         count = num_bytes // (per_granule + self.record_bytes(granule, num_states))
         if count and self.workspace_bytes(count * granule, num_states) > num_bytes:
@@ -206,6 +224,7 @@ class ChunkFormat:
             weight_bytes = numel * _FP32_BYTES
             if weight is None:
                 weight = memory[:weight_bytes].view(torch.float32)
+            # Skipped even if a weight is given: `StateStore` keeps one layout for resident and other units.
             memory = memory[weight_bytes:]
         record_bytes = self.stored_bytes(numel, len(names))
         return self.over_scratch(memory[:record_bytes], numel, names, memory[record_bytes:], weight)

@@ -1,9 +1,8 @@
-"""The 8-bit states of bitsandbytes: blocks of 256 elements, each a level of its dynamic map times the block's largest magnitude.
+"""The 8-bit states of bitsandbytes: each value is a level of a dynamic map times the largest magnitude of its block.
 
-Knows values and codes; must not know optimizers or where states are stored. From "8-bit Optimizers via Block-wise Quantization"
-(Dettmers et al., 2021) and the numbers that bitsandbytes makes by it; the code is our own.
-
-A decade has half as many levels as the one above it, evenly spaced: the middles of so many parts of the decade.
+From "8-bit Optimizers via Block-wise Quantization" (Dettmers et al., 2021) and the numbers that bitsandbytes computes;
+the code is our own. Each decade has half as many levels as the one above it: the midpoints of equal parts of the
+decade.
 
     signed     64 levels from 0.1 to 1, 32 from 0.01 to 0.1, ... 1 from 1e-7 to 1e-6; the same below zero; 0 and 1
     squares   128 levels from 0.1 to 1, 64 from 0.01 to 0.1, ... 2 from 1e-7 to 1e-6; 0 and 1
@@ -31,6 +30,8 @@ _DECADES = 7
 def magnitudes(is_square: bool) -> Tensor:
     """The levels that are not negative: increasing, from 0 to 1, float32."""
     ends = torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")
+    # Decade 0 is 1e-7 .. 1e-6, decade 6 is 0.1 .. 1. Signed: 1 + 2 + .. + 64 = 127 levels, and with 0 and 1 129.
+    # Squares need no sign, so each decade has twice as many: 2 + 4 + .. + 128 = 254, and with 0 and 1 all 256 codes.
     levels = [ends[:1]]
     for decade in range(_DECADES):
         edges = torch.linspace(0.1, 1, 2 ** (decade + is_square) + 1, dtype=torch.float32, device="cpu")
@@ -42,6 +43,7 @@ def magnitudes(is_square: bool) -> Tensor:
 def code_values(is_square: bool) -> Tensor:
     """What all 256 codes stand for: increasing, float32."""
     levels = magnitudes(is_square)
+    # Signed: 127 negative levels, 0 is code 127, 128 positive levels. The slice leaves 0 and -1 out.
     return levels if is_square else torch.cat([-levels[1:-1].flip(0), levels])
 
 
@@ -63,6 +65,8 @@ def starts(is_square: bool) -> Tensor:
 
     The next middle is the only one that may lie among the quotients with these bits.
     """
+    # 0x3F800000 is 1.0, the largest quotient. Positive floats are ordered as their bits, so bits >> 16 is an index of a
+    # table of 16,257 bytes. It replaces the binary search of `codes_of` by one lookup and one comparison.
     least = (torch.arange((0x3F800000 >> 16) + 1, dtype=torch.int32, device="cpu") << 16).view(torch.float32)
     return torch.bucketize(least, middles(is_square)).to(torch.uint8)
 
@@ -72,6 +76,7 @@ def codes_of(quotients: Tensor, *, is_square: bool) -> Tensor:
     found = torch.bucketize(quotients.abs(), middles(is_square).to(quotients.device))
     if is_square:
         return found.to(torch.uint8)
+    # At least level 1, so that a negative value stays negative; at most level 127, because there is no code for -1.
     below = found.clamp(1, zero_code(False))
     return (zero_code(False) + torch.where(quotients < 0, -below, found)).to(torch.uint8)
 
@@ -85,6 +90,8 @@ def scales_of_loaded(blocks: Tensor, largest: Tensor, *, is_square: bool) -> Ten
     """
     if is_square:
         return largest
+    # If the largest magnitude was a negative level, the scale was this magnitude / 0.993. The division may round to a
+    # neighbour of the scale that was stored, so both neighbours are tried as well.
     levels = code_values(False).to(blocks.device)
     near = largest / levels[0].abs()
     up = torch.full_like(near, torch.inf)

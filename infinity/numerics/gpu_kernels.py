@@ -1,19 +1,20 @@
-"""Kernels for GPUs in CUDA C. `infinity.numerics.kernels` has those for processors.
-
-Knows arrays of bits; must not know optimizers' classes, staging buffers or devices.
-"""
+"""Kernels for GPUs in CUDA C. `infinity.numerics.kernels` has those for processors."""
 
 from __future__ import annotations
 
+# Threads per block, and most blocks per launch: a thread loops over elements that are a grid (2**21) apart.
 THREADS = 256
-"""Per block; each updates one element after the other, a grid apart."""
 MOST_BLOCKS = 1 << 13
+# Elements per launch. The kernel's int index exceeds them by at most one grid: 2**30 + 2**21 fits into 31 bits.
 MOST_NUMEL = 1 << 30
-"""Elements of one launch: their number travels as 32 bits."""
 
 # Operations are named, so that a compiler has nothing to contract: where torch's code has a fused multiply-add, written or
 # made by its compiler from a product that is added at once, there is one here, and nowhere else. Read in torch 2.13
 # (ATen/native/cuda/fused_adam_utils.cuh); the trial at the start decides whether the torch that is installed agrees.
+#
+# A launch takes 32-bit integers, so hyperparameters come as the bits of a float. ``step`` and ``scale`` are read from
+# device memory, so the host waits for neither. Joining and splitting the main weight: see
+# `infinity.numerics.remainder`.
 ADAM = r"""
 extern "C" __global__ void adam_on_split_weights(
     short* weight, short* remainder, const void* gradient, float* exp_avg, float* exp_avg_sq,

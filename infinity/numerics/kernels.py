@@ -1,14 +1,12 @@
-"""Loops over memory that torch has no single operation for, compiled by numba when they are first wanted.
+"""Loops over memory for which torch has no single operation, compiled by numba at their first use.
 
-Knows arrays of bits; must not know optimizers' classes, staging buffers or devices.
+Every kernel runs on one thread and releases the GIL. One core moves as many bytes per second as these loops need, and
+two threads must not enter numba's own thread pool at a time.
 
-Every kernel runs on one thread and releases the GIL: one core moves as many bytes per second as these loops need, and
-numba's own thread pool must not be entered by two threads at a time.
-
-[Note: bits as in torch] `adam` performs the operations of torch's fused Adam on the CPU, in their order, and with a fused
-multiply-add exactly where torch's vector code has one. So its results are torch's, bit for bit; `infinity.optim.fused_adam`
-makes sure of it on the machine at hand before it is used. Torch treats the last elements of a tensor, fewer than a
-vector, by other code: the caller leaves those to torch.
+[Note: bits as in torch] `adam` performs the operations of torch's fused Adam on the CPU, in their order, with a fused
+multiply-add exactly where torch's vector code has one. So its results are torch's, bit for bit;
+`infinity.optim.fused_adam` verifies that on this machine before it is used. Torch treats the last elements of a tensor,
+fewer than a vector, by other code: the caller leaves those to torch.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ logger = logging.getLogger(__name__)
 Kernel = Callable[..., None]
 
 NUM_SUMS = 8
-"""Of the kernel that adds squares."""
+"""Sums of `add_squares`: fp32 elements of an AVX2 register."""
 
 
 class Kernels(NamedTuple):
@@ -58,9 +56,11 @@ def can_compile() -> bool:
 def kernels() -> Kernels:
     """The kernels, compiled for this processor, or read from numba's cache.
 
-    The cache lies where numba finds room: in ``NUMBA_CACHE_DIR`` if that is set, beside this file, or in the user's own
-    cache directory. Where none can be written, each process compiles for itself.
+    The cache is where numba finds room: ``NUMBA_CACHE_DIR`` if set, beside this file, or in the user's cache directory.
+    If none can be written, each process compiles for itself.
     """
+    # Signatures are given, so that numba compiles here and not in the first call. `::1`: no gaps, so loops become
+    # vector code.
     words16, floats = types.int16[::1], types.float32[::1]
     return Kernels(
         join=compiled(_join, [types.void(words16, words16, floats)]),
@@ -72,7 +72,8 @@ def kernels() -> Kernels:
 
 def compiled(function: Callable[..., None], signatures: list[Any]) -> Kernel:
     """The function, compiled for these signatures: see `kernels`."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}  # a division by zero is an infinity, as in torch
+    # Without the GIL, so that update workers run side by side. A division by zero gives an infinity, as in torch.
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
         kernel: Kernel = numba.njit(signatures, cache=True, **options)(function)
     except Exception as error:  # no directory, a full disk, a broken file: none of it may stop a training
@@ -81,6 +82,7 @@ def compiled(function: Callable[..., None], signatures: list[Any]) -> Kernel:
     return kernel
 
 
+# Operations that numba lacks, as LLVM instructions. The first two reinterpret bits: no conversion, no memory access.
 def _bits_of(typing: Any, value: Any) -> Any:
     return types.int32(types.float32), lambda context, builder, signature, args: builder.bitcast(
         args[0], context.get_value_type(types.int32)
@@ -95,15 +97,17 @@ def _float_of(typing: Any, bits: Any) -> Any:
 
 def _multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
     signature = types.float32(types.float32, types.float32, types.float32)
+    # One rounding for a * b + c. numba never contracts a product and a sum by itself (that needs fastmath).
     return signature, lambda context, builder, signature, args: builder.fma(*args)
 
 
 def _widened(typing: Any, value: Any) -> Any:
-    """A gradient as float32: from float32, or from the bits of a bf16."""
+    """A gradient as float32: from float32, or from the bits of a bf16. Chosen by type, when a loop is compiled."""
     if value == types.float32:
         return types.float32(types.float32), lambda context, builder, signature, args: args[0]
 
     def from_half(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # A bf16 is the upper half of a float32.
         wide = builder.zext(args[0], context.get_value_type(types.int32))
         bits = builder.shl(wide, context.get_constant(types.int32, 16))
         return builder.bitcast(bits, context.get_value_type(types.float32))
@@ -116,8 +120,9 @@ float_of: Any = intrinsic(_float_of)
 multiply_add: Any = intrinsic(_multiply_add)
 widened: Any = intrinsic(_widened)
 
+# Constants are int32: with Python's int numba would compute in 64 bits, in half as many elements per register.
 _SIXTEEN = np.int32(16)
-_HALF = np.int32(0x8000)
+_HALF = np.int32(0x8000)  # half of the last place of a bf16: added before the shift, it rounds to nearest
 _NAN = np.int32(0x7FC00000)
 
 
@@ -146,16 +151,20 @@ def _pointer(typing: Any, address: Any) -> Any:
 pointer: Any = intrinsic(_pointer)
 
 
+# Inlined into each caller, so that every combination of dtypes has a loop of its own without a branch.
 _force: Any = {"nogil": True, "error_model": "numpy", "forceinline": True}
 
 
 @numba.njit(**_force)  # type: ignore[untyped-decorator]
 def _stepped(main: Any, slope: Any, average: Any, square: Any, v: Any) -> Any:
     """Main weight and moments of one element after a step. ``v``: the numbers, see `_adam`."""
+    # As in ATen/native/cpu/FusedAdamKernel.cpp: each line rounds as the one there, so none may be merged or simplified.
     slope = slope * v[0]
+    # Not a multiplication by 0: an infinite weight would give NaN.
     if v[2] != np.float32(0.0):
         slope = multiply_add(main, v[2], slope)
     main = main * v[1]
+    # torch.lerp: from the average if its weight is below 0.5, else from the gradient, with weight - 1.
     base = average if v[4] != np.float32(0.0) else slope
     average = multiply_add(v[3], slope - average, base)
     square = multiply_add(v[6] * slope, slope, square * v[5])
@@ -165,6 +174,7 @@ def _stepped(main: Any, slope: Any, average: Any, square: Any, v: Any) -> Any:
 
 @numba.njit(**_force)  # type: ignore[untyped-decorator]
 def _step_split(weight: Any, remainder: Any, gradient: Any, exp_avg: Any, exp_avg_sq: Any, v: Any) -> None:
+    # Model weight and remainder are joined, updated and split in registers: the fp32 weight is never in memory.
     for i in range(weight.size):
         main = float_of(np.int32((np.int32(weight[i]) << _SIXTEEN) + np.int32(remainder[i])))
         main, exp_avg[i], exp_avg_sq[i] = _stepped(main, widened(gradient[i]), exp_avg[i], exp_avg_sq[i], v)
@@ -204,6 +214,8 @@ def _adam(rows: Any, values: Any) -> None:
         8: added to the root of the second moment.
         9: -lr / (1 - beta1 ** step).
     """
+    # Addresses in place of arrays: so one call takes all slices of a chunk, often hundreds. The caller holds the
+    # tensors.
     for i in range(rows.shape[0]):
         numel, v = rows[i, 6], values[rows[i, 7]]
         average = carray(pointer(rows[i, 4]), numel, np.float32)
@@ -229,6 +241,7 @@ def _adam(rows: Any, values: Any) -> None:
 
 def _add_squares(values: Any, sums: Any) -> None:
     for start in range(0, values.size, NUM_SUMS):
+        # NUM_SUMS independent sums, which the compiler keeps in one register.
         for i in range(NUM_SUMS):
             value = widened(values[start + i])
             sums[i] += value * value

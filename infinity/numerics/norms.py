@@ -1,13 +1,11 @@
-"""The 2-norm of a bf16 tensor, with the bits of its fp32 copy's but without that copy.
+"""The 2-norm of a bf16 tensor: the bits of its fp32 copy's norm, without that copy.
 
-Pure: knows values; must not know what they are.
-
-[Note: norms as torch sums them] torch knows no norm of a bf16 tensor in fp32 on the CPU: it makes a copy of twice the size,
-and on fresh memory that takes ten times as long as the norm. Its norm of a tensor without gaps goes through memory once,
-with as many sums as the processor's vectors have elements: the square of element i goes into sum i modulo their number.
-In the end it adds up the sums, then the squares of the elements left over, and takes the root. All of it is fp32, where
-the square of a bf16 is exact. The same order gives the same bits, on however little memory; that torch does it this way is
-found out on the processor at hand. Where it does not, torch takes the norm, with the copy.
+[Note: norms as torch sums them] On the CPU torch cannot take the norm of a bf16 tensor in fp32 without a copy of twice
+the size, and on fresh memory that takes ten times as long as the norm. Torch's norm of a tensor without gaps keeps as
+many sums as the processor's vectors have elements: the square of element i is added to sum i modulo their number. In
+the end it adds up the sums, then the squares of the elements left over, and takes the root. All of it is fp32, where
+the square of a bf16 is exact. The same order gives the same bits with little memory. Whether torch does it this way is
+probed on this processor. If not, torch takes the norm of a copy.
 """
 
 from __future__ import annotations
@@ -23,9 +21,10 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+# Elements per pass of the numpy variant: 128 KiB of fp32 squares, small enough for a core's cache.
 _BLOCK_NUMEL = 1 << 15
-_NUM_SUMS = (8, 16, 4)
-"""Elements of a vector, the most frequent first."""
+_NUM_SUMS = (8, 16, 4)  # fp32 elements of a vector register: AVX2, AVX-512, NEON; the most frequent first.
+# Less than a vector; many vectors in one block; more than two blocks and a rest.
 _PROBE_NUMELS = (5, 1000, 2 * _BLOCK_NUMEL + 13)
 
 AddSquares = Callable[[torch.Tensor, "np.ndarray[Any, Any]"], None]
@@ -57,6 +56,7 @@ def _norm(tensor: torch.Tensor, num_sums: int, add_squares: AddSquares) -> torch
             add_squares(flat[:end], sums)
         rest = flat[end:].float().numpy()
         total = np.float32(0.0)
+        # One after the other in fp32: np.sum adds pairwise, which gives other bits.
         for value in (*sums, *(rest * rest)):
             total = total + value
         return torch.tensor(np.sqrt(total), dtype=torch.float32, device="cpu")
@@ -78,6 +78,7 @@ def _add_squares(values: torch.Tensor, sums: np.ndarray[Any, Any]) -> None:
     for start in range(0, values.numel(), _BLOCK_NUMEL):
         block = values[start : start + _BLOCK_NUMEL].view(-1, len(sums))
         squares = rows[: 1 + len(block)]
+        # The sums so far are the first row, so the reduction continues them in torch's order.
         squares[0] = torch.from_numpy(sums)
         torch.mul(squares[1:].copy_(block), squares[1:], out=squares[1:])
         np.add.reduce(squares.numpy(), axis=0, out=sums)  # row by row: over the first axis numpy adds in sequence
@@ -99,5 +100,6 @@ def _torchs_num_sums() -> int:
 
 def _draw(numel: int, generator: torch.Generator) -> torch.Tensor:
     values = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu")
+    # Magnitudes over six decades, so that another order of addition shows in the bits.
     decades = torch.rand(numel, generator=generator, dtype=torch.float32, device="cpu")
     return (values * 10.0 ** (-6 * decades)).bfloat16()

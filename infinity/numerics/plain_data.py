@@ -20,9 +20,11 @@ import torch
 
 from infinity.numerics.raw_bytes import raw_bytes
 
+# Larger values are appended as raw bytes: base64 takes a third more, and JSON is parsed in one piece.
 _LARGEST_IN_JSON = 1 << 16
 """Bytes of a value that is written into the JSON text."""
 _TAG = "__is__"
+# Plain numbers and text only: numpy reads object arrays ("O") with pickle, which can run code.
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcSU][1-9]\d{0,6}")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -66,6 +68,7 @@ def pack(value: Any, where: str) -> bytes:
     """
     raw = RawBytes()
     text = to_json(value, raw, where).encode()
+    # 8 bytes: length of the JSON text; the JSON text; raw bytes.
     return len(text).to_bytes(8, "little") + text + raw.joined()
 
 
@@ -90,12 +93,14 @@ def from_json(text: bytes | str, raw: bytes) -> Any:
 
 
 def _encoded(value: Any, raw: RawBytes, where: str) -> Any:
-    if value is None or type(value) in (bool, int, str):
+    if value is None or type(value) in (bool, int, str):  # the exact types: subclasses are converted below
         return value
+    # Before float: np.float64 is a subclass of it, and would lose its dtype.
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcSU":
         kind = "array" if isinstance(value, np.ndarray) else "number"
         return {_TAG: kind, "dtype": value.dtype.str, "shape": list(value.shape), **_stored(value.tobytes(), raw)}
     if isinstance(value, float):
+        # JSON has no infinities and NaN.
         return float(value) if math.isfinite(value) else {_TAG: "float", "value": repr(float(value))}
     if isinstance(value, list):
         return [_encoded(each, raw, f"{where}[{index}]") for index, each in enumerate(value)]
@@ -109,6 +114,7 @@ def _encoded(value: Any, raw: RawBytes, where: str) -> Any:
     if isinstance(value, bytes | bytearray):
         return {_TAG: "bytes" if isinstance(value, bytes) else "bytearray", **_stored(bytes(value), raw)}
     if isinstance(value, int | str):
+        # A str enum's own __str__ gives "Class.NAME", not the value.
         return int(value) if isinstance(value, int) else str.__str__(value)
     if isinstance(value, complex):
         return {_TAG: "complex", "value": [repr(value.real), repr(value.imag)]}
@@ -119,6 +125,7 @@ def _encoded(value: Any, raw: RawBytes, where: str) -> Any:
 
 
 def _encoded_dict(value: dict[Any, Any], raw: RawBytes, where: str) -> Any:
+    # A dict that has the tag itself as a key is stored as pairs, or it would be read back as another type.
     if not isinstance(value, OrderedDict) and all(type(key) is str for key in value) and _TAG not in value:
         return {key: _encoded(each, raw, f"{where}[{key!r}]") for key, each in value.items()}
     pairs = [
@@ -132,6 +139,7 @@ def _encoded_tensor(value: torch.Tensor, raw: RawBytes, where: str) -> Any:
     name = str(value.dtype).removeprefix("torch.")
     if name not in _DTYPES or value.layout is not torch.strided or value.is_nested or value.is_meta:
         raise TypeError(f"{where} is a tensor of {value.dtype}, {value.layout}, on {value.device}: it is no plain data")
+    # conj() and a negative view of complex tensors are flags on shared memory; raw bytes need the values themselves.
     whole = value.detach().cpu().resolve_conj().resolve_neg()
     return {
         _TAG: "tensor",
@@ -174,13 +182,16 @@ def _of_bytes(kind: str, value: dict[str, Any], data: bytearray) -> Any:
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"{shape!r} is no shape")
     if kind in ("array", "number"):
+        # From here on the bytes are not trusted: a file may be damaged, or written by somebody else.
         if not _NUMPY_DTYPE.fullmatch(value["dtype"]):
             raise ValueError(f"{value['dtype']!r} is no dtype of plain numbers")
         dtype = np.dtype(value["dtype"])
         if len(data) != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"an array of shape {shape} has {len(data)} bytes")
+        # numpy does not check code points above U+10FFFF, and fails only when such text is used.
         if dtype.kind == "U" and data and int(np.frombuffer(data, f"{dtype.str[0]}u4").max()) > sys.maxunicode:
             raise ValueError("text in an array is none")
+        # frombuffer raises for an empty buffer.
         array = (np.frombuffer(data, dtype) if data else np.zeros(math.prod(shape), dtype)).reshape(shape)
         return array if kind == "array" else array[()]
     if kind != "tensor":
@@ -194,6 +205,7 @@ def _fetched(value: dict[str, Any], raw: memoryview) -> bytearray:
     if "at" not in value:
         return bytearray(base64.b64decode(str(value["value"]), validate=True))
     start, size = value["at"], value["bytes"]
+    # A slice beyond the end would be shorter without an error.
     if type(start) is not int or type(size) is not int or start < 0 or size < 0 or start + size > len(raw):
         raise ValueError("a value lies outside of the bytes that there are")
-    return bytearray(raw[start : start + size])
+    return bytearray(raw[start : start + size])  # writable, as torch.frombuffer expects

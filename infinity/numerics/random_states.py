@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_NUMPY_WORDS = 624
-"""Of the state of its Mersenne Twister."""
+_NUMPY_WORDS = 624  # 32-bit words in the state of NumPy's Mersenne Twister (MT19937).
 
 
 def random_states() -> dict[str, Any]:
@@ -20,6 +19,7 @@ def random_states() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
+    # Only if CUDA is initialized: asking would initialize it, and allocate a context, in a process that uses the CPU.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
         states["cuda_index"] = torch.cuda.current_device()
@@ -43,12 +43,14 @@ def check_random_states(states: Mapping[str, Any]) -> None:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Let them go on from these; of the GPUs, as many as there are, and the present one as the one of then."""
+    """Continue from these states: of the GPUs, as many as there are. The current GPU continues from the one current
+    then."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available():
         for index, state in enumerate(states.get("cuda", ())[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(state, index)
+        # The process may use another GPU than then: its current one gets the state of the one that was current.
         if states.get("cuda_index", len(states.get("cuda", ()))) < len(states.get("cuda", ())):
             torch.cuda.set_rng_state(states["cuda"][states["cuda_index"]], torch.cuda.current_device())

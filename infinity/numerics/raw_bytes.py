@@ -10,8 +10,7 @@ import torch
 
 from swapper.wrappers.checksum import crc32c, is_fast
 
-_PIECE_BYTES = 1 << 20
-"""Of a checksum: other threads run in between."""
+_PIECE_BYTES = 1 << 20  # Bytes per call of crc32c, which holds the GIL: other threads run in between.
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,14 +26,16 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def rows_of(value: torch.Tensor, num_bytes: int) -> Iterator[torch.Tensor]:
     """The elements of any strided tensor in C order, 1-D and on the CPU, in rows of about ``num_bytes`` together."""
     whole = value.detach().resolve_conj().resolve_neg()
-    whole = whole if whole.dim() else whole.reshape(1)
+    whole = whole if whole.dim() else whole.reshape(1)  # a scalar has no rows
     num = max(num_bytes // max(whole[:1].nbytes, 1), 1)
     for start in range(0, whole.shape[0] if whole.numel() else 0, num):
         yield whole[start : start + num].cpu().contiguous().reshape(-1)
 
 
 def checksum(values: torch.Tensor) -> int:
-    """Of the bytes of a 1-D uint8 tensor."""
+    """The checksum of a 1-D uint8 tensor."""
+    # Without its C extension google_crc32c is a loop in Python; zlib's CRC-32 is compiled everywhere.
+
     array: Any = values.cpu().numpy()
     if not is_fast():
         return zlib.crc32(array)

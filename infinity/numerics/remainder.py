@@ -1,16 +1,15 @@
 """A float32 main weight as a bf16 model weight and a 16-bit remainder, and back, without losing a bit.
 
-Pure: knows bit patterns; must not know optimizers, staging buffers or files.
-
     bits of a float32    | sign, exponent, 7 bits of fraction | 16 more bits of fraction |
     model weight (bf16)  = (bits + 0x8000) >> 16                rounded to nearest, halves away from zero
     remainder (int16)    = bits - (model weight << 16)          how far the main weight is from the model weight
 
-Torch rounds halves to even instead; that is the only difference between its cast and the model weight here. Everything
-but NaN comes back exactly, infinities, subnormals and the sign of zero included; the largest finite numbers have an
-infinite model weight and a negative remainder. Every NaN becomes the one NaN 0x7fc00000: the bits of some others would
-wrap into those of a number.
+Torch rounds halves to even instead; that is the only difference between its cast and this model weight. Everything but
+NaN comes back exactly, infinities, subnormals and the sign of zero included. The largest finite numbers have an
+infinite model weight and a negative remainder. Every NaN becomes 0x7fc00000.
 """
+# Example: 1.005859375 has the bits 0x3F80C000. Model weight: (0x3F80C000 + 0x8000) >> 16 = 0x3F81, which is 1.0078125.
+# Remainder: 0x3F80C000 - 0x3F810000 = -0x4000. Joined: 0x3F810000 - 0x4000 = 0x3F80C000.
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import torch
 
 REMAINDER_DTYPE = torch.int16
 """dtype of remainders."""
-_NAN_BITS = 0x7FC00000
+_NAN_BITS = 0x7FC00000  # Of another NaN the model weight may be a number: 0x7FFFFFFF + 0x8000 wraps to -0.0.
 
 
 def split(main: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
@@ -50,6 +49,7 @@ def join(weight: torch.Tensor, remainder: torch.Tensor, main: torch.Tensor) -> N
 def split_bits(main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bits of the model weight and the remainder of ``main`` (float32), both int16, by torch's integer operations."""
     bits = torch.where(main.isnan(), _NAN_BITS, main.view(torch.int32))
+    # >> is arithmetic: it keeps the sign bit, so the upper half fits into int16.
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16), (bits - (high << 16)).to(torch.int16)
 

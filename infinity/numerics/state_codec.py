@@ -1,7 +1,6 @@
-"""Encodes optimizer states for storage and decodes them: bf16, or one byte per element, both rounded stochastically; or as
-bitsandbytes' 8-bit optimizers do (`infinity.numerics.dynamic_map`).
+"""Encodes optimizer states for storage and decodes them: as bf16 or as one byte per element.
 
-Knows values and stored bytes; must not know optimizers, staging buffers or files.
+Both are rounded stochastically, or as bitsandbytes' 8-bit optimizers do (`infinity.numerics.dynamic_map`).
 
 [Note: rounding] A second moment changes by a thousandth in a step, and the next number that can be stored lies further away:
 rounded to nearest it would stand still. So a value is rounded up with the probability that keeps its mean, which needs a
@@ -35,8 +34,8 @@ from infinity.numerics.dynamic_map import code_values, codes_of, middles, scales
 from infinity.numerics.remainder import has_kernels
 from infinity.numerics.state_format import STATE_BLOCK, STATE_BLOCK_BYTES, StateFormat
 
+# Adam's second moments are the only squares: a state of another name gets the signed code.
 _SQUARES = frozenset({"exp_avg_sq"})
-"""States that are never negative."""
 _WORD = 0xFFFFFFFF
 _NAN_BITS = 0x7FC00000
 _SIGNED_OCTAVES, _SQUARE_OCTAVES = 7, 8
@@ -59,6 +58,7 @@ class Noise:
 
     def words(self, numel: int, device: torch.device) -> Tensor:
         """32 random bits for each element, as int64: the finalizer of MurmurHash3 (Appleby) of key and index."""
+        # int64, because torch has no uint32 arithmetic: masked after each step, it equals the kernels' uint32.
         word = (torch.arange(self.first, self.first + numel, device=device, dtype=torch.int64) & _WORD) ^ self.key
         word = ((word ^ (word >> 16)) * 0x85EBCA6B) & _WORD
         word = ((word ^ (word >> 13)) * 0xC2B2AE35) & _WORD
@@ -76,12 +76,13 @@ def encode(form: StateFormat, state: str, values: Tensor, stored: Tensor, noise:
         noise: None: what is stored is loaded, and rounded to nearest. ``INT8_DYNAMIC`` always rounds so.
     """
     if form is StateFormat.FP32 or (form is StateFormat.BF16 and noise is None):
-        stored.copy_(values)
+        stored.copy_(values)  # a cast to bf16 rounds to nearest
     elif form is StateFormat.INT8_DYNAMIC:
         _encode_dynamic(state in _SQUARES, values, stored, is_loaded=noise is None)
     elif has_kernels(values):
         _encode_by_kernel(form, state, values, stored, noise)
     elif form is StateFormat.BF16 and noise is not None:
+        # The upper half after 16 bits of noise were added: see `_round_to_bf16`, which gives the same bits.
         bits = torch.where(values.isnan(), _NAN_BITS, values.view(torch.int32)).to(torch.int64)
         stored.view(torch.int16).copy_((bits + (noise.words(values.numel(), values.device) >> 16)) >> 16)
     else:
@@ -99,12 +100,13 @@ def decode(form: StateFormat, state: str, stored: Tensor, values: Tensor) -> Non
         _kernels().decode(codes, codes.view("float32"), levels.numpy(), values.numpy())
         return
     blocks = stored.view(-1, STATE_BLOCK_BYTES)
+    # Codes are bytes, but torch indexes with int: uint8 would be a mask.
     decoded = levels.to(stored.device)[blocks[:, :STATE_BLOCK].int()] * _scales(blocks)
     values.copy_(decoded.view(-1)[: values.numel()])
 
 
 def _encode_by_kernel(form: StateFormat, state: str, values: Tensor, stored: Tensor, noise: Noise | None) -> None:
-    import numpy  # late, as numba
+    import numpy  # here, as numba: only trainings with such states need them
 
     key, first = (0, 0) if noise is None else (noise.key, noise.first & _WORD)
     where = numpy.uint32(key), numpy.uint32(first)
@@ -120,6 +122,7 @@ def _encode_blocks(state: str, values: Tensor, stored: Tensor, noise: Noise | No
     """`StateFormat.INT8` in torch's operations: what the kernels do."""
     numel, device = values.numel(), values.device
     blocks = stored.view(-1, STATE_BLOCK_BYTES)
+    # Zeros behind the last element change neither the largest magnitude nor a code.
     padded = torch.zeros(len(blocks) * STATE_BLOCK, dtype=torch.float32, device=device)
     padded[:numel] = values
     sizes = padded.abs().view(-1, STATE_BLOCK)
@@ -127,13 +130,15 @@ def _encode_blocks(state: str, values: Tensor, stored: Tensor, noise: Noise | No
     is_usable = (largest > 0) & (largest < torch.inf)
     sizes = torch.where(is_usable, sizes / largest, 0.0)
     levels = _levels(state in _SQUARES).to(device)
-    codes = torch.bucketize(sizes, levels, right=True) - 1
+    codes = torch.bucketize(sizes, levels, right=True) - 1  # the level below, or equal
+    # There is no level above the highest: its gap is infinite, so that 1 is never rounded up.
     above = torch.cat([levels[1:], levels.new_full((1,), torch.inf)])
     fraction: Any = 0.5
     if noise is not None:
         fraction = ((noise.words(padded.numel(), device) >> 8).to(torch.float32) * 2.0**-24).view_as(sizes)
     is_up = sizes - levels[codes] > fraction * (above[codes] - levels[codes])
     if state in _SQUARES:
+        # What is not zero gets the least level at least: an update divides by the root.
         codes = codes + (is_up | ((codes == 0) & (sizes > 0)))
     else:
         codes = codes + is_up + 128 * (padded.signbit().view_as(sizes) & is_usable)
@@ -143,6 +148,7 @@ def _encode_blocks(state: str, values: Tensor, stored: Tensor, noise: Noise | No
 
 def _encode_dynamic(is_square: bool, values: Tensor, stored: Tensor, *, is_loaded: bool) -> None:
     """`StateFormat.INT8_DYNAMIC`, by a kernel or in torch's operations."""
+    # Loaded values need the search for their scale, which only torch's operations do.
     if has_kernels(values) and not is_loaded:
         codes, tables = stored.numpy(), (middles(is_square).numpy(), starts(is_square).numpy())
         _kernels().encode_dynamic(values.numpy(), codes, codes.view("float32"), *tables, zero_code(is_square))
@@ -169,6 +175,8 @@ def _levels(is_square: bool) -> Tensor:
     num_octaves = _SQUARE_OCTAVES if is_square else _SIGNED_OCTAVES
     levels = [0.0, 8.0 ** (1 - num_octaves)]
     for exponent in range(1, num_octaves):
+        # An octave is a factor of 8: from start to 8 * start in 2 ** exponent equal steps. 8 ** -6 and 8 ** -5 enclose
+        # 2.
         start, num_steps = levels[-1], 2**exponent
         levels += [start + 7 * start * step / num_steps for step in range(1, num_steps + 1)]
     exact = torch.tensor(levels, dtype=torch.float64, device="cpu")
@@ -179,6 +187,7 @@ def _levels(is_square: bool) -> Tensor:
 def _code_values(is_square: bool) -> Tensor:
     """What all 256 codes stand for."""
     levels = _levels(is_square)
+    # A signed code of 128 and more is a level with the sign: index 128 + i is -levels[i].
     return levels if is_square else torch.cat([levels, -levels])
 
 
@@ -191,7 +200,8 @@ def _kernels() -> Any:
 # -------------------------------------------------------------------------------------------------- part by part
 
 _HOST_NUMEL = 1 << 18
-"""Elements that are decoded at a time on the CPU: few enough to stay in the processor's cache, and enough to forget the calls."""
+"""Elements decoded at a time on the CPU, 1 MiB of each state: they stay in cache, and calls cost little beside them."""
+# On a GPU a part costs kernel launches, and its memory (16 MiB per state) is no cache's: so parts are larger.
 _DEVICE_NUMEL = 1 << 22
 
 
@@ -227,17 +237,21 @@ class StateWindow:
         if self._form is StateFormat.FP32:
             yield slice(0, numel), stored
             return
+        # Both are multiples of a block (256), so that a part begins with one, and of 64: see [Note: why 64 elements] in
+        # `infinity.units.layout`.
         is_on_host = all(values.device.type == "cpu" for values in stored.values())
         part_numel = _HOST_NUMEL if is_on_host else _DEVICE_NUMEL
         for start in range(0, numel, part_numel):
             span = slice(start, min(start + part_numel, numel))
             places = {name: self._form.part(values, span) for name, values in stored.items()}
             views = {
+                # Always the size of a whole part, so that it is allocated once per thread, state and device.
                 name: self._memory(name, place.device, part_numel)[: span.stop - start]
                 for name, place in places.items()
             }
             for name, place in places.items():
                 decode(self._form, name, place, views[name])
+            # The caller updates the views in place; it resumes the generator when it is done with them.
             yield span, views
             for name, place in places.items():
                 encode(self._form, name, views[name], place, noise(name, start))

@@ -1,6 +1,6 @@
-"""How an element-wise optimizer state is stored: its dtype, and where its elements lie.
+"""How an element-wise optimizer state is stored: its dtype, and where its elements are.
 
-Pure arithmetic; must not know how values are rounded (``infinity.numerics.state_codec``) or where they are stored.
+Of a state in memory or in a record:
 
     fp32, bf16   one number per element
     int8         | 256 codes | scale | 256 codes | scale | ...      a code is a byte, a scale is fp32
@@ -16,6 +16,7 @@ import torch
 STATE_BLOCK = 256
 """Elements that share a scale where a state is a byte."""
 STATE_BLOCK_BYTES = STATE_BLOCK + 4
+# Format -> dtype of the stored tensor, elements per block, bytes per block.
 _LAYOUTS = {
     "fp32": (torch.float32, 1, 4),
     "bf16": (torch.bfloat16, 1, 2),
@@ -28,17 +29,18 @@ class StateFormat(enum.Enum):
     """What a stored state is made of."""
 
     FP32 = "fp32"
-    """The values themselves."""
+    """fp32 values."""
     BF16 = "bf16"
-    """Their upper halves, rounded up as often as keeps the mean."""
+    """bf16 values, rounded stochastically."""
     INT8 = "int8"
-    """Codes of levels between nothing and the largest value of a block, rounded in the same way."""
+    """A code for each value: a level between 0 and the block's largest magnitude, rounded stochastically."""
     INT8_DYNAMIC = "int8_dynamic"
-    """The same with the levels of bitsandbytes' 8-bit optimizers, rounded to the nearest: see `infinity.numerics.dynamic_map`."""
+    """The same with the levels of bitsandbytes' 8-bit optimizers, rounded to nearest:
+    `infinity.numerics.dynamic_map`."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor in which a state is stored."""
+        """The dtype of the tensor in which a state is stored."""
         return _LAYOUTS[self.value][0]
 
     @property
@@ -58,5 +60,6 @@ class StateFormat(enum.Enum):
 
     def part(self, stored: torch.Tensor, span: slice) -> torch.Tensor:
         """The elements ``span``, which begins with a block, of a stored state (1-D, ``dtype``)."""
+        # Example: elements 256..600 of an int8 state are blocks 1 and 2, the last one padded: bytes 260..780.
         itemsize = self.dtype.itemsize
         return stored[self.num_bytes(span.start) // itemsize : self.num_bytes(span.stop) // itemsize]

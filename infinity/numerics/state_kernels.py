@@ -1,39 +1,22 @@
-"""Loops that encode and decode optimizer states, compiled by numba when they are first wanted.
+"""Loops that encode and decode optimizer states, compiled by numba at their first use.
 
-Knows arrays of bits; must not know optimizers or where states are stored. What the loops compute is defined, in torch's own
-operations, by ``infinity.numerics.state_codec``: a table of levels and a search in it.
+``infinity.numerics.state_codec`` defines the results, in torch's own operations: a table of levels and a search in it.
 
-[Note: no branches]
-A search per element is slow. So levels are not looked up but computed, and all elements of a block take the same way; what
-does not hold for one of them is discarded in the end. So the compiler makes vector code of the loops, which is ten times as
-fast. All constants follow from the levels. A size between 0 and 1 lies in octave d, from 8**-(d+1) to 8**-d, which has
-2**(bits-1-d) steps of equal size, where a signed code has 7 bits and that of a root has 8:
+[Note: no branches] A search per element is slow. So levels are computed, not looked up, and all elements of a block
+take the same path: what does not apply to one of them is discarded in the end. So the compiler makes vector code of the
+loops, which is ten times as fast. All constants follow from the levels. A size between 0 and 1 is in octave d, from
+8**-(d+1) to 8**-d, which has 2**(bits-1-d) steps of equal size, where a signed code has 7 bits and that of a root has
+8:
 
     sizes      0 |  8**-6 .. 8**-5 | 8**-5 .. 8**-4 |  ...  | 1/64 .. 1/8  |  1/8 .. 1
     octave       |       5         |       4        |       |      1       |     0        clamped: 6 is "below the least"
     steps        |       2         |       4        |       |     32       |    64        64 >> d
     codes      0 |     1 .. 3      |     3 .. 7     |       |  31 .. 63    |  63 .. 127   first: (64 >> d) - 1
 
-A float32 with the exponent field E is in 2**(E-127) .. 2**(E-126), and ``(E << 23)`` as a float is 2**(E-127). So
-  * octave: sizes of octave 0 have E = 126, 125, 124: three fields each, d = (126 - E) // 3. With 11/32 for
-    a third, ``* 11 >> 5``, that holds below 32; from 18 on (roots: 21) it is clamped. A size of 1 has E = 127 and gives -1,
-    clamped to 0.
-  * start = 8**-(d+1) = 2**(-3-3d): field 127 - 3 - 3d = 124 - 3d.
-  * step = (8**-d - start) / 2**(6-d) = 7 * 2**(-9-2d): field 118 - 2d, and 117 for roots, which have twice as many steps.
-  * per_unit = 1 / step: a seventh, field 127 + 9 + 2d = 136 + 2d, and 137 for roots.
-  * code = (64 >> d) - 1 + place: below octave d lie the level 0 and 2 + 4 + .. + 2**(5-d) others. Roots: 128 >> d.
-Start, step and each level are exact in float32 (at most 10 bits), and so is ``size - start``, for start is a power of two.
-Only the seventh and the product with it are rounded. Tried with all 176 million sizes from 8**-7 to 1: ``place`` is that of a
-search, but for 22 sizes (41 roots) within 7e-8 below a level, which get that level at once, and hardly ever another later.
-For example 0.3: E = 125, d = 0, start 0.125, step 7/512, place = int(0.175 * 512 / 7) = int(12.8) = 12. The code is 75 for
-the level 0.2890625, or, since 0.3 lies 0.8 of a step above it, 76 for 0.3027: always if rounded to nearest, with noise in
-four cases of five.
-
-What must hold: noise has 24 bits, so ``fraction`` is exact and less than 1, and a size that is a level stays where it is.
-For bf16 16 bits are added to the lower half of the bits, and carry as often as that half says; only a NaN could wrap, and
-is made canonical before. Magnitudes have the order of their bits, NaN above infinity above all numbers: so one maximum of
-integers finds the scale, and tells blocks that are not usable. A block is 256 codes and a scale, 65 words: the scale of a
-block is its word 64.
+Start, step and each level are exact in float32 (at most 10 bits), and so is ``size - start``, for start is a power of
+two. Only the seventh and the product with it are rounded. Tried with all 176 million sizes from 8**-7 to 1: ``place``
+is that of a search, except for 22 sizes (41 roots) within 7e-8 below a level. Those get that level at once, nearly
+always the search's result, too, after rounding.
 """
 
 from __future__ import annotations
@@ -84,6 +67,7 @@ def state_kernels() -> StateKernels:
     )
 
 
+# A block is 256 one-byte codes and an fp32 scale: 260 bytes, or 65 words, of which word 64 is the scale.
 _BLOCK, _BLOCK_BYTES = STATE_BLOCK, STATE_BLOCK_BYTES
 _BLOCK_WORDS = STATE_BLOCK_BYTES // 4
 _NAN = np.int32(0x7FC00000)
@@ -94,6 +78,7 @@ _NONE = np.float32(0.0)
 
 @numba.njit(inline="always")
 def _noise(key: Any, index: Any) -> Any:
+    # The finalizer of MurmurHash3 (Appleby): the same words as `Noise.words` in torch, without a generator's state.
     word = np.uint32(index ^ key)
     word = np.uint32((word ^ (word >> np.uint32(16))) * np.uint32(0x85EBCA6B))
     word = np.uint32((word ^ (word >> np.uint32(13))) * np.uint32(0xC2B2AE35))
@@ -102,6 +87,7 @@ def _noise(key: Any, index: Any) -> Any:
 
 @numba.njit(inline="always")
 def _fraction(key: Any, index: Any, is_stochastic: Any) -> Any:
+    # 24 bits: exact in float32 and below 1, so a size that is a level stays it.
     noise = np.float32(np.int32(_noise(key, index) >> np.uint32(8))) * np.float32(2.0**-24)
     return noise if is_stochastic else np.float32(0.5)
 
@@ -109,6 +95,8 @@ def _fraction(key: Any, index: Any, is_stochastic: Any) -> Any:
 def _round_to_bf16(values: Any, stored: Any, key: Any, first: Any) -> None:
     for i in range(values.size):
         value = values[i]
+        # Noise of 16 bits carries into the upper half as often as the lower half says: 0x....4000 in a quarter of all
+        # cases. Only a NaN could wrap, so it is made canonical first.
         bits = bits_of(value)
         if value != value:
             bits = _NAN
@@ -120,12 +108,17 @@ def _round_to_bf16(values: Any, stored: Any, key: Any, first: Any) -> None:
 def _open_block(values: Any, codes: Any, scales: Any, block: Any, zero: Any) -> Any:
     """The block's largest magnitude, written as its scale; or 0 if nothing is left to be done. ``zero`` is the code of 0."""
     begin, end = block * _BLOCK, min((block + 1) * _BLOCK, values.size)
+    # Without the sign, bits as integers order NaN above infinity above all numbers: one integer maximum finds the
+    # scale, and shows whether the block has a value that is not finite.
     bits = _ZERO
     for i in range(begin, end):
-        bits = max(bits, np.int32(bits_of(values[i]) & _MAGNITUDE))  # magnitudes have the order of their bits
+        bits = max(bits, np.int32(bits_of(values[i]) & _MAGNITUDE))
     largest = float_of(bits)
     is_usable = largest > _NONE and largest < np.float32(np.inf)
+    # A block of zeros keeps scale 0, and decodes to zeros. One with a value that is not finite decodes to NaN
+    # throughout.
     scales[block * _BLOCK_WORDS + _BLOCK // 4] = largest if largest == _NONE or is_usable else np.float32(np.nan)
+    # A last block that is not full: the codes behind its elements are written too, or a record would hold old bytes.
     if not is_usable or end - begin < _BLOCK:
         for i in range(block * _BLOCK_BYTES, block * _BLOCK_BYTES + _BLOCK):
             codes[i] = np.uint8(zero)
@@ -138,21 +131,32 @@ def _encode_signed(values: Any, codes: Any, scales: Any, key: Any, first: Any, i
         if largest == _NONE:
             continue
         begin, origin = block * _BLOCK, block * _BLOCK_BYTES
+        # Example: size 0.3, that is a value of 0.3 times the largest. It becomes the level 0.2890625 or 0.302734375.
         for i in range(min(_BLOCK, values.size - begin)):
             bits = bits_of(values[begin + i])
             size = float_of(np.int32(bits & _MAGNITUDE)) / largest
+            # Exponent fields 126, 125 and 124 are octave 0: a field is a power of 2, an octave of 8. `* 11 >> 5`
+            # divides by 3, correctly below 32; from 18 on it is clamped. A size of 1 has field 127: -1, clamped to 0.
+            # 0.3: field 125, d = 0.
             octave = np.int32((np.int32(126) - np.int32(bits_of(size) >> np.int32(23))) * np.int32(11)) >> np.int32(5)
             octave = min(max(octave, _ZERO), np.int32(6))
+            # Floats from their exponent field, 127 is 2**0. start = 8**-(d+1) = 2**(-3-3d): 0.125.
             start = float_of(np.int32((np.int32(124) - np.int32(3) * octave) << np.int32(23)))
+            # step = (8**-d - start) / (64 >> d) = 7 * 2**(-9-2d): 7/512.
             step = np.float32(7.0) * float_of(np.int32((np.int32(118) - np.int32(2) * octave) << np.int32(23)))
+            # 1 / step, as a product with a seventh: a division takes longer.
             per_unit = np.float32(1 / 7) * float_of(np.int32((np.int32(136) + np.int32(2) * octave) << np.int32(23)))
-            place = np.int32((size - start) * per_unit)
+            place = np.int32((size - start) * per_unit)  # 0.175 * 512 / 7 = 12.8, so 12
             is_least = size < np.float32(8.0**-6)
+            # Below the least level there is only 0.
             level = _NONE if is_least else start + np.float32(place) * step
             gap = np.float32(8.0**-6) if is_least else step
+            # 1 + 2 + 4 + .. + 2**(5-d) levels are below octave d: (64 >> d) - 1. So code 63 + 12 = 75.
             code = _ZERO if is_least else (np.int32(64) >> octave) - _ONE + place
             fraction = _fraction(key, np.uint32(first + np.uint32(begin + i)), is_stochastic)
+            # 0.3 is 0.8 of a step above level 75: up to 76 in four cases of five, or always without noise.
             code += _ONE if size - level > fraction * gap else _ZERO
+            # The float's sign bit becomes the code's highest bit.
             codes[origin + i] = np.uint8(code | np.int32(np.int32(bits >> np.int32(24)) & np.int32(128)))
 
 
@@ -163,6 +167,8 @@ def _encode_squares(values: Any, codes: Any, scales: Any, key: Any, first: Any, 
             continue
         begin, origin = block * _BLOCK, block * _BLOCK_BYTES
         for i in range(min(_BLOCK, values.size - begin)):
+            # As in `_encode_signed`, with levels for the root, of which there are twice as many: one exponent less per
+            # step, 128 in place of 64. Rounding compares the squares, because the stored value is the square.
             size = float_of(np.int32(bits_of(values[begin + i]) & _MAGNITUDE)) / largest
             root = np.float32(math.sqrt(size))
             octave = np.int32((np.int32(126) - np.int32(bits_of(root) >> np.int32(23))) * np.int32(11)) >> np.int32(5)
@@ -178,7 +184,8 @@ def _encode_squares(values: Any, codes: Any, scales: Any, key: Any, first: Any, 
             code = _ZERO if is_least else (np.int32(128) >> octave) - _ONE + place
             fraction = _fraction(key, np.uint32(first + np.uint32(begin + i)), is_stochastic)
             is_up = size - low > fraction * (high - low)
-            is_up = size > _NONE if is_least else is_up  # nothing but zero becomes zero
+            # An update divides by the root of this state: a zero would make it a leap. So only zero becomes zero.
+            is_up = size > _NONE if is_least else is_up
             codes[origin + i] = np.uint8(code + (_ONE if is_up else _ZERO))
 
 
@@ -191,10 +198,12 @@ def _encode_dynamic(values: Any, codes: Any, scales: Any, middles: Any, starts: 
         for i in range(min(_BLOCK, values.size - begin)):
             value = values[begin + i]
             size = abs(value) / largest
+            # The upper 16 bits of the quotient leave two levels: one comparison decides, see `dynamic_map.starts`.
             level = np.int32(starts[bits_of(size) >> np.int32(16)])
             level += _ONE if size > middles[level] else _ZERO
-            if value < _NONE and zero > 0:  # signed: there is no -1, and nothing below zero becomes zero
+            if value < _NONE and zero > 0:  # signed: there is no code for -1, and no negative value becomes zero
                 level = -min(max(level, _ONE), np.int32(zero))
+
             codes[origin + i] = np.uint8(np.int32(zero) + level)
 
 

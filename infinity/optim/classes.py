@@ -28,6 +28,7 @@ class PerParameterOptimizer(Optimizer):
         Raises:
             ValueError: one of those, or "eps", is out of range.
         """
+        # `not x >= 0`, so that NaN is refused as well.
         if not float(lr) >= 0.0:
             raise ValueError(f"Invalid learning rate: {lr}")
         for index, beta in enumerate(betas):
@@ -56,6 +57,7 @@ class PerParameterOptimizer(Optimizer):
         with torch.no_grad():
             for group in self.param_groups:
                 for param in group["params"]:
+                    # As in torch: a parameter without a gradient is left alone, and its weight does not decay.
                     if param.grad is None:
                         continue
                     if param.grad.is_sparse:
@@ -113,8 +115,10 @@ class Lion(PerParameterOptimizer):
         lr = float(group["lr"])
         if group["maximize"]:
             grad = -grad
+        # Decoupled decay before the step, as torch's AdamW does it.
         if group["weight_decay"] != 0:
             param.mul_(1 - lr * group["weight_decay"])
+        # The update mixes with beta1, the stored momentum with beta2: it is advanced only after the update was taken.
         direction = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
         param.add_(direction, alpha=-lr)
         exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)
@@ -222,23 +226,28 @@ class Lamb(PerParameterOptimizer):
         step, exp_avg_sq, eps, (beta1, beta2) = state["step"], state["exp_avg_sq"], group["eps"], group["betas"]
         step += 1
         _advance_moments(state, grad, group["betas"])
+        # A fresh tensor: it becomes the update in place, so that a step needs one temporary of the parameter's size.
         update = (exp_avg_sq + eps).sqrt_() if group["eps_inside_sqrt"] else exp_avg_sq.sqrt().add_(eps)
         torch.div(state["exp_avg"], update, out=update)
         if group["weight_decay"]:
             update.add_(param, alpha=group["weight_decay"])
         weight_norm, update_norm = param.norm(), update.norm()
         quotient = (weight_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"])
+        # A weight of zeros, or an update of zeros, would make the quotient 0 or infinite: such a step is Adam's.
         quotient = torch.where((weight_norm != 0) & (update_norm != 0), quotient, 1.0)
         rate = float(group["lr"])
         if group["bias_correction"]:
+            # DeepSpeed corrects the rate and not the moments, so the decay term is corrected along with them.
             rate *= (1 - beta2 ** float(step)) ** 0.5 / (1 - beta1 ** float(step))
         param.sub_(update.mul_(quotient * rate))
 
 
+# Embeddings and output heads meet single tokens: their rows are vectors, not maps between spaces.
 _OTHERS = ("embed", "lm_head")
-"""In names of matrices that go by Adam: those that meet single tokens."""
+"""In names of matrices that Adam updates."""
+# Of x, x**3 and x**5 (Jordan, 2024). Five rounds bring singular values from 0.01 to 1 to between 0.68 and 1.13;
+# converging to 1 would take more rounds.
 _POLYNOMIAL = (3.4445, -4.7750, 2.0315)
-"""Coefficients of x, x**3 and x**5: they bring singular values between 0 and 1 near 1 in few rounds (Jordan, 2024)."""
 _NUM_ROUNDS = 5
 
 
@@ -293,6 +302,7 @@ class Muon(PerParameterOptimizer):
             raise ValueError(f"Invalid momentum: {momentum}")
         if ns_method not in ("gram", "standard"):
             raise ValueError(f"Invalid ns_method: {ns_method!r}, not 'gram' or 'standard'")
+        # A kind's own rate, then the common one, then the default.
         rates = {True: (muon_lr, lr, 0.02), False: (adam_lr, lr, 3e-4)}
         groups = []
         for index, group in enumerate(params):
@@ -301,7 +311,7 @@ class Muon(PerParameterOptimizer):
             rate = next(rate for rate in rates[bool(group["use_muon"])] if rate is not None)
             if not rate >= 0.0:
                 raise ValueError(f"Invalid learning rate: {rate}")
-            groups.append({"lr": rate, **group})
+            groups.append({"lr": rate, **group})  # a group's own "lr" wins
         super().__init__(groups, 0.0, betas, weight_decay, momentum=momentum, eps=eps)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -310,11 +320,11 @@ class Muon(PerParameterOptimizer):
         Raises:
             ValueError: it does not say `use_muon`, or does and holds a vector.
         """
-        super().add_param_group(param_group)
+        super().add_param_group(param_group)  # torch checks it, and fills in the defaults
         group = self.param_groups[-1]
         vectors = [param for param in group["params"] if param.dim() < 2 and group.get("use_muon")]
         if vectors or "use_muon" not in group:
-            self.param_groups.pop()
+            self.param_groups.pop()  # nothing is kept of a refused group
             what = f"holds a parameter of shape {tuple(vectors[0].shape)}" if vectors else "does not say 'use_muon'"
             raise ValueError(f"group {len(self.param_groups)} {what}, and Muon is for matrices")
 
@@ -326,8 +336,10 @@ class Muon(PerParameterOptimizer):
         if group["use_muon"]:
             buffer, momentum = state["momentum_buffer"], group["momentum"]
             buffer.lerp_(grad, 1 - momentum)
+            # Nesterov: the gradient is mixed in once more.
             update = grad.lerp(buffer, momentum)
-            matrix = update.flatten(1) if update.dim() == 4 else update
+            matrix = update.flatten(1) if update.dim() == 4 else update  # a convolution: (out, in * height * width)
+            # Tall matrices get larger updates. The last two dimensions count, of convolutions, too.
             scale = max(1.0, grad.shape[-2] / grad.shape[-1]) ** 0.5
             param.add_(_orthogonal(matrix).reshape(param.shape).to(param.dtype), alpha=-lr * scale)
             return
@@ -339,9 +351,13 @@ class Muon(PerParameterOptimizer):
 
 def _orthogonal(matrix: Tensor) -> Tensor:
     """(..., rows, columns), any dtype -> the same shape, bf16 or fp32."""
+    # Wide: x @ x.mT then has the smaller of both sizes.
     is_high = matrix.shape[-2] > matrix.shape[-1]
+    # bf16 on a GPU, as in Jordan's code: rounds that do not converge need no more.
     x = matrix.to(torch.float32 if matrix.device.type == "cpu" else torch.bfloat16)
     x = x.mT if is_high else x
+    # The Frobenius norm bounds the largest singular value: all lie between 0 and 1. 1e-7: a gradient of zeros stays
+    # zero.
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
     first, third, fifth = _POLYNOMIAL
     for _ in range(_NUM_ROUNDS):
@@ -406,20 +422,22 @@ class OneBitAdam(PerParameterOptimizer):
         exp_avg, exp_avg_sq, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
         is_warming_up = float(step) < group["freeze_step"]
         if is_warming_up and group["bias_correction"]:
+            # torch's own function: the warm-up has AdamW's bits.
             rates = {name: group[name] for name in ("lr", "weight_decay", "eps")} | {"beta1": beta1, "beta2": beta2}
             adam([param], [grad], [exp_avg], [exp_avg_sq], [], [step], fused=bool(group["fused"]), **_ADAMW, **rates)
             return
         step += 1
         if group.get(IS_MOMENTUM, False):
-            exp_avg.copy_(grad)
+            exp_avg.copy_(grad)  # the ranks have mixed it with the old momentum, and compressed their mean
         else:
             exp_avg.lerp_(grad, 1 - beta1)
         if is_warming_up:
             exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         lr, of_avg, of_sq = float(group["lr"]), 1.0, 1.0
         if group["bias_correction"]:
+            # The variance does not change after the warm-up, so its correction is that of the last warm-up step.
             of_avg, of_sq = 1 - beta1 ** float(step), 1 - beta2 ** group["freeze_step"]
         update = exp_avg / (exp_avg_sq / of_sq).sqrt_().add_(group["eps"])
         if not is_warming_up:
-            update.masked_fill_(exp_avg_sq == 0, 0.0)
+            update.masked_fill_(exp_avg_sq == 0, 0.0)  # no gradient in the warm-up: eps alone would divide
         param.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr / of_avg)

@@ -30,7 +30,8 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy_scalar(value: Any) -> Any:
-    """An independent copy of a scalar state entry: steps advance such tensors in place. Weights in it stay what they are."""
+    """An independent copy of a scalar state entry: steps advance such tensors in place."""
+    # A parameter in it is a weight, and stays the same tensor: a copy could be as large as the model.
     if isinstance(value, Tensor):
         return value if isinstance(value, torch.nn.Parameter) and value.numel() > 1 else value.detach().clone()
     if isinstance(value, numpy.ndarray):
@@ -67,8 +68,10 @@ class OptimizerExecutor:
                 "it holds no parameter groups of its own, so it seems to wrap another optimizer",
                 cure="Pass the wrapped optimizer itself",
             )
+        # Without __init__, which would need parameters and allocate states.
         clone = cls.__new__(cls)
         vars(clone).update(vars(optimizer))
+        # A scheduler's or script's wrapper of `step` is an attribute of the instance: the class's own runs here.
         vars(clone).pop("step", None)
         # All these dictionaries would otherwise be shared with the user's optimizer.
         vars(clone).update({name: OrderedDict() for name in vars(clone) if name.endswith("_hooks")})
@@ -122,7 +125,7 @@ class OptimizerExecutor:
         grads: Sequence[Sequence[Tensor | None]],
         states: Sequence[Sequence[dict[str, Any]]],
     ) -> list[list[dict[str, Any]]]:
-        """The same with several groups at once: for each of them what `run` takes, and what it returns."""
+        """`run` for several groups in one step: all arguments and the result are lists by group."""
         optimizer = self.optimizer
         leaves: list[list[Tensor]] = []
         try:
@@ -136,6 +139,7 @@ class OptimizerExecutor:
                     if updated.data_ptr() != weight.data_ptr():
                         weight.copy_(updated)  # the optimizer assigned `p.data` instead of writing into it
             found = [[optimizer.state.pop(leaf, None) or {} for leaf in members] for members in leaves]
+            # What is left belongs to no parameter. A slice's step would begin it anew each time.
             refuse_common(optimizer, list(optimizer.state))
             return found
         finally:
@@ -149,6 +153,7 @@ class OptimizerExecutor:
         own = {**group, "params": []}
         self.optimizer.param_groups.append(own)
         try:
+            # `train` is nn.Module's name: other classes have another meaning for it, or arguments.
             with contextlib.suppress(AttributeError, TypeError):
                 self.optimizer.train()  # type: ignore[attr-defined]
         finally:

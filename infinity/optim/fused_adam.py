@@ -25,12 +25,14 @@ from infinity.torch_internals.names import Launch, compiled_for
 
 logger = logging.getLogger(__name__)
 
-VECTOR_NUMEL = 16
+VECTOR_NUMEL = 16  # fp32 elements of an AVX-512 register, the widest
 """Multiples of this many elements go through torch's vector code, whatever the processor's vectors are."""
 STATES = ("exp_avg", "exp_avg_sq")
 """Names of the per-element states, in the order in which torch makes them."""
 
-_PROBE_NUMEL = 1 << 13
+_PROBE_NUMEL = 1 << 13  # elements; a multiple of VECTOR_NUMEL
+# Counts before the step: the first ones, where the corrections for bias are largest, and late ones, where they are
+# nearly 1.
 _PROBE_STEPS = (0, 1, 2, 999, 123_456)
 # Each way through the kernel: with decay and without, and both sides of torch's interpolation.
 _PROBE_VARIANTS: tuple[dict[str, Any], ...] = (
@@ -42,8 +44,7 @@ _PROBE_VARIANTS: tuple[dict[str, Any], ...] = (
 class FusedAdam:
     """One Adam step on a slice of a parameter, on the CPU, with the bits that torch's own fused kernel gives.
 
-    It knows one optimizer class; it must not know staging buffers or units. See [Note: bits as in torch] in
-    ``infinity.numerics.kernels``.
+    See [Note: bits as in torch] in ``infinity.numerics.kernels``.
     """
 
     vector_numel = VECTOR_NUMEL
@@ -55,9 +56,9 @@ class FusedAdam:
         """``is_decoupled``: AdamW's weight decay where a group does not say itself."""
         self._is_decoupled = is_decoupled
         self._device = device
+        # The group, scale and step of the last call of `values`, and its result. Replaced as a whole: any thread may
+        # come.
         self._last: Any = (None,) * 4
-        """The group, scale and step of which `values` was asked last, and the numbers: replaced as a whole, for any thread may
-        come."""
 
     def _prepare(self) -> bool:
         """Whether there is a kernel here."""
@@ -83,6 +84,7 @@ class FusedAdam:
         kind = type(wrapped_optimizer.optimizer)
         if kind not in (torch.optim.Adam, torch.optim.AdamW):
             return None
+        # GradScaler with a fused optimizer sets it: torch's kernel then divides by it, which ours does not.
         if getattr(wrapped_optimizer.optimizer, "grad_scale", None) is not None:
             return None
         fused = cls(is_decoupled=kind is torch.optim.AdamW, device=device)
@@ -99,6 +101,7 @@ class FusedAdam:
             (*each["betas"], each["eps"], each["weight_decay"], fused._is_decoupled_in(each)): each for each in groups
         }
         for group in distinct.values():
+            # The group itself first, then each path of the kernel that its numbers may not take.
             for variant in ({}, *_PROBE_VARIANTS):
                 tried = {**group, **variant}
                 if not fused._agrees(executor, dict(tried), has_remainder=has_remainder) and not fused._leaves_out(
@@ -145,6 +148,7 @@ class FusedAdam:
         Returns:
             The scalars after the step.
         """
+        # fp32, as torch counts: above 2**24 steps it stays where it is, in both.
         step = torch.as_tensor(scalars.get("step", 0.0), dtype=torch.float32, device="cpu") + 1
         values = np.array([self.values(group, 1.0 if scale is None else float(scale), float(step))])
         where = np.array([(0, weight.numel())], dtype=np.int64)
@@ -173,6 +177,9 @@ class FusedAdam:
             values: each row is what `values` gave.
         """
         average, square = states[STATES[0]], states[STATES[1]]
+        # Five tensors, columns 0, 1, 2, 4, 5 of the kernel's rows: address = base + first element * bytes of an
+        # element. Example: slices (0, 992) and (1024, 512) of a bf16 weight at address 4096 give the addresses 4096 and
+        # 6144.
         bases, sizes = np.zeros(5, dtype=np.int64), np.zeros(5, dtype=np.int64)
         for column, tensor in enumerate((main, remainder, gradient, average, square)):
             if tensor is not None:
@@ -182,7 +189,7 @@ class FusedAdam:
         rows[:, 3] = gradient.dtype == torch.bfloat16
         rows[:, 6] = where[:, 1]
         rows[:, 7] = rows_of_values
-        self._adam(rows, values)
+        self._adam(rows, values)  # releases the GIL; the tensors live as long as the caller's arguments
 
     def values(self, group: Mapping[str, Any], scale: float, count: float) -> tuple[np.float32, ...]:
         """The kernel's numbers.
@@ -195,6 +202,7 @@ class FusedAdam:
         Raises:
             StepError: they give no number, as a beta above 1 does.
         """
+        # Parameters of one group follow each other, with one scale and mostly one step count.
         known_group, known_scale, known_count, values = self._last
         if group is known_group and scale == known_scale and count == known_count:
             found: tuple[np.float32, ...] = values
@@ -202,12 +210,14 @@ class FusedAdam:
         lr, (beta1, beta2), weight_decay = float(group["lr"]), group["betas"], group["weight_decay"]
         is_decoupled = self._is_decoupled_in(group)
         try:
+            # In Python's float64, and rounded to fp32 only at the end: that is how torch computes its scalars.
             corrections = math.sqrt(1 - beta2**count), -(lr / (1 - beta1**count))
         except (ArithmeticError, ValueError) as error:
             raise StepError(
                 f"betas ({beta1}, {beta2}) and step count {count:g} give no correction for bias: {error}. Set 'betas' of the "
                 "parameter group to numbers from 0 to below 1; a damaged step count is put right by loading a checkpoint"
             ) from error
+        # torch.lerp's two formulas; see `_stepped` in infinity.numerics.kernels.
         lerp_weight = np.float32(1 - beta1)
         is_from_average = bool(lerp_weight < 0.5)
         numbers = (
@@ -243,12 +253,14 @@ class FusedAdam:
             gradient = _draw(generator, 24).to(self._device)
             step = torch.tensor(float(count), dtype=torch.float32, device=self._device)
             scalars = self.update(group, weight, remainder, gradient, None, ours, {"step": step})
+            # Copies, because torch writes to what it gets.
             (theirs,) = executor.run(dict(group), [main], [gradient.clone()], [{**theirs, "step": step.clone()}])
             joined = weight
             if remainder is not None:
                 joined = torch.empty_like(main)
                 join(weight, remainder, joined)
             pairs = [(main, joined), *((theirs[name], ours[name]) for name in STATES)]
+            # As integers: NaN and the sign of zero count.
             if not all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs):
                 return False
             if not torch.equal(theirs["step"], scalars["step"]):
@@ -257,7 +269,7 @@ class FusedAdam:
 
 
 class _Last(threading.local):
-    """What a thread was asked last: each has a stream of its own."""
+    """The last step count of a thread: each has a stream of its own."""
 
     scalars: Mapping[str, Any] | None = None
     step: Tensor | None = None
@@ -326,6 +338,7 @@ class GpuAdam(FusedAdam):
             arguments = [
                 *(tensor[span] for tensor in tensors),
                 step,
+                # Without a scale the kernel does not read the argument, but a launch needs a tensor for it.
                 step if scale is None else scale,
                 *flags,
                 *numbers,
@@ -336,10 +349,11 @@ class GpuAdam(FusedAdam):
 
     def _stepped(self, scalars: Mapping[str, Any]) -> Tensor:
         """The step count after the step. Slices of a parameter, which follow each other, share it."""
-        if not scalars:
+        if not scalars:  # the first step: no state yet
             return torch.ones((), dtype=torch.float32, device=self._device)
         last = self._of_thread
         if last.step is None or last.scalars is not scalars:
+            # By identity: slices of a parameter get the very same mapping, and a new step gives a new one.
             last.scalars, last.step = scalars, scalars["step"].to(self._device) + 1
         return last.step
 
@@ -355,5 +369,5 @@ def _draw(generator: torch.Generator, num_decades: int) -> Tensor:
 
 
 def _bits(value: float) -> int:
-    """Those of the float32 nearest to it, as an integer of 32 bits."""
+    """The bits of the nearest float32, as a 32-bit integer."""
     return int(np.float32(value).view(np.int32))

@@ -40,12 +40,13 @@ class Members:
         self.twice: tuple[Tensor, tuple[int, int]] | None = None
         """A parameter that is in two groups or twice in one, and their indices. The optimizer would update it twice."""
         for index, params in enumerate(self._lists):
+            # A parameter that is twice in one group is found as well: torch warns of it only.
             for param in params:
                 if id(param) in self.index_of:
                     self.twice = self.twice or (param, (self.index_of[id(param)], index))
                 self.index_of[id(param)] = index
         self.loose = [param for param in chain(*self._lists) if id(param) not in known]
-        """Those that are no parameters of the model, in the order of the groups."""
+        """Members that are no parameters of the model, in the order of the groups."""
 
     def are_of(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the groups still hold the same parameters."""
@@ -146,7 +147,7 @@ class TiledParameter:
         )
 
     def split(self, value: Any) -> list[Any]:
-        """Of a tensor of the parameter's shape, the rows of each tile; anything else, for each tile."""
+        """The rows of each tile, if ``value`` has the parameter's shape; else ``value`` itself for each tile."""
         if isinstance(value, Tensor) and tuple(value.shape) == self.shape:
             return [value[start:stop] for start, stop in itertools.pairwise(self.cuts)]
         return [value for _ in self.tiles]
@@ -156,6 +157,7 @@ class TiledParameter:
         first = values[0]
         if not isinstance(first, Tensor) or tuple(first.shape) != tuple(self.tiles[0].shape):
             return first
+        # A large result may be on a drive (`new`); parts that are on a GPU are joined there.
         on_cpu = first.device.type == "cpu"
         empty = self.new if on_cpu else functools.partial(torch.empty, device=first.device)
         whole = empty(self.shape, dtype=first.dtype)
@@ -169,6 +171,7 @@ class TiledParameter:
         found: list[dict[str, Any]] = [{} for _ in self.tiles]
         for name, value in state.items():
             for tile, part in zip(found, self.split(value), strict=True):
+                # Step counts are tensors that optimizers advance in place: each tile gets its own.
                 tile[name] = part.clone() if isinstance(part, Tensor) and not part.dim() else part
         if main is None:
             return found
@@ -177,8 +180,10 @@ class TiledParameter:
     def join_entries(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """States of the tiles as one of the parameter."""
         pairs = [without_main_weight(entry) for entry in entries]
+        # Scalars are those of the first tile: tiles are updated together, unless `has_own_states`.
         state = {name: self.join([each[name] for each, _ in pairs]) for name in pairs[0][0]}
         mains = [main for _, main in pairs if main is not None]
+        # A main weight only if all tiles have one, or a part of the joined one would be missing.
         return with_main_weight(state, self.join(mains)) if len(mains) == len(pairs) else state
 
 
@@ -197,7 +202,7 @@ class TiledGroups:
         self._by_tile.update((id(tile), tiled) for tile in tiled.tiles)
 
     def of(self, parameter: object) -> TiledParameter | None:
-        """What a parameter is tiled as; None if it is not."""
+        """The tiles of a parameter; None if it is not tiled."""
         return self._by_original.get(id(parameter))
 
     def with_tiles(self, given: Any) -> Any:
@@ -256,5 +261,6 @@ class TiledGroups:
             group["params"] = self.without_tiles(group["params"], joins_all=True)
         for tiled in self.tiled:
             states = [state for tile in tiled.tiles if (state := optimizer.state.pop(tile, None)) is not None]
+            # Tiles that were not updated together have no common step count, so no common state.
             if len(states) == len(tiled.tiles) and not tiled.has_own_states:
                 optimizer.state[tiled.original] = tiled.join_entries(states)

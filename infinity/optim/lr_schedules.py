@@ -47,11 +47,14 @@ class _Schedule(LRScheduler):
 
     @last_batch_iteration.setter
     def last_batch_iteration(self, index: int) -> None:
+        # DeepSpeed counts batches that have ended, from 0; torch counts steps, and begins with 0 before the first.
         self.last_epoch = int(index) + 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take torch's state of this schedule, or DeepSpeed's, which is only the index of the last batch."""
         if set(state_dict) == {"last_batch_iteration"}:
+            # Example: index 9, ten batches have ended: torch's last_epoch is 10, and its step count 11, as its
+            # constructor makes a step, too.
             num_steps = int(state_dict["last_batch_iteration"]) + 1
             state_dict = {"last_epoch": num_steps, "_step_count": num_steps + 1}
         super().load_state_dict(state_dict)
@@ -92,6 +95,7 @@ class _Schedule(LRScheduler):
         if index >= self.warmup_num_steps:
             return 1.0
         if self.warmup_type == "log":
+            # log(1) = 0 for the first index, log(n) / log(n) = 1 for the last.
             return math.log(index + 1) * (1.0 / math.log(self.warmup_num_steps))
         return index / self.warmup_num_steps
 
@@ -117,6 +121,7 @@ class WarmupLR(_Schedule):
         warmup_type: str = "log",
         last_epoch: int = -1,
     ) -> None:
+        # "initial_lr" is torch's: the rate before a schedule changed it, when a training goes on.
         own_rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         self.min_lrs = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
         self.max_lrs = own_rates if warmup_max_lr is None else _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
@@ -124,6 +129,7 @@ class WarmupLR(_Schedule):
         super().__init__(optimizer, last_epoch)
 
     def _rates(self) -> list[float]:
+        # Example, linear, 4 warm-up steps, 0 to 1: steps 0 1 2 3 4 5 have the rates 0 0 0.25 0.5 0.75 1.
         fraction = 0.0 if self.last_epoch == 0 else self._fraction(self.last_epoch - 1)
         return [low + (high - low) * fraction for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
@@ -144,12 +150,14 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_epoch: int = -1,
     ) -> None:
+        # Before the base class: its constructor computes the first rates, which need the total.
         self._set_warmup(warmup_num_steps, warmup_type, total_num_steps)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_epoch)
 
     def _fraction(self, index: int) -> float:
         if index < self.warmup_num_steps:
             return self._warmed_up(index)
+        # From 1 at the end of the warm-up to 0 at `total_num_steps`; never below, if training goes on.
         return max(0.0, (self.total_num_steps - index) / max(1, self.total_num_steps - self.warmup_num_steps))
 
 
@@ -184,6 +192,7 @@ class WarmupCosineLR(_Schedule):
         if index < self.warmup_num_steps:
             return self.warmup_min_ratio + self._warmed_up(index) * (1.0 - self.warmup_min_ratio)
         num_decay_steps = max(1, self.total_num_steps - self.warmup_num_steps)
+        # + 1, as in DeepSpeed: the first step after the warm-up decays already.
         progress = min(1.0, (index - self.warmup_num_steps + 1) / num_decay_steps)
         cosine = (1 + math.cos(math.pi * progress)) / 2
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
@@ -240,6 +249,7 @@ class OneCycle(_Schedule):
         self.max_lrs = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
         self.min_moms = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
         self.max_moms = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
+        # torch's SGD has "momentum" and no "betas": as in DeepSpeed, it is left alone.
         self.cycle_momentum = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
         if cycle_momentum and not self.cycle_momentum:
             logger.warning("OneCycle leaves momentum alone: optimizer %s has no betas", type(optimizer).__name__)
@@ -248,6 +258,7 @@ class OneCycle(_Schedule):
     def get_lr(self) -> list[float | Tensor]:
         """The rates of step `last_epoch`. Sets the momentum of that step too, as torch's own cyclic schedules do."""
         if self.cycle_momentum:
+            # strict=False: groups that were added later have no bounds.
             momenta = self.min_moms if self.last_epoch == 0 else self._cycled_momenta()
             for group, momentum in zip(self.optimizer.param_groups, momenta, strict=False):
                 group["betas"] = (momentum, _ONE_CYCLE_SECOND_BETA)
@@ -267,6 +278,7 @@ class OneCycle(_Schedule):
 
     def _height(self) -> float:
         """Where in the cycle the step is: 0 at the ends, 1 at the peak."""
+        # Example, rise 3, fall 2: steps 0 1 2 3 4 5 have the heights 0 1/3 2/3 1 1/2 0.
         left = self.num_rise_steps + self.num_fall_steps - self.last_epoch
         if left == 0:
             return 0.0  # also of a cycle without a fall, whose peak is thus never reached
@@ -279,6 +291,7 @@ class OneCycle(_Schedule):
         return max(0, self.last_epoch - self.num_rise_steps - self.num_fall_steps)
 
     def _decay(self, rate: float) -> float:
+        # A step size of 0 is DeepSpeed's way to say "no decay".
         return 1 + rate * self._num_decay_steps / self.decay_step_size if self.decay_step_size else 1.0
 
 
@@ -322,6 +335,7 @@ def find_schedule(name: str) -> type[LRScheduler]:
     Raises:
         ConfigError: nobody knows the name, or JSON cannot describe the schedule's arguments.
     """
+    # Without the base classes LRScheduler and _LRScheduler.
     torch_schedules = {
         cls_name: cls
         for cls_name, cls in vars(torch.optim.lr_scheduler).items()
@@ -346,6 +360,7 @@ def schedule_parameters(name: str) -> dict[str, bool]:
 
     `last_batch_iteration`, DeepSpeed's name for `last_epoch`, is one of them.
     """
+    # [1:]: without the optimizer.
     parameters = list(inspect.signature(find_schedule(name)).parameters.values())[1:]
     return {item.name: item.default is item.empty for item in parameters} | {"last_batch_iteration": False}
 
@@ -365,6 +380,7 @@ def build_scheduler(section: Section, optimizer: Optimizer) -> LRScheduler:
             raise ConfigError.value(f"scheduler.params.{name}", None, 'it is missing or "auto"', cure=cure)
     if "last_batch_iteration" in params:
         params["last_epoch"] = int(params.pop("last_batch_iteration"))
+    # torch's constructors demand "initial_lr" from groups when they continue; DeepSpeed's do not.
     if params.get("last_epoch", -1) >= 0:
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -397,4 +413,5 @@ def _whole(name: str, value: object, *, at_least: int = 0) -> int:
 def _staircase(position: float, length: int, num_stairs: int) -> float:
     if num_stairs == 0:
         return position / length
+    # Example: 10 steps in 2 stairs: 0 for positions 0 to 4, 0.5 for 5 to 9, 1 for 10.
     return math.floor(position * num_stairs / length) / num_stairs

@@ -22,7 +22,7 @@ MAIN_WEIGHT = "main_weight"
 _CHECKSUM = "main_weight_checksum"
 PENDING = "main_weights"
 """The key, beside "state" and "param_groups", of main weights of parameters that have no state yet."""
-_CHECKED_ELEMENTS = 1024
+_CHECKED_ELEMENTS = 1024  # of each state: a step changes nearly all elements, so a few show it
 
 
 def with_main_weight(state: dict[str, Any], main: Tensor) -> dict[str, Any]:
@@ -36,14 +36,16 @@ def without_main_weight(entry: Mapping[str, Any]) -> tuple[dict[str, Any], Tenso
     main = entry.get(MAIN_WEIGHT)
     if not isinstance(main, Tensor) or main.dtype != torch.float32:
         return state, None
+    # An entry without a checksum is a main weight that was put there by hand: it counts.
     return state, main.detach() if entry.get(_CHECKSUM, _checksum(state)) == _checksum(state) else None
 
 
 def _checksum(state: Mapping[str, Any]) -> int:
-    """Of the step count and the beginning of each per-element state."""
+    """A checksum of the step count and the first elements of each per-element state."""
     checksum = 0
     for name in sorted(state):
         value = state[name]
+        # Bytes of fp64, so that fp32 and bf16 copies of a checkpoint with the same values agree.
         if isinstance(value, Tensor | int | float):
             some = torch.as_tensor(value).detach().cpu().reshape(-1)[:_CHECKED_ELEMENTS].to(torch.float64)
             checksum = zlib.crc32(name.encode() + bytes(some.view(torch.uint8).tolist()), checksum)

@@ -45,6 +45,7 @@ def in_order_of(
             "infinity.initialize as in that run, or load_optimizer_states=False"
         )
     fqn_of = {id(parameter): fqn for fqn, parameter in parameters.items()}
+    # Experts may be paged as one tensor or each by itself; states of one kind do not fit the other.
     saved_alone, alone = (any(f"{EXPERTS}." in fqn for fqn in fqns) for fqns in (names.values(), parameters))
     if saved_alone != alone:
         there, here = (
@@ -54,6 +55,7 @@ def in_order_of(
             f"the checkpoint's optimizer has states {there}, and this one {here}: pass load_optimizer_states=False, or set "
             "infinity.experts as in that run"
         )
+    # By name, because the saved order of parameters may be another one than this model's.
     group_of = {names[key]: index for index, group in enumerate(saved) for key in group["params"]}
     ids: dict[str, int] = {}
     groups = []
@@ -64,8 +66,10 @@ def in_order_of(
             _check(fqn, group_of.get(fqn, None if is_ours and is_strict else index), index)
             ids[fqn] = len(ids)
             members.append(ids[fqn])
+        # Of another framework only hyperparameters that both have: its others would not be understood.
         values = old if is_ours else {**own, **{name: value for name, value in old.items() if name in own}}
         groups.append({**values, "params": members})
+    # A saved parameter that this optimizer has in no group: with strict loading its state would be lost.
     for fqn, saved_index in group_of.items():
         if is_strict and fqn in parameters and fqn not in ids:
             _check(fqn, saved_index, None)

@@ -38,13 +38,13 @@ from infinity.torch_internals.operations import leaves, replaced
 #: Slices of a parameter start at multiples of this many elements.
 SLICE_ALIGNMENT = 64
 
-_NUM_STEPS = 3
+_NUM_STEPS = 3  # the first step creates states, the others use them
+# Of a first trial: small, of odd size. A matrix for rules that take no vector (Muon).
 _VECTOR, _MATRIX = (67,), (11, 7)
-"""Of what a first trial is made: of a matrix for rules that take no vector (Muon)."""
 
 
 _Shapes = tuple[tuple[tuple[int, ...], list[int]], ...]
-"""Of whole parameters, and where they are cut."""
+"""Shapes of whole parameters, and where they are cut."""
 
 # The first is split between threads (torch does so from 32768 elements on), and its parts end at no vector's end.
 _CUTS: _Shapes = (
@@ -62,6 +62,7 @@ _SMALL_CUTS: _Shapes = (
     ((2, 3, 2, 3, 2), [0, SLICE_ALIGNMENT, 2 * 3 * 2 * 3 * 2]),
     ((), [0, 1]),
 )
+# 4 MiB in fp32, in slices of 1 MiB and 3 MiB.
 _LARGE_CUTS: _Shapes = (((1 << 20,), [0, SLICE_ALIGNMENT << 12, 1 << 20]),)
 # Shorter than torch's vector loops, so that nearly all elements go through scalar code.
 _POSITION_CUTS: _Shapes = (
@@ -79,8 +80,8 @@ _Draw = Callable[[tuple[int, ...], int], Tensor]
 
 _LATE_COUNTS = (49, 99, 249, 719, 999, 4095, 5039, 9999, 65_535, 99_999, 999_999)
 """Step counts that a trial continues from: many periods end in the two steps after each."""
-_NUM_CONSECUTIVE = 12
-"""Steps before that."""
+_NUM_CONSECUTIVE = 12  # steps before those: a counter is then 11 to 13, which hardly any other value is
+# Of single large elements: thresholds of clipping are anywhere between.
 _MAGNITUDES = (1e-30, 1e-12, 1e-6, 1e-3, 1.0, 1e3, 1e6, 1e12)
 
 
@@ -129,7 +130,7 @@ def learn_schema(executor: OptimizerExecutor, group: Mapping[str, Any], device: 
         try:
             names, state = _first_steps(executor, group, device, shape)
             break
-        except OptimizerNotPageableError:
+        except OptimizerNotPageableError:  # a matrix would not change that
             raise
         except Exception as error:
             failures.append(error)
@@ -138,12 +139,14 @@ def learn_schema(executor: OptimizerExecutor, group: Mapping[str, Any], device: 
             f"a step on a small float32 tensor on {device} failed ({type(failures[0]).__name__}: {failures[0]})",
             cure="Make it run on such a tensor without a closure and with state that is started in step()",
         ) from failures[0]
+    # By shape: a state of the parameter's shape is cut as the parameter is, all else is kept once for each parameter.
     elementwise = [name for name, value in state.items() if isinstance(value, Tensor) and tuple(value.shape) == shape]
     scalars = [name for name in state if name not in elementwise]
     for name in elementwise:
         dtype = state[name].dtype
         if dtype != torch.float32:
             raise executor.unpageable(f"its state '{name}' is {dtype}, only float32 can be paged")
+        # A record has its states from the first update on, see `ParameterState.names`.
         if name not in names:
             raise executor.unpageable(f"its state '{name}' does not exist after the first step")
     for name in scalars:
@@ -193,6 +196,7 @@ def advanced(
     has_gradient: bool = True,
 ) -> dict[str, Any]:
     """The entries of a group as they are after a step: some classes count in it. They are those after a step on a few zeros."""
+    # Computed from zeros alone: an entry that follows from the gradients, or from how many there are, shows in `_step`.
     after: dict[str, Any] = copy_scalar(dict(group))
     weight = torch.zeros(schema.shape, dtype=torch.float32, device=device)
     executor.run(after, [weight], [torch.zeros_like(weight) if has_gradient else None], [{}])
@@ -226,7 +230,7 @@ def probe(
         generator = torch.Generator().manual_seed(1)
         usual = _normal(generator)
         compare(usual_shapes).run(Trial("", usual, usual, _NUM_STEPS))
-        if not usable.get("fused"):  # see [Note: slices and bits]: fused code agrees with itself on aligned slices only
+        if not usable.get("fused"):  # see [Note: slices and bits]: fused code has the same bits on aligned slices only
             compare(odd_places).run(Trial("", usual, usual, _NUM_STEPS))
         small = compare(small_shapes)
         has_moved = small.run(Trial("", usual, usual, _NUM_CONSECUTIVE), _LATE_COUNTS)
@@ -253,6 +257,7 @@ def probe_groups(
     """
     generator = torch.Generator().manual_seed(2)
     usable = [_usable(group) for group in groups]
+    # Rates that differ, so that a rule that mixes groups shows.
     for number, group in enumerate(usable):
         if isinstance(group.get("lr"), float):
             group["lr"] *= 1 + number / 16
@@ -336,6 +341,7 @@ class _Comparison:
         Raises:
             OptimizerNotPageableError: a step fails, or there is a difference.
         """
+        # Whatever step() keeps on the instance would be one value for all slices: compared at the end.
         attributes = copy_scalar(vars(self._executor.optimizer))
         self._present = dict(self._group)
         self._wholes = [trial.weight(shape, 0).to(self._device) for shape, _ in self._cases]
@@ -346,10 +352,11 @@ class _Comparison:
         for step in range(trial.num_steps):
             self._make_step(trial, step)
         self._require_equal(trial.what)
+        # Counts may also be entries of the group (schedule-free optimizers' "k").
         moved = {name: value for name, value in self._present.items() if not same_values(value, self._group.get(name))}
         counts = [*(_counts(state) for state in self._whole_states), _counts(moved)]
         for count in late_counts:
-            if not any(counts):
+            if not any(counts):  # without a counter, no rule can follow from the number of steps
                 break
             for states in (self._whole_states, self._apart_states):
                 for counting, names in zip((*states, self._present), counts, strict=True):
@@ -399,6 +406,7 @@ class _Comparison:
             raise
         except Exception as error:
             raise self._executor.unpageable(f"a trial step failed ({type(error).__name__}: {error})") from error
+        # Quantized states (torchao, bitsandbytes) are tensor subclasses.
         for name, value in (item for state in states for item in state.items()):
             if isinstance(value, Tensor) and type(value) is not Tensor:
                 raise self._executor.unpageable(
@@ -487,7 +495,7 @@ def _counts(state: Mapping[str, Any]) -> list[str]:
 def _usable(group: Mapping[str, Any]) -> dict[str, Any]:
     # With a learning rate of zero (a warm-up's first step) any two runs would agree, and with NaN as well.
     usable = dict(group)
-    lr = usable.get("lr")
+    lr = usable.get("lr")  # other hyperparameters stay: they decide which rule is tried
     if isinstance(lr, Tensor | float | int | numpy.generic) and (float(lr) == 0 or not math.isfinite(float(lr))):
         usable["lr"] = torch.full_like(lr, 1e-3) if isinstance(lr, Tensor) else 1e-3
     return usable
@@ -502,7 +510,7 @@ def _normal(generator: torch.Generator, scale: float = 1.0) -> _Draw:
 
 
 def _seldom_trials(generator: torch.Generator) -> Iterator[Trial]:
-    """Those besides ordinary numbers, each of a few steps."""
+    """Trials with unusual numbers, of a few steps each."""
     usual = _normal(generator)
     yield Trial("with gradients of zeros", usual, _zeros, 3)
     yield Trial("with weights of zeros", _zeros, usual, 2)

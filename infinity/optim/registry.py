@@ -105,6 +105,7 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
     """Raise OptimizerNotPageableError for an instance that has another optimizer, or a ``step`` that is not its class's."""
     name = type(optimizer).__name__
     for attribute, value in vars(optimizer).items():
+        # Lookahead, SAM and the like: the slices would be updated by the wrapper's class alone.
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
         inner = next((item for item in items if isinstance(item, Optimizer)), None)
         if inner is not None:
@@ -160,6 +161,7 @@ def resolve(section: Section, device: torch.device) -> functools.partial[Optimiz
         raise ConfigError.unsupported(f"{_PATH}.amsgrad", True, "LAMB is not defined with it", cure="Remove it")
     elif cls is Lion:
         params = {"lr": 1e-3, "betas": (0.9, 0.999), **params}
+    # Keyword arguments of the constructor: "params" is what `wrap_optimizer` passes.
     accepted = [name for name in inspect.signature(cls).parameters if name != "params"]
     unknown = [name for name in params if name not in accepted]
     if unknown:
@@ -168,6 +170,7 @@ def resolve(section: Section, device: torch.device) -> functools.partial[Optimiz
         raise ConfigError.value(f"{_PATH}.differentiable", True, "no graph is kept through an update", cure="Remove it")
     # JSON has no tuples.
     params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
+    # The fused kernel by default: one pass over weights and states in place of several.
     if "fused" in accepted and params.get("fused") is None and not params.get("foreach") and _runs_fused(cls, device):
         params["fused"] = True
     return functools.partial(cls, **params)
@@ -181,6 +184,7 @@ def _class_named(name: str) -> type[Optimizer]:
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
     }
+    # DeepSpeed's names take precedence; torch's are found in any case of letters.
     for key, value in in_torch.items():
         if key.lower() == name.lower():
             return value
@@ -201,6 +205,7 @@ def _class_named(name: str) -> type[Optimizer]:
 def _adam(name: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
     """DeepSpeed's Adam block: one class whose weight decay is decoupled or not."""
     torch_defaults = bool(params.pop("torch_adam", False))
+    # As in DeepSpeed: "Adam" is AdamW unless told otherwise, "AdamW" is AdamW in any case.
     is_decoupled = bool(params.pop("adam_w_mode", True)) or name == "adamw"
     if not params.pop("fp32_optimizer_states", True):
         raise ConfigError.unsupported(
@@ -209,7 +214,7 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str,
             "it says nothing about how states are rounded",
             cure='Remove it; "infinity": {"state_dtype": "bf16"} makes them smaller',
         )
-    params.pop("set_grad_none", None)
+    params.pop("set_grad_none", None)  # of DeepSpeed's own zero_grad: without effect here
     if not torch_defaults:
         params.setdefault("weight_decay", 0.0)
     if not params.pop("bias_correction", True):
@@ -246,7 +251,7 @@ def _runs_fused(cls: type[Optimizer], device: torch.device) -> bool:
 
 
 def nearest(name: str, known: list[str]) -> str | None:
-    """What may have been meant by a name that is not among those that are known."""
+    """The known name that is closest to an unknown one."""
     by_lower = {key.lower(): key for key in known}
     close = difflib.get_close_matches(name.lower(), list(by_lower), n=1)
     return by_lower[close[0]] if close else None

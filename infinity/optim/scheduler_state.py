@@ -1,7 +1,4 @@
-"""An lr scheduler of whatever class: how it is stepped after an update, and how its state is kept and given back.
-
-Knows signatures and state dicts; must not know engines.
-"""
+"""An lr scheduler of whatever class: how it is stepped after an update, and how its state is saved and restored."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _STATE, _CLASS = "lr_scheduler", "lr_scheduler_class"
 
 
 def state_of_scheduler(scheduler: Any) -> dict[str, Any]:
-    """What is kept of one (None: there is none): its state if it gives one, and its class."""
+    """A scheduler's class, and its state if it has a `state_dict`. Empty for None."""
     if scheduler is None:
         return {}
     kept = {_CLASS: type(scheduler).__qualname__}
@@ -39,7 +36,7 @@ NOT_KEPT = (
 
 @contextlib.contextmanager
 def scheduler_with(scheduler: Any, saved: Mapping[str, Any], *, otherwise: str) -> Iterator[None]:
-    """It has the state that was saved; as before where the ``with`` block fails.
+    """Load a saved state into the scheduler; restore the old one if the ``with`` block fails.
 
     Args:
         scheduler: None: there is none, and what was saved is left out.
@@ -66,12 +63,14 @@ def scheduler_with(scheduler: Any, saved: Mapping[str, Any], *, otherwise: str) 
         return
     name, was = type(scheduler).__qualname__, saved.get(_CLASS)
     cure = f"pass the one of that run to infinity.initialize, or {otherwise}"
+    # A subclass takes the state of its base: scripts wrap schedulers in classes of their own.
     if was is not None and was not in [each.__qualname__ for each in type(scheduler).__mro__]:
         raise ValueError(f"the saved lr scheduler is a {was}, and this one a {name}: {cure}")
     if not hasattr(scheduler, "load_state_dict"):
         raise ValueError(
             f"the saved lr scheduler cannot be given back to this {name}, which has no load_state_dict: {cure}"
         )
+    # The state before is taken now, and restored if loading or the caller's block fails.
     with contextlib.ExitStack() as undo:
         if hasattr(scheduler, "state_dict"):
             undo.callback(scheduler.load_state_dict, scheduler.state_dict())
@@ -80,7 +79,7 @@ def scheduler_with(scheduler: Any, saved: Mapping[str, Any], *, otherwise: str) 
         except Exception as error:  # whatever its class says
             raise ValueError(f"the saved lr scheduler does not fit to this {name} ({error!r}): {cure}") from error
         yield
-        undo.pop_all()
+        undo.pop_all()  # all went well: nothing is undone
 
 
 def needs_samples(scheduler: Any) -> bool:
@@ -91,7 +90,7 @@ def needs_samples(scheduler: Any) -> bool:
     if isinstance(scheduler, ReduceLROnPlateau):
         return False
     try:
-        inspect.signature(scheduler.step).bind()
+        inspect.signature(scheduler.step).bind()  # called with nothing, as torch's are
     except TypeError:
         return True
     return False

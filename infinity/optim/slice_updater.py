@@ -33,9 +33,8 @@ from infinity.optim.wrapped_optimizer import WrappedOptimizer
 class SliceUpdater:
     """Runs the wrapped optimizer's class on one slice of one parameter at a time, or on one parameter (`mixes_elements`).
 
-    It knows the optimizer's class and which state it keeps; it must not know where weights, gradients and state come
-    from. `update` may be called from any thread, and from several at a time if `is_for_threads`. Nothing global is
-    touched: no random generator, no thread count, no hook.
+    `update` may be called from any thread, and from several at a time if `is_for_threads`. Nothing global is touched:
+    no random generator, no thread count, no hook.
 
     Args:
         wrapped_optimizer: gives class, attributes and hyperparameters. A class that is not one of the known ones is probed
@@ -63,27 +62,29 @@ class SliceUpdater:
         self._attributes = attributes_of(wrapped_optimizer.optimizer)
         self._has_moved = False
         tried: list[dict[str, Any]] = []
-        # whatever the optimizer holds on to, a trial is not to change it
+        # A class may look at `p.grad` of parameters that it holds on to: trials must not use or change it.
         with _without_gradients(wrapped_optimizer.params()):
             for group in wrapped_optimizer.param_groups if not self._is_known else ():
-                # forms of states are a better reason than bits that differ
+                # First for all groups: what is wrong with a state is a better error than bits that differ.
                 executor = OptimizerExecutor(wrapped_optimizer.optimizer)
                 learn_schema(executor, executor.training(hyperparameters(group)), self._device)
             for group in wrapped_optimizer.param_groups:
                 values = hyperparameters(group)
                 if not any(_behave_equally(other, values) for other in tried):
-                    self._schemas.pop(_kind(values), None)  # a rule nobody knows may look at more than the kind
+                    self._schemas.pop(_kind(values), None)  # a rule that is not known may look at more than the kind
                     self.schema_under(values)
                     tried.append(values)
             if len(wrapped_optimizer.param_groups) > 1 and not self._is_known:
                 schemas = [self.schema_under(hyperparameters(group)) for group in wrapped_optimizer.param_groups]
                 executor = OptimizerExecutor(wrapped_optimizer.optimizer)
-                # Not copied: groups that share a tensor are tried with one that they share.
+                # Not copied: groups that share a tensor are tried with one that they share (a tensor lr, say).
                 own = [
                     {key: group[key] for key in group.keys() - MEMBERSHIP_KEYS}
                     for group in wrapped_optimizer.param_groups
                 ]
                 probe_groups(executor, [*map(executor.training, own)], schemas, self._device)
+        # Updates run in a clone of this instance. A wrapper whose inner optimizer holds the groups would update
+        # nothing.
         if tried and not self._is_known and not self._has_moved:
             raise self._executor.unpageable(
                 "its step() changes no weight in its own groups: it seems to pass the work on to another optimizer",
@@ -102,7 +103,7 @@ class SliceUpdater:
         """
         found = self._schemas.get(_kind(values))
         if found is None:
-            # of its own: updates may be running in another thread
+            # An executor of its own: updates may be running in another thread.
             executor = OptimizerExecutor(self._wrapped_optimizer.optimizer)
             tried = values if self._is_known else executor.training(values)
             found = learn_schema(executor, tried, self._device)
@@ -120,8 +121,9 @@ class SliceUpdater:
             try:
                 return probe(executor, values, schema, self._device, is_whole=False)
             except OptimizerNotPageableError:
-                if self._is_laid_out:
+                if self._is_laid_out:  # chunks were cut for slices: too late to update whole parameters
                     raise
+        # It fails on slices: perhaps it updates each parameter as a whole, as LAMB does.
         has_moved = probe(executor, values, schema, self._device, is_whole=True)
         self.mixes_elements = True
         return has_moved
@@ -135,7 +137,8 @@ class SliceUpdater:
         return self._is_known and not self.mixes_elements
 
     def _current_executor(self) -> OptimizerExecutor:
-        """That of the calling thread, where several are allowed: a step is made in the worker's own groups and states."""
+        """The calling thread's executor: a step runs in its groups and states. One for all, if slices may not run in
+        parallel."""
         if not self._is_known:
             return self._executor
         executor: OptimizerExecutor | None = getattr(self._of_thread, "executor", None)
@@ -164,7 +167,7 @@ class SliceUpdater:
         """
         if self._is_known:
             return {}
-        # of its own: updates may be running in another thread
+        # An executor of its own: updates may be running in another thread.
         executor = OptimizerExecutor(self._wrapped_optimizer.optimizer)
         after = advanced(executor, values, self.schema_under(values), self._device, has_gradient=has_gradient)
         return {
@@ -208,9 +211,8 @@ class SliceUpdater:
         before: dict[str, Any] = {name: copy_scalar(value) for name, value in scalars.items()}
         if state is not None:
             before.update(state)
-        own = (
-            dict(group) if self._is_known else copy_scalar(dict(group))
-        )  # each slice counts in it from the same number on
+        # A class that is not known may count in its group: each slice must begin with the same count.
+        own = dict(group) if self._is_known else copy_scalar(dict(group))
         (after,) = self._current_executor().run(own, [weight], [grad], [before])
         tensors: dict[str, Tensor] = {}
         advanced: dict[str, Any] = {}
@@ -225,7 +227,7 @@ class SliceUpdater:
                 view = state.get(name)
                 if view is None:
                     raise self._grown(name)
-                if value is not view:
+                if value is not view:  # the optimizer replaced the tensor: the record has to get its values
                     view.copy_(value)
                 tensors[name] = view
         return tensors, advanced
@@ -261,6 +263,7 @@ def _behave_equally(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
 
 def _kind(value: Any) -> tuple[Any, ...]:
     """What a trial step can depend on: switches, names, and whether a number is zero."""
+    # Numbers above zero behave alike (a momentum of 0.9 or 0.95), zero often switches a rule or a state off.
     if isinstance(value, Mapping):
         return tuple((key, _kind(item)) for key, item in sorted(value.items()) if key not in _RATES)
     if isinstance(value, list | tuple):
@@ -279,6 +282,7 @@ def _kind(value: Any) -> tuple[Any, ...]:
 # What a class may look at besides its groups and states: attributes, its own and the parameters'. Updates run on slices of
 # parameters, in a copy of the optimizer that was made in `initialize`. Neither sees what becomes of such attributes later.
 
+# Not looked at, or compared elsewhere: groups, states, and what torch's schedulers leave on the instance.
 _OTHERWISE_KNOWN = frozenset({"state", "param_groups", "defaults", "step", "zero_grad", "_opt_called", "_step_count"})
 
 
@@ -314,6 +318,7 @@ def refuse_attributes_of_parameters(optimizer: Optimizer, params: Iterable[Tenso
     params = list(params)
     identities = {id(param) for param in params}
     for name, value in vars(optimizer).items():
+        # A dict from parameters, or from their ids, to values: slices are other tensors, for which it has none.
         keys = value if name not in _OTHERWISE_KNOWN and isinstance(value, Mapping | Set) else ()
         if any(id(key) in identities or (isinstance(key, int) and key in identities) for key in keys):
             raise OptimizerNotPageableError(
@@ -342,6 +347,7 @@ def _names_in(cls: type[Optimizer]) -> frozenset[str]:
         if code in seen:
             return
         seen.add(code)
+        # Strings as well: `getattr(p, "layer_scale")` names an attribute in a constant.
         names.update(code.co_names, (constant for constant in code.co_consts if isinstance(constant, str)))
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):

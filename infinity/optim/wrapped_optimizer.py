@@ -29,7 +29,7 @@ OptimizerSource: TypeAlias = "Section | Optimizer | type[Optimizer] | Callable[[
 class WrappedOptimizer:
     """Hyperparameters by group, and which parameter is in which group, as they are at the moment.
 
-    It knows an optimizer instance that never steps and holds no state; it must not know where state is kept.
+    The optimizer instance never steps and holds no state.
 
     Args:
         optimizer: its list `param_groups` and the dicts in it are shared with the user and learning rate schedulers, and
@@ -52,10 +52,11 @@ class WrappedOptimizer:
         self._taken: dict[Parameter, dict[str, torch.dtype]] = {}
         self._taken_mains: dict[Parameter, Tensor] = {}
         self._untouched: dict[Any, Any] = {}
+        # What constructors of known classes fill states with: zeros, or Adagrad's initial_accumulator_value.
         initial = {0.0, *(group.get("initial_accumulator_value", 0.0) for group in optimizer.param_groups)}
         self._initial = initial if is_known(type(optimizer)) else None
         if all(self._is_untouched(state) for state in optimizer.state.values()):
-            # What a constructor filled in: each slice's first step does it again, exactly.
+            # The constructor made them: each slice's first step makes the same again, so nothing has to be stored.
             self._untouched = dict(optimizer.state)
             optimizer.state.clear()
         self.started = {
@@ -93,9 +94,10 @@ class WrappedOptimizer:
         return parameter in self._reserved
 
     def with_states(self) -> list[Parameter]:
-        """What gets room for main weights and states: what is in a group, or may come into one, and what has it already."""
+        """Parameters that get room for main weights and states: in a group, reserved, or trainable."""
         if not self.param_groups:
             return []
+        # Once each, in this order: groups, parameters that had left them, and trainable ones that may still join.
         trainable = (parameter for parameter in self._fqns if parameter.requires_grad)
         return list(dict.fromkeys([*self.params(), *self._reserved, *trainable]))
 
@@ -170,9 +172,11 @@ class WrappedOptimizer:
         for param in list(self.params()):
             state, main = without_main_weight(self.optimizer.state.pop(param, None) or {})
             if main is not None:
-                self._taken_mains[param] = main
+                self._taken_mains[param] = main  # kept for `restore_states`: the caller's may have been freed
             if main is not None or not self._is_untouched(state):
                 large = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+                # Small entries go through the class's own load_state_dict, with one element in place of each large
+                # tensor.
                 small = {name: one_element() if name in large else value for name, value in state.items()}
                 # Step counts may have to move to where updates run.
                 loaded = executor.load(groups.of(param) or {}, small, one_element(self.device))
@@ -181,13 +185,14 @@ class WrappedOptimizer:
                 yield param, {name: _as_main(large.get(name, value)) for name, value in loaded.items()} | with_main
             elif state:
                 self._untouched[param] = state
-        self.optimizer.state.clear()
+        self.optimizer.state.clear()  # keys that are no parameters of the groups: torch's step would ignore them
 
     def _is_untouched(self, state: Mapping[str, Any]) -> bool:
         """Whether a constructor started it: no step has been made with it, and nobody has written numbers of its own into it."""
         step = state.get("step")
         if state and not (isinstance(step, Tensor | int | float) and float(step) == 0):
             return False
+        # Of a class that is not known, nothing but a step count of zero can be asked.
         return self._initial is None or all(
             any(
                 bool((value == torch.tensor(each, dtype=value.dtype, device=value.device)).all())
@@ -252,6 +257,8 @@ def wrap_optimizer(
     fqns = _names_of(named_params)
     device = torch.device(device)
     if isinstance(source, Optimizer):
+        # The script's own instance is turned into the engine's later (`PassedOptimizer`): another instance keeps
+        # its attributes.
         optimizer = _same(source)
     else:
         if model_parameters is None:
@@ -265,6 +272,7 @@ def wrap_optimizer(
         optimizer = _construct(source, groups, fqns, device, is_grouped=is_grouped)
     refuse_not_pageable(type(optimizer))
     refuse_wrapper(optimizer)
+    # States under other keys belong to no parameter, and a slice could not use them.
     keys: list[Any] = list(optimizer.state)
     refuse_common(optimizer, [key for key in keys if not isinstance(key, Tensor)])
     _check_groups([group["params"] for group in optimizer.param_groups], fqns)
@@ -288,7 +296,7 @@ def _same(optimizer: Optimizer) -> Optimizer:
 
 class _Absent(Optimizer):
     def __init__(self) -> None:
-        # Not Optimizer.__init__, which refuses to have no parameters.
+        # Not Optimizer.__init__, which raises for an empty list of parameters.
         super().__setstate__({"defaults": {}, "state": defaultdict(dict), "param_groups": []})
 
     def step(self, closure: Any = None) -> NoReturn:
@@ -296,7 +304,7 @@ class _Absent(Optimizer):
 
 
 def no_optimizer(named_params: Iterable[tuple[str, Parameter]], device: torch.device) -> WrappedOptimizer:
-    """That of an engine that updates nothing, for a model that is evaluated only: no groups, no states.
+    """The optimizer of an engine that only evaluates its model: no groups, no states.
 
     Args:
         named_params: all parameters of the model.
@@ -326,6 +334,7 @@ def _divided_for_muon(groups: Iterable[dict[str, Any]], fqns: Mapping[Parameter,
         if "use_muon" in group:
             divided.append(group)
             continue
+        # A matrix for Muon, a vector or embedding for Adam: one group of each kind that occurs.
         of_kind: dict[bool, list[Any]] = {True: [], False: []}
         for item in group["params"]:
             of_kind[is_for_muon(fqns[_member(item)], _member(item))].append(item)
@@ -352,6 +361,7 @@ def _construct(
         refuse_not_pageable(cls)
     if cls is Muon:
         groups = _divided_for_muon(groups, fqns)
+    # Classes that are not known get the true parameters, because they may look at shapes or values.
     if recipe is None or not is_known(cls):
         given: Any = groups if is_grouped else groups[0]["params"]
         optimizer = source(given) if recipe is None else _made(recipe, given)
@@ -365,6 +375,8 @@ def _construct(
 
     def stand_in(item: Any) -> Any:
         param = _member(item)
+        # As many dimensions as the parameter: Muon refuses vectors. One element, because Adagrad allocates its states
+        # here.
         small = Parameter(one_element(device, num_dims=param.dim()), requires_grad=param.requires_grad)
         originals[small] = param
         return (item[0], small) if isinstance(item, tuple) else small
@@ -421,6 +433,7 @@ def _check_groups(members: Sequence[Sequence[Any]], fqns: Mapping[Parameter, str
                 )
             places.setdefault(param, []).append(index)
     trainable = {param: fqn for param, fqn in fqns.items() if param.requires_grad}
+    # Only a warning, as torch trains such models, too: it is often intended (an adapter's base).
     missing = [fqn for param, fqn in trainable.items() if param not in places]
     if missing:
         logger.warning(

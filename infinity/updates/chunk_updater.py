@@ -1,11 +1,11 @@
 """The update of one chunk in working memory: all of its slices by one call where a kernel takes them, else slice by slice.
 
-Knows a chunk's tensors and the optimizer's rule; must not know where chunks come from or go to. Main weights that are split are
-joined, updated by torch and split again, block by block, where no kernel takes them as they are.
+Where no kernel takes split main weights as they are, they are joined, updated by torch and split again, block by block.
 
-[Note: one call a chunk] A chunk has as many slices as parameters lie in it, often hundreds. Handing each to torch costs 20 us
-and 40 Python calls. So what `FusedAdam` takes goes there as a table, one row for each slice, whose loop is compiled and holds no
-interpreter lock. A row's last elements, fewer than a vector of torch's kernel, go to torch: it treats them by other code.
+[Note: one call a chunk] A chunk has as many slices as parameters with elements in it, often hundreds. Handing each to
+torch costs 20 us and 40 Python calls. So slices that `FusedAdam` takes go there as a table, one row each, in a compiled
+loop that does not hold the GIL. Torch treats a row's last elements, fewer than a vector of its kernel, by other code:
+they go to torch.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from infinity.optim.slice_updater import SliceUpdater
 from infinity.units.layout import Chunk, ParameterSlice
 from infinity.updates.job import ParameterState, UpdateJob
 
+# 1 MiB of fp32 each for a joined weight and its gradient: few enough to stay in the processor's cache.
 _BLOCK_NUMEL = 1 << 18
-"""Elements joined at a time on the CPU: few enough to stay in the processor's cache."""
 
 
 class _Table(NamedTuple):
-    """Where whole vectors of a chunk's slices lie."""
+    """The whole vectors of a chunk's slices, one row for each slice."""
 
+    # Example, vectors of 16: a slice of 1000 elements at offset 512 of the chunk gives the row (512, 992, slot), and a
+    # slice of the last 8 elements at offset 1504 in `rest`.
     slices: Sequence[ParameterSlice]
     places: Sequence[tuple[int, int, int]]
     """First element in the chunk, number of elements, and slot index of each row."""
     where: npt.NDArray[np.int64]
-    """The same."""
+    """The same as an array, which the kernel's table is computed from."""
     rest: Sequence[ParameterSlice]
-    """What is left of the slices."""
+    """The last elements of the slices, fewer than a vector each."""
 
 
 class _Numbers(NamedTuple):
@@ -56,11 +58,11 @@ class _Numbers(NamedTuple):
     """Slot indices of parameters that have no states yet."""
 
 
+# For jobs with a group that the kernel does not take: all of their slices go to torch.
 _TAKES_NOT_ALL = _Numbers(np.zeros((0, 10), dtype=np.float32), np.zeros(0, dtype=np.int64), {}, frozenset())
-"""Of a job of which the kernel does not take all groups."""
 
 
-class _Scratch(threading.local):
+class _Scratch(threading.local):  # per update worker: each updates another chunk
     memory: torch.Tensor | None = None
 
 
@@ -94,7 +96,8 @@ class ChunkUpdater:
         self._tables: dict[tuple[int, int], _Table] = {}
         """By unit index and chunk index."""
         self._taken: Mapping[str, Any] | None = None
-        """A group of which is known that the kernel takes it. Any thread may replace it."""
+        """The group that was last found to be one for the kernel. Any thread may replace it: a lost value costs one
+        check."""
 
     def update(self, job: UpdateJob, chunk: Chunk, workspace: ChunkBuffer) -> None:
         """Update what of the chunk has a gradient; ``job.advanced`` gets the parameters' states and scalars after it."""
@@ -104,10 +107,12 @@ class ChunkUpdater:
         if not slices:
             return
         dtype = job.gradients.dtype
+        # Where gradients are put that are not in memory: fp32 into the fp32 scratch, bf16 beside it, to be widened
+        # later.
         scratch = workspace.gradient if dtype == torch.float32 else workspace.landing(dtype)
         gradient = job.gradients.of_chunk(chunk, slices, scratch)
         if self.fused is not None and self._goes_at_once:
-            if job.numbers is None:  # any worker: all of them find the same
+            if job.numbers is None:  # two workers may come here at a time, and find the same
                 job.numbers = self._numbers_of(job, self.fused)
             if job.numbers is not _TAKES_NOT_ALL:
                 slices = self._update_at_once(self.fused, job, chunk, slices, workspace, gradient)
@@ -115,6 +120,8 @@ class ChunkUpdater:
             self._update_slice(job, param_slice, workspace, gradient)
 
     def _numbers_of(self, job: UpdateJob, fused: FusedAdam) -> _Numbers:
+        # The kernel multiplies by a number of the host: the stream has fetched a coefficient of the GPU
+        # (`fetch_coefficient`).
         """What the kernel needs to know of each parameter of a job."""
         scale = 1.0 if job.clip_coefficient is None else float(job.clip_coefficient)
         values: list[tuple[Any, ...]] = []
@@ -123,6 +130,7 @@ class ChunkUpdater:
         after, fresh = {}, set[int]()
         for index in job.slots:  # hundreds
             state, group = self.states[job.unit.index, index], job.groups[index]
+            # Parameters of one group follow each other: the check of a whole group runs once.
             if group is not self._taken:
                 if not fused.runs(group):
                     return _TAKES_NOT_ALL
@@ -148,6 +156,7 @@ class ChunkUpdater:
             if body < param_slice.numel
         ]
         table = _Table(slices, places, np.array(places, dtype=np.int64).reshape(-1, 3), rest)
+        # A job that does not update all parameters makes its list of slices anew, so a kept table would never match it.
         if job.updates_all:
             self._tables[job.unit.index, chunk.index] = table
         return table
@@ -168,9 +177,12 @@ class ChunkUpdater:
         numbers: _Numbers = job.numbers
         for start, numel, index in table.places:  # hundreds in a chunk: no call of Python in here
             if index in numbers.fresh:
+                # The staging buffer has another unit's bytes: the optimizer's first step expects zeros.
                 for name in STATES:
                     workspace.states[name][start : start + numel].zero_()
+            # The same for all slices of a parameter, so it does not matter which chunk writes it last.
             job.advanced[index] = numbers.after[index]
+        # With split main weights the kernel reads model weight and remainder, and writes both.
         main = workspace.weight if workspace.main is None else workspace.main
         which = numbers.rows[table.where[:, 2]]
         fused.update_slices(main, workspace.remainder, gradient, workspace.states, table.where, which, numbers.values)
@@ -184,11 +196,15 @@ class ChunkUpdater:
         gradient = gradients[span]
         group = job.groups[param_slice.slot.index]
         stored = workspace.stored_states(workspace.states if state.names is None else state.names, span)
+        # LAMB, Muon and the like look at the parameter's shape: for them it is one slice, and gets its shape and
+        # strides.
         formed = param_slice.slot.spec.formed if self.mixes_elements else lambda values: values
         present: tuple[str, ...] = ()
         scalars: dict[str, Any] = {}
 
         def noise(name: str, start: int) -> Noise:
+            # From name, update and element alone, so that neither chunks nor workers change a bit. See [Note: rounding]
+            # in `infinity.numerics.state_codec`.
             return Noise.of(param_slice.slot.spec.fqn, name, state.num_updates + 1, param_slice.start + start)
 
         for part, views in self._window.parts(stored, param_slice.numel, noise):
@@ -209,6 +225,7 @@ class ChunkUpdater:
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
         names: tuple[str, ...] = ()
         scalars: dict[str, Any] = {}
+        # [0, body) goes to the kernel, [body, numel) to torch.
         numel, body = gradient.numel(), 0
         if self.fused is not None and self.fused.runs(group):
             body = numel - numel % self.fused.vector_numel
@@ -225,6 +242,7 @@ class ChunkUpdater:
                 {name: views[name][:body] for name in STATES},
                 state.scalars,
             )
+        # A GPU's memory is no cache, and rules that mix elements need the whole parameter at once.
         in_blocks = self.splits_main_weights and gradient.device.type == "cpu" and not self.mixes_elements
         block_numel = _BLOCK_NUMEL if in_blocks else max(numel, 1)
         for start in range(body, numel, block_numel):
@@ -232,12 +250,14 @@ class ChunkUpdater:
             at = slice(span.start + part.start, span.start + part.stop)
             main, slope = self._opened(job, workspace, at, gradient[part])
             of_part = {name: formed(values[part]) for name, values in views.items()}
+            # None has the optimizer create its state, as torch's optimizers do in their first step; it is copied into
+            # the record.
             given = None if state.is_fresh else of_part
             tensors, scalars = self.updater.update(group, formed(main), formed(slope), given, state.scalars)
             names = tuple(tensors)
             for name in names if state.is_fresh else ():
                 of_part[name].copy_(tensors[name])
-            del tensors  # before the next block's are made
+            del tensors  # before the next block creates its own: one block's states at a time
             if workspace.main is None:
                 workspace.write_main(at, main)
         return names, scalars
@@ -254,6 +274,7 @@ class ChunkUpdater:
             main, slope = self._scratch(gradient.numel(), gradient.device)
             workspace.read_main(span, main)
             slope.copy_(gradient)
+        # Gradients that are kept after the step must not be clipped in place.
         if job.clip_coefficient is not None:
             is_referenced = slope is gradient and job.gradients.is_kept
             slope = slope * job.clip_coefficient if is_referenced else slope.mul_(job.clip_coefficient)

@@ -43,7 +43,9 @@ class ParameterState:
         return self.names is None
 
     def load(self, scalars: dict[str, Any], names: tuple[str, ...] | None, num_updates: int) -> None:
-        """It is another state from now on; without ``names`` the optimizer makes it in the next update."""
+        """Replace the state. Without ``names`` the optimizer creates it in the next update."""
+        # Neither names nor scalars: as if it had never been updated, so the optimizer creates its state in the next
+        # update.
         self.scalars, self.names, self.num_updates = scalars, names if names or scalars else None, num_updates
 
     def check(self, slot: Slot, stored: Sequence[str], values: Mapping[str, Any]) -> None:
@@ -74,11 +76,12 @@ class ParameterState:
 
 
 def advance(states: Mapping[tuple[int, int], ParameterState], job: UpdateJob) -> None:
-    """An update is over: its parameters have what it gave them; the names of states matter while a parameter `is_fresh`."""
+    """Store what a finished update has given its parameters; names of states count while a parameter `is_fresh`."""
     for index, (names, scalars) in job.advanced.items():
         state = states[job.unit.index, index]
         state.scalars = scalars
         state.num_updates += 1
+        # An SGD without momentum keeps neither names nor scalars: its parameters stay fresh for good.
         if state.names is None and (names or scalars):
             state.names = names
 
@@ -116,6 +119,7 @@ class UpdateJob:
         self.groups = groups
         self.clip_coefficient = clip_coefficient
         self.after = after
+        # Parameters in no group, and those without a gradient, are not updated.
         self.slots = groups.keys() & {slot.index for slot in gradients.slots()}
         segment = unit.layout.trainable
         self.updates_all = segment is not None and len(self.slots) == len(segment.slots)
@@ -126,9 +130,9 @@ class UpdateJob:
                 chunk for chunk in chunks if any(param_slice.slot.index in self.slots for param_slice in chunk.slices)
             ]
         self.numbers: Any = None
-        """What `ChunkUpdater` decides once for all of its chunks; None until a worker has asked."""
+        """`ChunkUpdater`'s numbers for all chunks of the job; None until a worker has computed them."""
         self._weights: torch.Tensor | None = None
-        """See `weights_of`; as long as there are workers that ask."""
+        """The view of `flat` that `weights_of` cuts; until `finish`."""
         self.advanced: dict[int, tuple[tuple[str, ...], dict[str, Any]]] = {}
         """Slot index -> the parameter's states and scalars after the update, from the end of its last slice on."""
         self.flat = unit.flat
@@ -136,20 +140,23 @@ class UpdateJob:
         """Weights still on their way into ``flat``; they must be there before the job writes over them."""
         self.flat_is_current = unit.flat is not None
         """Whether ``flat`` holds the present weights (else the job fills it)."""
+        # Only then would the update fill every byte of an empty buffer: frozen segments, chunks without slices and
+        # other ranks' shards are written by nobody.
         is_whole = len(self.chunks) == len(chunks) and not is_shard
         self._covers_all = is_whole and segment is not None and len(unit.layout.segments) == 1
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._arriving = threading.Lock()
-        """Of workers alone."""
+        """Held by the worker that waits for `flat_arrival`. Taken alone."""
         self.has_begun = False
         """Whether the stream has taken it."""
         self.is_finished = False
         self._finished = Latch()
         self._error: BaseException | None = None
+        # A worker computes as the training thread would: denormals and numbers of threads are settings of each thread.
         self.flushes_denormals = flushes_denormals()
-        """Whether the thread that asks for the update computes like that."""
+        """Whether the thread that asks for the update flushes denormal numbers to zero."""
         self.num_threads = torch.get_num_threads()
-        """On how many that one computes."""
+        """On how many OpenMP threads it computes."""
         self.is_held = is_held and self.accepts_buffer
         """Whether it waits; see `UpdateStream.release_all`."""
         self._on_release: Callable[[], None] = lambda: None
@@ -160,12 +167,14 @@ class UpdateJob:
         self._on_release = on_release
 
     def begin(self) -> None:
-        """The stream takes the job; no buffer can be attached any more."""
+        """Begin the job: no buffer can be attached any more."""
+        # Locked, or `attach` on the training thread could give a buffer to a job whose first chunk is already under
+        # way.
         with self._lock:
             self.has_begun = True
 
     def await_flat(self, device: ComputeDevice) -> None:
-        """Return when the weights are there that the job is to write over. The thread's stream has waited for `after`."""
+        """Wait for the arrival of weights that the job will overwrite. The thread's stream has waited for `after`."""
         if self.flat_arrival is None:
             return
         with self._arriving:  # of several workers one waits, and the others for that one
@@ -176,7 +185,7 @@ class UpdateJob:
                 self.flat_arrival = None
 
     def fetch_coefficient(self, device: ComputeDevice) -> None:
-        """Have the clipping coefficient in host memory. The thread's stream has waited for `after`."""
+        """Copy the clipping coefficient to host memory. The thread's stream has waited for `after`."""
         coefficient = self.clip_coefficient
         if coefficient is not None and coefficient.device.type != "cpu":
             here = torch.empty(1, dtype=coefficient.dtype, device="cpu")
@@ -201,15 +210,18 @@ class UpdateJob:
         """The chunk's model weights in the flat buffer, if there is one: 1-D, compute dtype. For workers, after `begin`."""
         if self.flat is None:
             return None
+        # Two workers may come here at a time, and create the same view.
         if self._weights is None:
             self._weights = self.unit.trainable_view(self.flat.tensor())
         return self._weights[chunk.start : chunk.stop]
 
     def finish(self, error: BaseException | None) -> None:
-        """It has ended, and so has what it launched on the device; or it has failed."""
+        """End the job: all that it launched on the device has run, or it has failed with ``error``."""
         self._error = error
+        # The flat buffer's memory is not freed while a view of it exists.
         self.flat = self._weights = None
         self.flat_arrival = None
+        # Last: whoever waits may look at everything above.
         self.is_finished = True
         self._finished.set()
 
@@ -217,12 +229,13 @@ class UpdateJob:
         return self.is_finished
 
     def promote(self) -> None:
-        """Somebody waits for the unit: the job goes next."""
+        """Run the job next: the unit is waited for."""
+        # Before the release: the worker that it wakes takes the lowest rank.
         self.rank = PROMOTED
         self.release()
 
     def release(self) -> None:
-        """The job is not held back any longer."""
+        """Hold the job back no longer."""
         self.is_held = False
         self._on_release()
 

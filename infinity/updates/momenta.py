@@ -1,15 +1,14 @@
-"""1-bit Adam's momenta: each rank adds its own gradients to what all have, and the ranks' mean is compressed.
+"""1-bit Adam's momenta: each rank adds its own gradients to the common momentum, and the ranks' mean is compressed.
 
-Knows records, gradients and ranks; must not know when a step comes or what an update does with a momentum.
+[Note: momenta instead of means] After the warm-up (`infinity.optim.classes`) no mean of gradients is computed: until
+the step, each rank keeps its own. In the step each rank reads the old momentum of a parameter, which is the same on
+all, and adds its gradient. The compressed mean of that takes the gradient's place (`compressed_mean`), and the update
+uses it as the new momentum. That needs the whole momentum on each rank: ZeRO's stage 0. A step in which a parameter
+still in its warm-up gets a gradient exchanges whole means, as before.
 
-[Note: momenta instead of means] After the warm-up (`infinity.optim.classes`) no mean of gradients is computed:
-until the step, each rank keeps its own. In the step each rank reads the old momentum of a parameter, which is the same on all,
-and adds its gradient. The compressed mean of that takes the gradient's place (`compressed_mean`), and the update takes it as it
-is. That needs the whole momentum on each rank: ZeRO's stage 0. A step in which a parameter gets a gradient that is still in its
-warm-up exchanges whole means, as before.
-
-Clipping is each rank's own, by the norm of its own gradients, as in DeepSpeed. What signs have left out is in no checkpoint:
-where a parameter's step count is another one than the last exchange left, it begins with zeros, as in DeepSpeed.
+Clipping is each rank's own, by the norm of its own gradients, as in DeepSpeed. The error feedback (what signs left out)
+is in no checkpoint: it begins with zeros when a parameter's step count differs from the one after the last exchange, as
+in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from infinity.updates.job import ParameterState
 
 logger = logging.getLogger(__name__)
 _MOMENTUM = "exp_avg"
-_KIND = "momenta"
+_KIND = "momenta"  # of the exchanged bytes, in reports
 
 
 @dataclass(eq=False, repr=False)
@@ -91,6 +90,7 @@ class CompressedMomenta:
         Raises:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
+        # `all_gather_ints` exchanges integers: the bits of fp32. torch's `max` returns NaN if any value is NaN.
         bits = int(norm.detach().cpu().float().view(torch.int32))
         of_ranks = [found[0] for found in self.ranks.all_gather_ints(f"norms of gradients in step {step}", [bits])]
         return torch.tensor(of_ranks, dtype=torch.int32, device="cpu").view(torch.float32).max()
@@ -115,6 +115,7 @@ class CompressedMomenta:
         """
         what = f"exchanging momenta in step {step}"
         if not self._errors:
+            # A worker error of 4 bytes per element, and the same of this rank's part of the server: 1 + 1 / ranks.
             num_bytes = sum(4 * slot.numel for each in new for slot in each.slots)
             logger.info(
                 "OneBitAdam: momenta are exchanged as signs from now on; what those leave out takes about %d MB on each rank",
@@ -124,6 +125,7 @@ class CompressedMomenta:
         for each in new:
             beta1 = {slot: group["betas"][0] for slot, group in _grouped(each, groups)}
             gradients.replace(each, functools.partial(self._exchange_unit, what, each.unit, beta1, factor))
+        # Errors may be tensors on a drive: they are written before the step ends.
         write_out()
 
     def _exchange_unit(
@@ -140,6 +142,8 @@ class CompressedMomenta:
             slices = [param_slice for param_slice in chunk.slices if param_slice.slot in beta1]
             if not slices:
                 continue
+            # A blocking lease waits for a staging buffer. It only reads: `discard` gives the buffer back without a
+            # write.
             lease = self.records.open(unit, chunk, is_blocking=True, needs_scratch=False)
             if lease is None:
                 raise RuntimeError("a blocking lease gave nothing")
@@ -148,11 +152,13 @@ class CompressedMomenta:
                 for param_slice in slices:
                     start = param_slice.slot.start + param_slice.start
                     gradient = buffer.values[start : start + param_slice.numel]
+                    # Unscaled and clipped before it is added: the momentum holds gradients in that form.
                     if multiplier is not None:
                         gradient.mul_(multiplier.cpu())
                     momentum = torch.empty_like(gradient)
                     span = slice(param_slice.offset, param_slice.offset + param_slice.numel)
                     lease.workspace.read_state(_MOMENTUM, span, momentum)
+                    # momentum = beta1 * momentum + (1 - beta1) * gradient, in the memory of the gradient.
                     torch.lerp(momentum, gradient, 1 - beta1[param_slice.slot], out=gradient)
             finally:
                 lease.discard()
@@ -167,6 +173,7 @@ class CompressedMomenta:
         elif known != count:
             errors.worker.zero_()
             errors.server.zero_()
+        # The update that follows counts one step: so much is expected at the next exchange.
         self._errors[key] = errors, count + 1
         return errors
 

@@ -1,7 +1,5 @@
 """What the optimizer's groups, ``requires_grad`` and the model's modules say when a step begins.
 
-Knows parameters, groups and what was laid out for them; must not know gradients or when a step begins.
-
 Storage for states is laid out once, for the parameters that are trainable when `initialize` takes the model over. All else
 may change from step to step, as in plain torch: which parameters are in which group, with which hyperparameters, which are
 frozen, and what modules the model has.
@@ -68,8 +66,10 @@ class StepGroups:
         self._fits: tuple[Members, list[tuple[str, ...]]] | None = None
         """Who was in which group, and the state names of each group, when all parameters were last found to fit."""
         self._known_names: list[tuple[dict[str, Any], tuple[str, ...]]] = []
-        """Of each group: its hyperparameters as last seen, and the names of states under them."""
+        """For each group its hyperparameters as last seen, and the names of the states that they lead to."""
         self._strangers: set[int] = set()
+        """Ids of parameters that a warning has named. One of a parameter that is gone may come again: then it is not
+        named."""
 
     def read(self) -> Groups:
         """The groups as they are now.
@@ -89,12 +89,16 @@ class StepGroups:
     def begin(self) -> Groups:
         """`read`, for a step. What the optimizer itself has against a step now, it raises here, before anything is updated."""
         groups = self.read()
+        # A trial step of a class that is not known, whose result is discarded. What the optimizer refuses, it raises
+        # here.
         for values in groups.values:
             self.updater.advanced(values, has_gradient=True)
         return groups
 
     def described(self, groups: Groups) -> dict[str, str]:
         """Numbers, words and members of the groups, by name, and the optimizer: what has to be the same on all ranks."""
+        # A checksum in place of names: ranks exchange it in every step. Positions, because ids differ between
+        # processes.
         indices = [*map(groups.members.index_of.get, map(id, self._trainable))]
         found = {
             "the optimizer": type(self.wrapped_optimizer.optimizer).__qualname__,
@@ -107,7 +111,7 @@ class StepGroups:
                     continue
                 if isinstance(value, torch.Tensor):
                     found[f"'{name}' of group {index}"] = str(value.tolist())
-                elif isinstance(value, bool | int | float | str | tuple | list | None):
+                elif isinstance(value, bool | int | float | str | tuple | list | None):  # others may print an address
                     found[f"'{name}' of group {index}"] = str(value)
         return found
 
@@ -117,6 +121,7 @@ class StepGroups:
         Returns whether other parameters are frozen than the last time.
         """
         self._check_new(self.read())
+        # `as_plain`: reading an attribute of a paged parameter would otherwise go through its __torch_function__.
         with as_plain():
             flags = [parameter.requires_grad for parameter in self._trainable]
         changed = self._flags is not None and flags != self._flags
@@ -140,6 +145,8 @@ class StepGroups:
 
     def _check_states(self, groups: Groups) -> None:
         names_by_group = self._names_by_group(groups)
+        # Who is in which group, with which state names: unchanged in nearly all steps, so parameters are not looked
+        # through.
         if self._fits == (groups.members, names_by_group):
             return
         for parameter in self._trainable:
@@ -215,7 +222,8 @@ class StepGroups:
         return [parameter for parameter in found.values() if not self.parameter_map.holds(parameter)]
 
     def ungrouped(self) -> frozenset[tuple[int, int]]:
-        """What may have a gradient and is in no group, as (unit index, slot index): ``optimizer.zero_grad()`` leaves it."""
+        """Parameters that may have a gradient and are in no group, as (unit index, slot index): `zero_grad` skips
+        them."""
         members = self.wrapped_optimizer.members().index_of
         return frozenset(
             (unit.index, slot.index)
@@ -232,6 +240,7 @@ class StepGroups:
             updated: (unit index, slot index) of what had a gradient.
         """
         units = self.parameter_map.units
+        # Loose parameters are in no unit: autograd keeps their gradients.
         parameters: list[torch.Tensor] = [units[unit].parameters[slot] for unit, slot in updated]
         parameters += [parameter for parameter in self.loose.present() if parameter.grad is not None]
         with_gradient = {*map(groups.members.index_of.get, map(id, parameters))}
@@ -252,6 +261,8 @@ class StepGroups:
         """
         found: list[ParameterNorm] = []
         loose = {id(parameter): parameter for parameter in self.loose.present()}
+        # A dict by id, so that a parameter that is both in the model and in a group counts once, where the model has
+        # it.
         for parameter in (self.parameter_map.parameters_now() | loose).values():
             fqn = f"loose parameter {len(found)}"
             place = self.parameter_map.places.get(id(parameter))
@@ -261,6 +272,7 @@ class StepGroups:
                 if norm is not None:
                     found.append(ParameterNorm(slot.spec.fqn, is_divided and is_part(parameter), norm))
                 if slot.spec.is_trainable:
+                    # Its gradient is a main gradient, not one that autograd keeps.
                     continue
             gradient = plain_grad(parameter)
             if gradient is not None:

@@ -1,17 +1,16 @@
-"""From gradients to updates: in backward as units become complete, or in the step, at once or when they are wanted.
+"""From gradients to updates: in backward as units become complete, or in the step, at once or when they are needed.
 
-Knows gradients, the update stream and the optimizer's groups; must not know modules, hooks or the order of the user's
-calls.
-
-[Note: the order of updates]
-Updates that are pending when a step ends run beside the next forward, and nothing else keeps the drive busy in it. So those
-should be left over that the forward needs last. Backward delivers them first: therefore, where all weights fit into memory,
-the update whose unit the next forward needs soonest always comes next, and the others wait as far as there is room for their
-gradients. Where units have to make room for each other, updates run as they come: a pending one keeps its unit in memory,
-and those that the forward needs last would be kept at the expense of those that it needs first. So they do where other ranks
-wait for the new weights, before the step ends, in the order in which all of them update. Whoever waits for a unit gets it
-updated next in any case.
+[Note: the order of updates] Updates that are pending when a step ends run beside the next forward, and nothing else
+keeps the drive busy in it. So those should be left over that the forward needs last. Backward delivers them first:
+therefore, where all weights fit into memory, the update whose unit the next forward needs soonest always comes next,
+and the others wait while there is room for their gradients. Where units have to make room for each other, updates run
+as they come: a pending one keeps its unit in memory, and those that the forward needs last would be kept at the expense
+of those that it needs first. So they do where other ranks wait for the new weights, before the step ends, in the order
+in which all ranks update. A unit that is waited for is updated next in any case.
 """
+# Example: forward needs units 0 1 2, so backward delivers 2 1 0. Updates by rank: 2 starts, as nothing else is there;
+# when it is done, 1 and 0 have come, and 0 goes first. The next forward finds 0 updated, and 1 is updated beside its
+# first modules.
 
 from __future__ import annotations
 
@@ -103,7 +102,7 @@ class Stepper:
     _ranks: dict[int, int] = field(init=False, default_factory=dict)
     """Unit index -> its place in the next forward: from the present step's first update on."""
     _groups: Groups | None = field(init=False, default=None)
-    """What the groups said at the present step's first update."""
+    """The groups as they were at the present step's first update."""
     _divisor: int = field(init=False, default=1)
     _are_kept_unclipped: bool = field(init=False, default=False)
     """Whether gradients of the last step are still there, which clipped them on their way into the update."""
@@ -111,11 +110,11 @@ class Stepper:
     updated: set[int] = field(init=False, default_factory=set)
     """Units whose update in the present step was asked for, or left to their means: in its backward, or in `apply`."""
     _updated_shards: list[Unit] = field(init=False, default_factory=list)
-    """Of which this rank's shard is updated in the present step's backward, as all ranks have agreed, in their order."""
+    """Units whose shard this rank updates in the present step's backward, as all ranks have agreed, in their order."""
     grad_norm: torch.Tensor | None = field(init=False, default=None)
     """2-norm of all gradients of the last step, before clipping: 0-dim fp32. From then until the next step."""
     applied_norm: torch.Tensor | None = field(init=False, default=None)
-    """The same of the last step that updated something."""
+    """`grad_norm` of the last step that updated something."""
     is_skipped: bool = field(init=False, default=False)
     """Whether the last step updated nothing, because its gradients were not finite."""
 
@@ -158,6 +157,7 @@ class Stepper:
         if updates_now and self._is_divided and not self.step_groups.loose.present():
             self._groups = self.step_groups.begin()
             number = digest(self.step_groups.described(self._groups))
+        # Exchanged with the gradients of each unit. 0 stands for "no updates in backward": `digest` is above 0.
         self._shard_updates.begin(number)
         if not self.gradients.begin_means(step, self._shard_updates if number else None):
             self._shard_updates.end()
@@ -221,6 +221,8 @@ class Stepper:
     def _update_waiting(self, *, only_consistent: bool) -> None:
         waiting, self._waiting = self._waiting, []
         for place, (unit, gradients) in enumerate(waiting):
+            # In backward a unit waits until no graph needs its weights. When backward has ended, it is updated in any
+            # case.
             if not only_consistent or (self.gradients.have_arrived(unit) and unit.unbind_unused()):
                 self.parameter_cache.await_update(unit)
                 source = self.gradients.add_for_update(unit, gradients, self._norms)
@@ -229,6 +231,7 @@ class Stepper:
                 try:
                     self._submit(unit, source, None if self._divisor == 1 else _scalar(1.0 / self._divisor))
                 except BaseException:
+                    # The failed unit's gradients are used up; the units behind it still wait.
                     self._waiting += waiting[place + 1 :]
                     raise
                 self.updated.add(unit.index)
@@ -249,13 +252,16 @@ class Stepper:
         is_held: bool = False,
         are_momenta: bool = False,
     ) -> None:
+        # A durable run: the last step must be committed before this one writes over it.
         self.before_updates()
         if self._groups is None:
             self._groups = self.step_groups.begin()
         # What is in no group is not updated.
         groups = self._groups.of_each({slot.index: unit.parameters[slot.index] for slot in source.slots()})
+        # IS_MOMENTUM tells OneBitAdam's update that it gets a momentum in place of a gradient.
         if are_momenta:
             groups = {index: {**group, IS_MOMENTUM: True} for index, group in groups.items()}
+        # A user may have written to weights of a unit that is in memory: the update reads them from where weights rest.
         if not unit.num_active:
             self.parameter_cache.store_changes(unit)
         is_seen = unit.flat is not None and unit.flat.has_views
@@ -299,9 +305,13 @@ class Stepper:
             StepError: hyperparameters changed since the first update in backward.
             RankError: other ranks have other gradients, or are not there. Nothing has been updated.
         """
+        # All ranks exchange the following in one order, so the checks come before what only some ranks do. The step
+        # updates nothing until the last check has passed.
         was_in_backward = bool(self.updated)
         momenta: list[NewGradients] | None = None
         if self.momenta is not None and self.momenta.is_active():
+            # Past the warm-up of OneBitAdam no means are computed before the step, unless a parameter has yet to warm
+            # up.
             new = self.gradients.new_of_all(step)
             if self.momenta.is_due(new):
                 momenta, keeps = new, False
@@ -312,10 +322,12 @@ class Stepper:
         else:
             self.gradients.average_for_update(step)
         check_all_held(self.mesh.data, self.step_groups.loose.present(), step)
+        # Without updates in backward the groups are read here: until now you may change hyperparameters.
         if not was_in_backward:
             self._groups = self.step_groups.begin()
         groups = self._groups or self.step_groups.begin()
         with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
+        # Norms of means of which this rank has a shard only. Those of gradients updated in backward are there already.
         self._norms.update(self.gradients.agreed_norms)
         for unit in with_gradients:
             for index, norm in self.gradients.norms_of(unit).items():
@@ -323,16 +335,20 @@ class Stepper:
         if was_in_backward:
             self._check_groups_unchanged(step)
         check_same_groups(self.mesh.data, functools.partial(self.step_groups.described, groups), step)
+        # The norms need one scale for all gradients: it is divided out of the total norm.
         scale = self._common_scale(with_gradients)
+        # From here on other ranks may write to weights that this rank would fetch from them.
         for unit in with_gradients:
             self._pause_fetches(unit)
         norms = self.step_groups.norms_in_order(self._norms, scale / self.scaler.scale, is_divided=self.mesh.is_divided)
         norm = norm_of_model(self.mesh, norms, scale * self._divisor, step)
+        # With momenta, norms are each rank's own and may differ; the largest decides whether all skip the step.
         if self.momenta is None or momenta is None:
             check_same(self.mesh.data, norm, step)
             self.grad_norm = norm
         else:
             self.grad_norm = self.momenta.largest(norm, step)
+        # `bool` waits for a GPU: only where the config has overflow checked, as with fp16.
         self.is_skipped = self.rules.checks_overflow and not bool(torch.isfinite(self.grad_norm))
         if self.is_skipped:
             self.clear()
@@ -342,11 +358,14 @@ class Stepper:
         coefficient = None
         if self.rules.gradient_clipping > 0:
             coefficient = clip_coefficient(norm, self.rules.gradient_clipping)
-            self._are_kept_unclipped = keeps
+            self._are_kept_unclipped = keeps  # the update clips what it reads, not what is kept
         if self.momenta is not None and momenta is not None:
             self.momenta.exchange(self.gradients, momenta, functools.partial(self._factor, coefficient), step)
+            # Momenta hold clipped and unscaled gradients, so their update multiplies with nothing.
             coefficient, self._divisor = None, 1
             with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
+        # A held update waits until its unit is needed, and leaves the new weights in the buffer, which saves a read.
+        # With updates in backward, buffers and order follow from those.
         is_held = self.parameter_cache.fills and not was_in_backward and self.rules.update != "step"
         self.step_groups.loose.update(groups, self._factor(coefficient, self.scaler.scale))
         for unit in with_gradients:
@@ -355,9 +374,11 @@ class Stepper:
             source = self.gradients.source(unit, keeps=keeps)
             self._submit(unit, source, factor, is_held=is_held, are_momenta=momenta is not None)
             self.updated.add(unit.index)
+        # Group counters (of classes that count in their groups) change once, after all parameters were submitted.
         self.step_groups.advance(groups, self._norms)
         if self._is_divided:
             self._gather_weights()
+        # Before waiting for updates: an interrupt there must find a step that is over.
         self._forget()
         if self.rules.update == "step":
             with self._clock.waiting("update"):
@@ -366,7 +387,7 @@ class Stepper:
             self.parameter_cache.pump()
 
     def _pause_fetches(self, unit: Unit) -> None:
-        """Of weights that ranks keep in parts nothing is fetched from here on; see [Note: changing divided weights]."""
+        """Stop fetching the unit if ranks keep its weights in parts; see [Note: changing divided weights]."""
         if not self.exchange.divides(unit):
             return
         with self.parameter_cache.lock:
@@ -379,7 +400,7 @@ class Stepper:
                 self.parameter_cache.quiesce(unit)
 
     def _page_out_changed(self, but: Collection[Unit] = ()) -> None:
-        """Page out what was left to its update: it may have this rank's new weights, and others' old ones."""
+        """Page out units whose shards were updated: they may hold this rank's new weights and other ranks' old ones."""
         for unit in (self.units[index] for index in sorted(self.parameter_cache.closed)):
             self.parameter_cache.await_update(unit)
             with self.parameter_cache.lock:
@@ -393,8 +414,9 @@ class Stepper:
         return unit.num_active > 0 or (unit.flat is not None and unit.arrival is None and unit.flat.has_views)
 
     def _gather_weights(self) -> None:
-        """What the ranks have updated becomes the weights of all: unit by unit, beside the updates of those that follow."""
-        # In the order of their updates, as far as there is one that all ranks know.
+        """Give all ranks the weights that each has updated: unit by unit, beside the updates of later units."""
+        # Units in the memory of all ranks are exchanged there. Of the others each rank writes its shard, and all
+        # ranks meet once at the end: a fetch needs the new weights of every rank.
         others = (unit for unit in self.units if unit.index in self.updated)
         updated = list(dict.fromkeys([*self._updated_shards, *others]))
         divided = [unit for unit in updated if self.exchange.divides(unit)]
@@ -412,7 +434,7 @@ class Stepper:
             self.exchange.gather([unit for unit in divided if unit not in kept])
 
     def _factor(self, coefficient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
-        """What gradients of that loss scale are multiplied with."""
+        """The factor for gradients of this loss scale: clips them, and divides by scale and `_divisor`. None: 1."""
         factor = scale * self._divisor
         if factor == 1.0 and not self.scaler.is_active:
             return coefficient
@@ -423,6 +445,7 @@ class Stepper:
         scales = {unit.index: self.gradients.scale_of(unit) for unit in units}
         if len({*scales.values()}) < 2:
             return scales.popitem()[1] if scales else self.scaler.scale
+        # Some units were looked at, which took the scale out of their gradients.
         for key, norm in self._norms.items():
             self._norms[key] = norm / scales.get(key[0], 1.0)
         return 1.0
@@ -485,11 +508,11 @@ class Stepper:
                 self.exchange.gather(self.units)
 
     def close(self) -> None:
-        """There is no step any more, nor gradients: give their memory back."""
+        """Drop the step and all gradients, and return their memory."""
         self._forget()
         self.gradients.close()
 
 
 def _scalar(value: float) -> torch.Tensor:
-    """Whatever default dtype and device the user has set."""
+    """0-dim fp32 on the CPU, whatever default dtype and device the user has set."""
     return torch.tensor(value, dtype=torch.float32, device="cpu")

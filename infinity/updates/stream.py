@@ -1,17 +1,15 @@
 """The optimizer as a stream: read a chunk, update it, write it back, while the model computes.
 
-Knows jobs, chunks and working memory; must not know modules or autograd.
+[Note: workers] Several threads run the same loop: start the reads of the next chunks, take the first that no worker
+has, update it. Reads are started, and chunks taken and retired, in the order of the jobs; only the computing runs in
+parallel, each chunk on one thread. What a parameter keeps once (its step count) changes when the job's last chunk is
+retired. So it does not matter which chunk is updated first, and any number of workers gives the same bits. When one
+fails, the others end after their chunk, and the last to end raises the error in all who wait: until then a worker may
+still write into a unit.
 
-[Note: workers]
-Several threads run the same loop: start the reads of the next chunks, take the first that nobody has, update it. Reads are
-started, and chunks taken and retired, in the order of the jobs; only the computing goes on side by side, each chunk on one
-thread. What a parameter keeps once (its step count) stays that of before until the job's last chunk is retired, so it does
-not matter which chunk comes first, and any number of workers gives the same bits. When one fails, the others end after the
-chunk in hand, and the last to end tells everybody: until then somebody may still write into a unit.
-
-[Note: before the gradients] A step mostly updates what the step before has, in the same order. So when gradients are soon to
-come, and no job waits, records are read in that order. That is a guess, and never more: whoever opens a chunk gets what is
-stored, and a staging buffer that he waits for.
+[Note: before the gradients] A step mostly updates what the step before has, in the same order. So before gradients
+come, and while no job waits, records are read in that order. That is a guess and never more: whoever opens a chunk gets
+what is stored, and a staging buffer if he waits for one.
 """
 
 from __future__ import annotations
@@ -41,12 +39,13 @@ from swapper import Bell, Handle
 from swapper.sync.interrupts import POLL_SECONDS
 from swapper.sync.limits import start_threads
 
+# Chunks at a time that take working memory, where no staging buffers limit them: no more reads are started until one is
+# retired. Each worker may have two, one of them on its way to the device.
 _MOST_AHEAD = 32
-"""Chunks at a time that take working memory, where no staging buffers limit them. Each worker may have two, one of them on its
-way to the device."""
+# Chunks at a time with those that are updated in memory. Those take no buffer, so the stream looks past them and starts
+# reads of later ones early. But the window cannot be overtaken: a larger one lets a job that somebody waits for wait
+# longer.
 _MOST_IN_WINDOW = 256
-"""With those that are in memory and are passed over, so that reads of what comes behind them begin early. What is in the window
-cannot be overtaken any more."""
 
 
 @dataclass
@@ -57,15 +56,15 @@ class _Item:
     reads: list[Handle | LandedRead]
     is_last: bool
     is_in_place: bool
-    """The workspace's model weight is that in the flat buffer."""
+    """Whether the update works on the model weight in the flat buffer."""
     is_taken: bool = False
-    """A worker has it."""
+    """Whether a worker has taken it."""
     writes: list[Handle] = field(default_factory=list)
     """Besides that of the record."""
     upload: Fence = None
-    """Its new weights are in the flat buffer behind this point."""
+    """Behind this point its new weights are in the flat buffer."""
     is_done: bool = False
-    """It is updated, and its memory is free when all is written."""
+    """Whether it is updated. Its memory is free when its writes have ended."""
 
 
 class Saver(Protocol):
@@ -76,16 +75,16 @@ class Saver(Protocol):
 
 
 class _ExpectedUpdates:
-    """Those of a step, by what the step before has updated. One thread at a time calls it, but for what says else."""
+    """The updates that a step is expected to make: those of the step before. Under `_order`, except for `announce`."""
 
     def __init__(self, records: StateStore) -> None:
         self._records = records
         self.are_due = False
         """Whether it was announced, and `begin` has not been called since."""
         self._noted: dict[Unit, Sequence[Chunk]] = {}
-        """What was updated since the last `begin`, in that order."""
+        """Chunks that were updated since the last `begin`, in order."""
         self.left: dict[Unit, deque[Chunk]] = {}
-        """What was before, as far as it has been neither updated since nor read."""
+        """Chunks of the step before that have been neither updated nor read ahead since."""
 
     def announce(self) -> None:
         """Gradients are soon to come. From any thread."""
@@ -97,7 +96,7 @@ class _ExpectedUpdates:
         self._noted[unit] = chunks
 
     def begin(self) -> None:
-        """What was noted since the last time will be again."""
+        """Expect the updates that were noted since the last call."""
         self.are_due = False
         if self._noted:  # else the step between was skipped, and what was expected for it still is
             self._records.drop_read_ahead()
@@ -109,6 +108,7 @@ class _ExpectedUpdates:
         while self.left:
             unit, chunks = next(iter(self.left.items()))
             while chunks:
+                # No staging buffer is free, or only the last three: go on when the next job or buffer comes.
                 if not self._records.read_ahead(unit, chunks[0]):
                     return
                 chunks.popleft()
@@ -147,21 +147,22 @@ class UpdateStream:
         self._fetches_coefficients = self._is_apart and not records.is_on_device
         self._states = states
         self._pending: dict[UpdateJob, None] = {}
-        """Jobs that have not ended, in the order of their submission. In one place: an interrupt leaves no half of it."""
+        """Jobs that have not ended, in the order of their submission. A dict changes in one step, also if
+        interrupted."""
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         """Held by any thread while it changes or goes through `_pending`, and by workers for their numbers."""
         self._work, self._progress = Bell(), Bell()
-        """What a worker waits for, and what the training thread does."""
+        """Rung for workers, and for the training thread in `drain`."""
         self._is_stopping = False
         """From `stop` on, or from the first error on, for good."""
         self._first_error: BaseException | None = None
-        """What made the workers end. Under `_lock`."""
+        """The error that made the workers end. Under `_lock`."""
         self._error: BaseException | None = None
-        """What has stopped the stream, for good. Set by the last worker."""
+        """The error that has stopped the stream, for good. The last worker sets it."""
         self._spans: deque[tuple[float, float]] = deque()
         """When a worker was updating, from and to, as far as it has not been counted."""
         self._busy_seconds, self._counted_until = 0.0, 0.0
-        """Of `busy_seconds`, what has been counted, and the end of the last span of those."""
+        """The seconds of `busy_seconds` counted so far, and the end of the last span counted."""
         self._timeline = timeline
         self._saver: Saver | None = None
         self._order = threading.Lock()
@@ -169,12 +170,13 @@ class UpdateStream:
         self._window: deque[_Item] = deque()
         """Chunks in hand, each from the start of its reads until it and all before it are updated."""
         self._num_taking = 0
-        """Of these, those that take memory. The others rest there, and take nobody's place."""
+        """How many of these take working memory. The others are updated where they are stored."""
         self._current: tuple[UpdateJob, Iterator[Chunk]] | None = None
         """The job that was taken last, and its chunks to come."""
         self._next: tuple[UpdateJob, Chunk, bool] | None = None
         """A chunk that was taken from those, and waits for working memory."""
         self._expected = _ExpectedUpdates(records)
+        # Records on the device need no staging buffers, so nothing is read ahead: two per worker, see `_update_all`.
         self._most_ahead = 2 * num_workers if records.is_on_device else max(_MOST_AHEAD, 2 * num_workers)
         self._num_running = num_workers
         """Workers that have not ended. Under `_lock`."""
@@ -188,8 +190,10 @@ class UpdateStream:
 
     def submit(self, job: UpdateJob) -> None:
         """Queue a job."""
+        # Before it is queued: from then on it may be released, which has to wake a worker.
         job.add_release_callback(self._work.ring)
         with self._lock:
+            # A stream that has ended takes no job. Under the lock, or `_end` could miss one that is queued now.
             if self._error is not None:
                 job.finish(self._error)
                 raise self._error
@@ -197,7 +201,7 @@ class UpdateStream:
         self._work.ring()
 
     def expect_again(self) -> None:
-        """What was updated since the last call will be again, in that order: read it while no update waits."""
+        """Read the records that were updated since the last call, in that order, while no update waits."""
         if not self._records.is_on_device:
             self._expected.announce()
             self._work.ring()
@@ -208,15 +212,16 @@ class UpdateStream:
 
     def release_all(self) -> None:
         """Hold no job back any longer: nobody will come to ask for the units that are left."""
-        for job in sorted(self._pending.copy(), key=lambda job: job.rank):  # a worker may take one while others wait
+        for job in sorted(self._pending.copy(), key=lambda job: job.rank):  # by rank: a worker may take one at once
             job.release()
 
     def wait_for_saver(self, saver: Saver | None) -> None:
-        """No unit is updated from now on before this one has saved it; None: there is none any more."""
+        """From now on, update a unit only after ``saver`` has saved it; None: at once."""
         self._saver = saver
 
     def drain(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Return when every job is done; raises the error of the first that failed. ``on_progress``: called in between."""
+        # A held job waits for its unit to be needed. Whoever drains needs none, and would wait for ever.
         self.release_all()
         while self._pending and self._error is None:
             on_progress()
@@ -258,15 +263,16 @@ class UpdateStream:
         with self._lock:
             self._num_running -= 1
             is_last = self._num_running == 0
+        # Others may sleep: the ring passes from one worker that ends to the next.
         self._work.ring()
         if is_last:
             self._end()
 
     def _update_all(self) -> None:
+        # Copies to a device are double-buffered: while the weights of `before` are on their way, this thread updates
+        # the next chunk. So it holds two chunks at most, and waits for work only when it holds none.
         before: _Item | None = None
-        """A chunk of which weights may still be on their way to the device, beside the update of the next."""
-        current: UpdateJob | None = None
-        """The job for which this thread is prepared."""
+        current: UpdateJob | None = None  # the job for which this thread's stream and settings are prepared
         while not self._is_stopping:
             item = self._next_item(waits=before is None)
             if item is not None:
@@ -282,8 +288,10 @@ class UpdateStream:
                 before = None
 
     def _next_item(self, *, waits: bool) -> _Item | None:
-        """The first chunk that nobody has; None if there is none now and the caller does not wait, or at the end."""
+        """The first chunk that no worker has taken. None: there is none and the caller does not wait, or the stream
+        ends."""
         while not self._is_stopping:
+            # One worker at a time starts reads and takes a chunk, so that both keep the order of the jobs.
             with self._order:
                 self._fill()
                 found = None
@@ -297,11 +305,13 @@ class UpdateStream:
                 return found
             if not waits:
                 return None
+            # Rung by a new or released job, a free buffer, expected updates, a worker that saw another chunk, and
+            # `stop`.
             self._work.wait()
         return None
 
     def _prepare(self, job: UpdateJob) -> None:
-        """The calling thread may work at the job's chunks."""
+        """Prepare the calling thread for the job's chunks."""
         if job.after is not None:
             self._device.compute_waits_for(job.after)
         if job.flat_arrival is not None:
@@ -313,25 +323,32 @@ class UpdateStream:
         flush_denormals(job.flushes_denormals)
 
     def _update(self, item: _Item) -> None:
+        # The record, spilled gradients, and model weights, as far as each is not in memory.
         for read in item.reads:
             read.wait()
         begin = time.perf_counter()
         job, chunk, workspace = item.job, item.chunk, item.lease.workspace
         flat = None if item.is_in_place or job.flat is None else job.weights_of(chunk)
+        # The unit is resident: its weights are copied from the flat buffer, not read from the drive.
         if job.flat_is_current and flat is not None and workspace.needs_weight:
             arrived = self._device.download(workspace.weight, flat, job.after)
             if arrived is not None:
                 self._device.synchronize(arrived)
+        # As many threads as the training thread has, for the bits of plain torch; afterwards the OpenMP workers of this
+        # thread are ended, or they would compete with the model's.
         if self._updater.mixes_elements:  # bits of a norm depend on the number of threads
             use_threads(job.num_threads)
             self._updater.update(job, chunk, workspace)
             release_workers()
         else:
             self._updater.update(job, chunk, workspace)
+        # The update wrote an fp32 main weight; the model weight is its cast. (With a remainder both were written.)
         if not workspace.needs_weight:
             workspace.cast_main()
+        # Behind `after`: the model may still compute with the old weights there.
         if flat is not None:
             item.upload = self._device.upload(flat, workspace.weight, job.after)
+        # Persistent units have no extent for weights: their flat buffer is where they rest.
         if self._weights is not None and not job.unit.is_persistent:
             self._write_weights(self._weights, item)
         end = time.perf_counter()
@@ -349,22 +366,30 @@ class UpdateStream:
         return self._busy_seconds
 
     def _retire(self, item: _Item) -> None:
-        """The chunk is updated; its job has ended if all of its chunks are."""
+        """Store an updated chunk, and finish its job if it was the last one."""
         if item.upload is not None:
             self._device.synchronize(item.upload)
         item.lease.write_back(item.writes, then=self._work.ring)
         with self._order:
+            # In the order of the window: a chunk that is done waits for those before it. So a job ends once, with its
+            # last.
             item.is_done = True
             while self._window and self._window[0].is_done:
                 first = self._window.popleft()
                 self._num_taking -= first.lease.takes_memory
+                # The job's gradient memory is freed up to this chunk, while later ones are still in use.
                 if first.is_last:
                     self._finish(first.job)
                 else:
                     first.job.gradients.on_used(first.chunk)
 
     def _fill(self) -> None:
-        """Start the reads of the next chunks while there are staging buffers; the first one waits for a staging buffer."""
+        """Start the reads of the next chunks while there are staging buffers; the first one waits for a staging buffer.
+
+        The caller holds `_order`.
+        """
+        # Example: 4 staging buffers, chunks of 2 jobs: a0 a1 a2 b0 b1. Reads of a0 a1 a2 b0 are started, and b1 waits
+        # in `_next`. When a0 is written, its buffer is free, and a worker starts the read of b1.
         while not self._is_stopping:
             if self._expected.are_due:
                 self._expected.begin()
@@ -380,6 +405,7 @@ class UpdateStream:
                     return  # an earlier update of this unit has not written yet: a read now would be stale
             if self._num_taking >= self._most_ahead or len(self._window) >= _MOST_IN_WINDOW:
                 return
+            # A save is under way, and this unit's states are to be saved as they are: the worker waits for that.
             saver = self._saver
             if saver is not None and not saver.wait_for(job.unit, 0 if self._window else POLL_SECONDS):
                 if self._window:  # it may need the staging buffers that those hold
@@ -390,6 +416,8 @@ class UpdateStream:
             lease = self._records.open(
                 job.unit,
                 chunk,
+                # With an empty window no worker holds a buffer, so waiting blocks nobody. Otherwise a worker must not
+                # wait here, because buffers become free only when chunks in the window are retired.
                 is_blocking=not self._window,
                 weight=weight,
                 needs_scratch=gradients.needs_scratch or gradients.dtype not in self._updater.used_as_they_are,
@@ -405,6 +433,7 @@ class UpdateStream:
                 handle = gradients.prepare(chunk, lease.workspace.landing(gradients.dtype))
                 if handle is not None:
                     item.reads.append(handle)
+            # The update computes with the model weight (fp32, or with a remainder): it is read, if no buffer has it.
             if not job.flat_is_current and self._weights is not None and lease.workspace.needs_weight:
                 read = self._weights.read_chunk(job.unit, chunk, lease.workspace.weight)
                 if read is not None:
@@ -448,6 +477,7 @@ class UpdateStream:
 
     def _write_weights(self, weights: WeightStore, item: _Item) -> None:
         source = item.lease.workspace.weight
+        # Records and weights of a GPU: the write to the drive needs them in host memory.
         if source.device.type != "cpu":
             source = torch.empty(source.shape, dtype=source.dtype, device="cpu")
             self._device.synchronize(self._device.download(source, item.lease.workspace.weight, self._device.mark()))
@@ -458,21 +488,24 @@ class UpdateStream:
     def _finish(self, job: UpdateJob) -> None:
         if len(job.advanced) < len(job.slots):
             self._updater.update_empty(job)
+        # Before `finish`: the training thread reads step counts as soon as a job is finished.
         advance(self._states, job)
         if self._is_apart:
             self._device.synchronize(self._device.mark())  # what ran on the device still read the gradients
         job.gradients.release()
         job.finish(None)
+        # After `finish`: `drain` returns when nothing is pending.
         del self._pending[job]
         self._progress.ring()
 
     def _end(self) -> None:
-        """No worker is left: whoever waits for a job, or submits one, is told why."""
+        """No worker is left: raise the error in all who wait for a job, or submit one."""
         with self._lock:
             if self._first_error is None and self._pending:
                 self._first_error = EngineClosedError.after_close("an update that was still pending")
             self._error = self._first_error
             jobs = list(self._pending.copy()) if self._error is not None else []
+        # Their leases hold staging buffers and views of flat buffers, and those have to become free.
         for item in self._window:
             if not item.is_done:
                 with contextlib.suppress(Exception):  # the first error is the one to tell

@@ -1,4 +1,4 @@
-"""Optimizer states that are read from where they lie when somebody looks.
+"""Optimizer states that are read from where they are stored when somebody looks.
 
 What is read of `optimizer.state` are copies, so writing to one would be lost, and raises instead.
 """
@@ -58,7 +58,7 @@ class LazyEntry(dict[str, Any]):
         self._read, self._clock, self._name, self._store = read, clock, name, store
         self._read_at: object = None
         self._shown: dict[str, tuple[Any, int]] = {}
-        """What the last look has read, and how often each tensor had been written to."""
+        """The values last read, each with its version counter at that time."""
 
     @property
     def is_read(self) -> bool:
@@ -68,11 +68,13 @@ class LazyEntry(dict[str, Any]):
     def fetch(self) -> None:
         """Read it, unless that has been done since the last step, or the caller has changed what is its own."""
         now = self._clock()
+        # Read since the last step; or, of a state dict, changed by its owner: a read would overwrite that.
         if self._read_at == now or (self._store is None and self.is_read and self._is_changed()):
             return
         values = self._read()
         if self._store is not None:
             values = {name: tree_map(partial(self._protected, name), value) for name, value in values.items()}
+        # `_replace` uses dict's own methods: those of this class would look, and so come back here.
         self._replace(values)
         self._shown = {name: (value, _version(value)) for name, value in values.items()}
         self._read_at = now
@@ -103,6 +105,7 @@ class LazyEntry(dict[str, Any]):
         if given:  # else nothing has to be read
             self.fetch()
         present = self.held()
+        # Assigning to one key assigns all: nothing is written if the values are the objects that were read.
         if not given or present.keys() != given.keys() or any(present[key] is not given[key] for key in given):
             self._store(given)
 
@@ -117,6 +120,7 @@ class LazyEntry(dict[str, Any]):
         return self.copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        # A copy of what was read and perhaps changed, or a fresh read: that needs no further copy.
         return copy.deepcopy(self.gather(), memo) if self._store is None and self.is_read else self._read()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -125,6 +129,7 @@ class LazyEntry(dict[str, Any]):
 
 
 def _version(value: Any) -> int:
+    # Tensors of inference mode have no version counter: reading it raises.
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
@@ -141,6 +146,7 @@ def _changes(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: LazyEntry, *args: Any, **kwargs: Any) -> Any:
         self.fetch()
+        # Changed in a plain dict first, so that an operation that raises (a missing key) stores nothing.
         values = self.held()
         result = method(values, *args, **kwargs)
         self.assign(values)
@@ -149,6 +155,7 @@ def _changes(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+# Every method of dict that reads or writes: C code of dict calls none of the others, so each needs its own.
 for _name in ("__delitem__", "__ior__", "__setitem__", "clear", "pop", "popitem", "setdefault", "update"):
     setattr(LazyEntry, _name, _changes(getattr(dict, _name)))
 for _name in (
@@ -185,6 +192,7 @@ class LazyState(MutableMapping[Any, Any]):
         return self.others[key] if entry is None else entry
 
     def __contains__(self, key: object) -> bool:
+        # No entry is made or read for the question.
         return (isinstance(key, Tensor) and self.has_state(key)) or key in self.others
 
     def __iter__(self) -> Iterator[Any]:
@@ -214,7 +222,7 @@ class LazyState(MutableMapping[Any, Any]):
         if key not in self and default:
             return default[0]
         value = self[key]
-        value = value.gather() if isinstance(value, LazyEntry) else value
+        value = value.gather() if isinstance(value, LazyEntry) else value  # read before the state is dropped
         del self[key]
         return value
 
@@ -251,6 +259,7 @@ class ReadOnlyTensor(Tensor):
     @classmethod
     def of(cls, tensor: Tensor, about: tuple[str, str]) -> ReadOnlyTensor:
         """``tensor``, protected."""
+        # Not through __torch_function__, which would refuse or protect once more.
         with as_plain():
             protected = tensor.as_subclass(cls)
         protected.about = about
@@ -265,11 +274,14 @@ class ReadOnlyTensor(Tensor):
             _refuse(each)
         read = _protected_in((args, kwargs))
         with as_plain():
+            # Operations are refused by name before they run, as far as possible. What else has written shows in the
+            # version.
             before = [each._version for each in read]
             result = func(*args, **kwargs)
             for each, version in zip(read, before, strict=True):
                 if each._version != version:  # an operation that writes to something else than its first argument
                     _refuse(each)
+            # Views of protected memory are protected too. Empty tensors all have the address 0.
             owners = {each.untyped_storage().data_ptr(): each for each in read if each.numel()}
             return tree_map(functools.partial(_protect, owners), result)
 
@@ -290,10 +302,11 @@ def unprotected(tensor: Tensor) -> Tensor:
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ReadOnlyTensor]:
-    """Those that the operation would write to."""
+    """The protected tensors that the operation would write to."""
     name = name_of(func)
     if writes_unseen(func):
         return _protected_in((args, kwargs))
+    # In-place operations end with one underscore ("add_"); "__iadd__" and the like are among WRITING_METHODS.
     writes_to_first = name in WRITING_METHODS or name.startswith("assigning ") or (name[-1] == "_" and name[-2] != "_")
     return _protected_in((args[:1] if writes_to_first else (), kwargs.get("out")))
 
@@ -310,7 +323,7 @@ def _refuse(tensor: ReadOnlyTensor) -> None:
 def _protect(owners: Mapping[int, ReadOnlyTensor], result: Any) -> Any:
     """A result, protected if it shows the memory of one that is."""
     if isinstance(result, np.ndarray):
-        result.flags.writeable = False
+        result.flags.writeable = False  # numpy's own protection
     if type(result) is Tensor and result.layout is torch.strided and result.numel():
         owner = owners.get(result.untyped_storage().data_ptr())
         return result if owner is None else ReadOnlyTensor.of(result, owner.about)
@@ -326,8 +339,9 @@ class AssignedTensors:
         """Keeps what was assigned last: nobody else may hold it when it is written to."""
 
     def add(self, fqn: str, values: Mapping[str, Any]) -> None:
-        """They were assigned, and are stored."""
+        """Remember values that were assigned, and are stored."""
         self._latest = values
+        # Only weak references: a check must not keep tensors of the size of states in memory.
         self._tensors += [
             ((fqn, name), weakref.ref(value), value._version)
             for name, value in values.items()
@@ -339,7 +353,7 @@ class AssignedTensors:
         for (fqn, name), reference, version in self._tensors:
             tensor = reference()
             if tensor is not None and tensor._version != version:
-                self.forget()
+                self.forget()  # raised once: the caller may go on
                 raise AccessError.of_state(
                     fqn, name, "the tensor was written to after it had been assigned, and stored"
                 )

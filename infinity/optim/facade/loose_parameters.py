@@ -17,7 +17,7 @@ from infinity.optim.wrapped_optimizer import WrappedOptimizer
 class LooseParameters:
     """Updates them in memory, one by one, as torch does: gradient in ``p.grad``, state in `state`, in their own dtype.
 
-    They are in no budget and not stored on any drive.
+    They are in no budget and stored on no drive.
 
     Args:
         wrapped_optimizer: its groups say which they are.
@@ -30,7 +30,7 @@ class LooseParameters:
         """What the optimizer keeps for each: live, as in torch."""
 
     def present(self) -> Sequence[Tensor]:
-        """Those that are in a group now."""
+        """The loose parameters that are in a group now."""
         return self._wrapped_optimizer.members().loose
 
     def update(self, groups: Groups, coefficient: Tensor | None) -> None:
@@ -46,9 +46,12 @@ class LooseParameters:
             if gradient is None or values is None:
                 continue
             if coefficient is not None:
+                # A new tensor: as for the model's parameters, clipping does not show in `p.grad`.
                 gradient = gradient.detach() * coefficient.to(gradient.device)
+            # Made late: hardly any run adds parameters.
             self._executor = self._executor or OptimizerExecutor(self._wrapped_optimizer.optimizer)
             with torch.no_grad():
+                # `detach`: the executor's leaf shares the memory, so the step writes to the parameter itself.
                 (state,) = self._executor.run(
                     copy_scalar(values), [param.detach()], [gradient], [self.state.get(param, {})]
                 )
@@ -62,7 +65,7 @@ class LooseParameters:
         return any(param.grad is not None for param in self.present())
 
     def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
-        """It has this state from now on; an empty one: it begins anew."""
+        """Replace the parameter's state; with an empty one it begins anew."""
         self.state.pop(param, None)
         if state:
             self.state[param] = state

@@ -30,9 +30,9 @@ from infinity.optim.wrapped_optimizer import WrappedOptimizer
 class PagedOptimizer(Optimizer):
     """A `torch.optim.Optimizer` in front of the engine.
 
-    It knows groups and the layout of state dicts; it must not know staging buffers or tiers. `param_groups` is the wrapped
-    optimizer's list, so learning rate schedulers of any kind work on either. `state_dict()` costs nothing: its entries read a
-    parameter's state at the first look, or while they are pickled, and then give what it is at that time.
+    `param_groups` is the wrapped optimizer's list, so learning rate schedulers of any kind work on either.
+    `state_dict()` costs nothing: its entries read a parameter's state at the first look, or while they are pickled, and
+    then give what it is at that time.
 
     Args:
         wrapped_optimizer: class, hyperparameters and groups.
@@ -63,8 +63,8 @@ class PagedOptimizer(Optimizer):
         self._mains = mains
         source = wrapped_optimizer.optimizer
         self._assigned = AssignedTensors()
+        # The parameter that was looked at last, and its entry: a loop over a parameter's states reads once.
         self._last_entry: tuple[Tensor, LazyEntry] | None = None
-        """That of the parameter which was looked at last: whoever looks at several of its states reads once."""
         self._num_changes = 0
         self._state = LazyState(
             wrapped_optimizer.params, self.has_state, self._entry, self._loose.state, wrapped_optimizer.known
@@ -91,7 +91,7 @@ class PagedOptimizer(Optimizer):
             if is_of_the_class(source, name):
                 return getattr(type(source), name)
             method = getattr(type(source), name, None)
-            if isinstance(method, FunctionType):
+            if isinstance(method, FunctionType):  # bound to this instance, so that it sees these groups and states
                 return MethodType(method, self)
         raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
 
@@ -123,6 +123,7 @@ class PagedOptimizer(Optimizer):
         self._state.replace(state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # Pickled or old states: groups and state go through the setters above, where torch would write to __dict__.
         for name in ("state", "param_groups"):
             if name in state:
                 setattr(self, name, state[name])
@@ -138,13 +139,14 @@ class PagedOptimizer(Optimizer):
             What the closure returned, or None without one.
         """
         loss = None
+        # Outside of the lock: the closure runs forward and backward.
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with self._backend.optimizer_lock("optimizer.step()"):
             self._assigned.check()
             self._backend.optimizer_step()
-            if not self._backend.was_step_skipped():
+            if not self._backend.was_step_skipped():  # else all entries that were read are still right
                 self.expire_states()
         # where a scheduler looks for whether a step came before its own
         for each in (self, self._wrapped_optimizer.optimizer):
@@ -210,6 +212,7 @@ class PagedOptimizer(Optimizer):
             StepError: weights are in use: in forward, backward, or gathered.
             ModelError: the run is durable, and has no room for states that come later.
         """
+        # First torch's checks, which may refuse the group; then room for its states, which may fail as well.
         self._wrapped_optimizer.add_group(param_group)
         with self._backend.optimizer_lock("optimizer.add_param_group()"):
             self._backend.make_room()
@@ -221,10 +224,12 @@ class PagedOptimizer(Optimizer):
         With 16-bit weights, the entries hold the fp32 main weights as well: see ``infinity.optim.main_weights``.
         """
         with self._backend.optimizer_lock("optimizer.state_dict()"):
+            # A write to an assigned tensor would be missing from the dict.
             self._assigned.check()
             for pre_hook in self._optimizer_state_dict_pre_hooks.values():
                 pre_hook(self)
             groups = [
+                # Tiles are an engine's matter: in the dict is the whole parameter, as in plain torch.
                 {**group, "params": self._wrapped_optimizer.tiled.without_tiles(group["params"])}
                 for group in self.param_groups
             ]
@@ -238,15 +243,16 @@ class PagedOptimizer(Optimizer):
             return dict(found)
 
     def _lazy_entries(self, keys: Mapping[Tensor, int]) -> tuple[dict[Any, Any], dict[int, LazyEntry]]:
-        """Of parameters with state, and of those that have none yet, but a main weight."""
+        """Entries of parameters with state, and of those with a main weight alone."""
         state: dict[Any, Any] = {}
         pending: dict[int, LazyEntry] = {}
         for param, key in keys.items():
             parts = self._wrapped_optimizer.tiled.all_of(param)
-            if parts[0] not in self._wrapped_optimizer:
+            if parts[0] not in self._wrapped_optimizer:  # a loose parameter: below
                 continue
             has_main = self._mains is not None and all(map(self.has_place, parts))
             num_with_state = sum(map(self.has_state, parts))
+            # Tiles of which only some have state cannot be one entry: such a parameter gets none.
             if num_with_state == len(parts) or (has_main and not num_with_state):
                 read = partial(self._read_whole, param, has_main=has_main)
                 (state if num_with_state else pending)[key] = LazyEntry(read, self._clock, self._fqn(param))
@@ -277,6 +283,7 @@ class PagedOptimizer(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
+        # All checks: nothing is changed before `load_into`.
         loader = StateLoader(self._wrapped_optimizer, self._updater, state_dict)
         with self._backend.optimizer_lock("optimizer.load_state_dict()"):
             loader.load_into(self, self._mains)
@@ -298,15 +305,15 @@ class PagedOptimizer(Optimizer):
         self._assigned.forget()
 
     def _clock(self) -> object:
-        return self._num_changes, self._keeper.num_loads
+        return self._num_changes, self._keeper.num_loads  # steps here, and loads that go past this object
 
     def _read(self, param: Tensor) -> dict[str, Any]:
         with self.reading_states():
-            self._assigned.check()
+            self._assigned.check()  # what the script wrote after assigning is not stored: it would read other values
             return self.gather_state(param)
 
     def _read_whole(self, param: Tensor, *, has_main: bool) -> dict[str, Any]:
-        """What a state dict has of a parameter."""
+        """A parameter's entry of a state dict, joined from its tiles."""
         with self.reading_states():
             parts, tiled = self._wrapped_optimizer.tiled.all_of(param), self._wrapped_optimizer.tiled.of(param)
             entries = [self._read(part) for part in parts]
@@ -319,7 +326,9 @@ class PagedOptimizer(Optimizer):
         with self.reading_states():
             self._assigned.check()
             plain = {
-                key: unprotected(value) if isinstance(value, ReadOnlyTensor) else value for key, value in values.items()
+                # A value that was read and is stored again is a protected copy: the keeper gets the tensor itself.
+                key: unprotected(value) if isinstance(value, ReadOnlyTensor) else value
+                for key, value in values.items()
             }
             self.load_state(param, plain)
             self._assigned.add(self._wrapped_optimizer.fqn(param), values)
@@ -368,12 +377,13 @@ class PagedOptimizer(Optimizer):
         if state and values is not None:
             check_entry(self._wrapped_optimizer.fqn(param), state, self._updater.schema_under(values))
         self._keeper.load_state(param, state)
-        self._wrapped_optimizer.started.pop(param, None)
+        self._wrapped_optimizer.started.pop(param, None)  # the constructor's state does not count any more
         if main is not None and self._mains is not None:
             self._mains.load_main_weight(param, main)
 
     def _entry(self, param: Tensor) -> LazyEntry | None:
         tiled = self._wrapped_optimizer.tiled.of(param)
+        # An entry is one parameter's state as it is; that of tiles would have to be joined and cut.
         if tiled is not None:
             raise tiled.access_error("optimizer.state")
         if param not in self._wrapped_optimizer:
@@ -397,6 +407,7 @@ class _Unwrapped(PagedOptimizer):
     """The same optimizer, but for its attribute ``optimizer``: whoever unwraps comes to an end."""
 
     def __init__(self, optimizer: PagedOptimizer) -> None:
+        # One object under two classes: whatever is changed in either is changed in both.
         self.__dict__ = optimizer.__dict__
 
     def __eq__(self, other: object) -> bool:
@@ -412,6 +423,7 @@ class _Unwrapped(PagedOptimizer):
 
     @property
     def optimizer(self) -> Optimizer:
+        # Code that unwraps while there is an attribute of this name ends here.
         raise AttributeError("optimizer")
 
 

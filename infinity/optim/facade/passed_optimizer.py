@@ -2,7 +2,7 @@
 
 Its class and attributes are exchanged for those of the paged optimizer, so that every reference to it works: the script's, a
 scheduler's, a trainer's. At the end of the engine it gets its own back. The states are gone then: they may be larger than
-memory, so nothing is copied. Whoever goes on without them is stopped.
+memory, so nothing is copied. A script that goes on without them gets an error.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class PassedOptimizer:
         self._own = own
         name = type(own).__name__  # loggers show it
         try:
+            # A class of the same name. `object.__setattr__`, because the script's class may have a __setattr__ of its
+            # own.
             object.__setattr__(passed, "__class__", type(name, (PagedOptimizer,), {}))
         except TypeError as error:
             raise OptimizerNotPageableError(
@@ -45,8 +47,10 @@ class PassedOptimizer:
                 cure="Pass the class, or a functools.partial of it: initialize(optimizer=functools.partial(cls, lr=...))",
             ) from error
         object.__setattr__(passed, "__dict__", vars(paged))
-        if hasattr(vars(own).get("step"), "_wrapped_by_lr_sched"):  # the mark by which a scheduler knows its own
-            step: Any = functools.partial(PagedOptimizer.step, self.optimizer)  # it is one now
+        # torch's schedulers wrap `step` on the instance, and warn if the mark is missing. The script's scheduler has
+        # marked its optimizer before: the paged one gets the same mark.
+        if hasattr(vars(own).get("step"), "_wrapped_by_lr_sched"):
+            step: Any = functools.partial(PagedOptimizer.step, self.optimizer)  # it is a PagedOptimizer now
             step._wrapped_by_lr_sched = True
             vars(paged)["step"] = step
         paged.adopt_optimizer(passed)
@@ -66,6 +70,7 @@ class PassedOptimizer:
             return
         object.__setattr__(self._passed, "__dict__", vars(self._own))
         object.__setattr__(self._passed, "__class__", type(self._own))
+        # In plain torch the states would be here: an empty dict would let a script start anew without notice.
         if had_states and not self._passed.state:
             self._passed.state = _Gone()
 

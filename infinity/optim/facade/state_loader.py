@@ -1,4 +1,4 @@
-"""Giving the values of a state dict to whoever keeps the state."""
+"""Gives the values of a state dict to whoever keeps the state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_entry(fqn: str, entry: Mapping[str, Any], schema: StateSchema) -> None
 
 
 class StateLoader:
-    """Checks a state dict against a wrapped optimizer, then hands it over parameter by parameter.
+    """Checks a state dict against a wrapped optimizer, then loads it parameter by parameter.
 
     All but the element-wise tensors goes through the optimizer class's own `load_state_dict`, on one-element stand-ins.
     That does what torch does for the class: old layouts, dtypes and devices of step counts, missing group keys.
@@ -64,12 +64,14 @@ class StateLoader:
             id(param): index for index, group in enumerate(wrapped_optimizer.param_groups) for param in group["params"]
         }
         saved_groups: list[dict[str, Any]] = state_dict["param_groups"]
+        # All checks before anything is written: a dict that does not fit changes nothing.
         self._groups = self._load_groups(saved_groups)
         for index, group in enumerate(self._groups):
             self._check_names(index, group)
         saved_ids = chain.from_iterable(group["params"] for group in saved_groups)
         states, pending = state_dict["state"], state_dict.get(PENDING, {})
         self._entries: list[tuple[Tensor, Mapping[str, Any], Mapping[str, Any]]] = []
+        # torch matches parameters by their order over all groups.
         for param, saved_id in zip(self._tiled.without_tiles([*wrapped_optimizer.params()]), saved_ids, strict=True):
             found, parts = (states.get(saved_id, {}), pending.get(saved_id, {})), self._tiled.of(param)
             if parts is None:
@@ -95,6 +97,7 @@ class StateLoader:
             ValueError: a parameter has a state in the dict, and no place for it here; nothing has been changed.
         """
         placed = [each for each in self._entries if keeper.has_place(each[0])]
+        # Without a place, an entry is an error only if it holds a state, which would be lost.
         for param, entry, _ in self._entries:
             if not keeper.has_place(param) and entry and without_main_weight(_plain(entry))[0]:
                 raise ValueError(
@@ -102,6 +105,7 @@ class StateLoader:
                     "frozen and has no place "
                     "for it here: it would be lost. Call requires_grad_(True) on it before infinity.initialize"
                 )
+        # One parameter at a time: a lazy entry is read, stored and dropped, so states need not be in memory together.
         for param, lazy, pending in placed:
             entry, main = without_main_weight(_plain(lazy))
             if main is None:
@@ -109,10 +113,12 @@ class StateLoader:
             if main is not None and mains is not None:
                 mains.load_main_weight(param, main)
             state = self._state(param, entry)
+            # Neither a state to write nor one to drop: no place is touched.
             if state or keeper.has_state(param):
                 keeper.load_state(param, state)
         for group, loaded in zip(self._wrapped_optimizer.param_groups, self._groups, strict=True):
             params = group["params"]
+            # The dict stays the same object: schedulers and the script hold it.
             group.clear()
             group.update({**loaded, "params": params})
 
@@ -126,6 +132,7 @@ class StateLoader:
             }
             for group in self._wrapped_optimizer.param_groups
         ]
+        # torch's own load_state_dict on one-element parameters: its errors, and its rules for missing keys.
         optimizer = self._executor.optimizer
         optimizer.param_groups = own
         optimizer.load_state_dict({"state": {}, "param_groups": saved_groups})
@@ -135,6 +142,7 @@ class StateLoader:
         """The entry as the parameter takes it, after checking that it fits."""
         tensors = self._elementwise(param, entry)
         names = self._updater.state_names(self._index_of[id(param)])
+        # One element in place of each large tensor: the class converts what is small, and copies nothing large.
         small = {name: one_element() if name in names else value for name, value in entry.items() if value is not None}
         return {**self._scalars(param, small, names), **tensors} if small else {}
 
@@ -146,7 +154,7 @@ class StateLoader:
             loaded = self._executor.load(values, small, like)
             needed = self._updater.schema_under(hyperparameters(self._wrapped_optimizer.param_groups[index])).scalars
             missing = [name for name in needed if name not in loaded] if param.requires_grad else []
-            int(loaded.get("step", 0))
+            int(loaded.get("step", 0))  # raises for what is no number
         except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             missing = [repr(error)]
         if missing:
@@ -163,7 +171,7 @@ class StateLoader:
         """
         fqn = self._wrapped_optimizer.fqn(param)
         names = self._updater.state_names(self._index_of[id(param)])
-        given = {name: value for name, value in entry.items() if value is not None}
+        given = {name: value for name, value in entry.items() if value is not None}  # SGD saves momentum_buffer=None
         if not given:
             return {}
         missing = [name for name in names if name not in given]
@@ -191,6 +199,7 @@ class StateLoader:
 
     def _check_names(self, index: int, group: Mapping[str, Any]) -> None:
         reserved = self._updater.state_names(index)
+        # Hyperparameters of the dict may switch states on or off, and records have the states they were laid out for.
         try:
             needed = self._updater.names_under(hyperparameters(group))
         except OptimizerNotPageableError as error:
