@@ -64,6 +64,7 @@ def stall_error(operation: Operation, request: IORequest | None, backend: IOBack
     """Return the error of an operation, or of one of its transfers, that does not end."""
     start, num_bytes = operation.offset, operation.num_bytes
     if request is not None:
+        # The first part that has no answer tells where the drive hangs. A copy: workers remove parts meanwhile.
         first = min(request.batch.left.copy(), default=0) if request.batch is not None else 0
         start, num_bytes = request.offset + first, len(request.memory) - first
     detail = (

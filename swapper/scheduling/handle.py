@@ -79,14 +79,15 @@ class Handle(Uncopyable):
     def add_done_callback(self, function: Callable[[Handle], None]) -> None:
         """Have ``function(handle)`` called once when the request is over, at once if it is.
 
-        It runs on a backend thread: it must be quick, must not wait for I/O, and what it raises is only logged. A thread
-        in :meth:`wait` may go on before it has run.
+        It runs on a backend thread: it must be quick and must not wait for I/O. What it raises is only logged. A thread
+        in :meth:`wait` may return before it has run.
         """
         if os.getpid() != self.scheduler.pid:
             self.scheduler.check_process()
-        # In one step: whoever announces the end may come at any time.
+        # The class has one empty list for all operations: the first callback gives this one a list of its own. No lock:
+        # setdefault, append and the pop in announce() are single steps under the interpreter's lock.
         self.__dict__.setdefault("callbacks", []).append(function)
-        if self.is_finished:  # he may have come before the function: each of us takes what is there
+        if self.is_finished:  # announce() may have run before the append
             announce((self,))
 
 
@@ -105,7 +106,7 @@ def announce(over: Iterable[Handle]) -> None:
     """
     for operation in over:
         for waiter in operation.waiters:
-            waiter.release()
+            waiter.release()  # IOScheduler.sleep() blocks in its acquire
         operation.waiters = ()
         while operation.callbacks:
             try:

@@ -18,8 +18,7 @@ from swapper.errors import SwapperError
 from swapper.extents.extent import Extent
 from swapper.scheduling.handle import Handle
 
-_as_character = c_char.from_buffer
-"""With `addressof` the cheapest way to a buffer's address."""
+_as_character = c_char.from_buffer  # with `addressof` the cheapest way to a buffer's address
 
 
 def _nothing(*_: object) -> None: ...
@@ -62,7 +61,8 @@ class Operation(IORequest, Handle):
 
     __slots__ = ()  # and a dictionary: that of the handle
 
-    # Of the class as long as they are the same for each: millions are made, and most never set these. None is changed in place.
+    # Of the class as long as they are the same for each: millions are made, and most never set these. None is changed
+    # in place.
     number: int = 0
     cursor: int = 0
     outstanding: int = 0
@@ -104,6 +104,7 @@ class Operation(IORequest, Handle):
             self.address = addressof(_as_character(memory))
         except (TypeError, ValueError):  # it is read-only, or empty
             self.address = array.__array_interface__["data"][0]
+        # Rounded out to whole blocks, which a write rewrites: bytes [100, 5100) and blocks of 4096 give [0, 8192).
         self.hazard_start = first - first % block_bytes
         self.hazard_stop = -(-stop // block_bytes) * block_bytes
         self.on_complete = _nothing  # until it is handed over
@@ -147,16 +148,14 @@ class Transfer(IORequest):
         )
 
     def advance(self, transferred_bytes: int) -> int:
-        """Leave out what has been transferred, and return how much that is.
-
-        Only whole blocks count: the rest must start where a backend can continue without a detour.
-        """
+        """Leave out what has been transferred, and return how many bytes that is."""
+        # Only whole blocks: else direct I/O would have to bounce the rest. 10,000 bytes from 0 on count as 8192.
         stop = (self.offset + transferred_bytes) // ALIGNMENT * ALIGNMENT
         num_bytes = max(0, stop - self.offset)
         self.offset += num_bytes
         self.address += num_bytes
         self.memory = self.memory[num_bytes:]
-        self.batch = None
+        self.batch = None  # the next attempt is divided anew
         self.num_retries += 1
         if num_bytes:  # what is left counts as a transfer of its own
             self.num_retries, self.submitted_tick = 0, -1

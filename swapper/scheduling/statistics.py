@@ -68,8 +68,7 @@ class Statistics:
         return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in counters})
 
 
-_NUM_COUNTERS = 10
-"""The first fields of `Statistics`; the others are gauges."""
+_NUM_COUNTERS = 10  # the first fields of `Statistics`; the others are gauges
 
 
 def take_snapshot(
@@ -83,6 +82,7 @@ def take_snapshot(
     """Return the statistics of a scheduler's queues and unfinished operations; the caller holds its lock."""
     reads, writes = queues
     busy = reads.busy.seconds()
+    # By state and not by queue: blocked operations are in no queue.
     waiting = (OperationState.BLOCKED, OperationState.QUEUED)
     queued = [operation.direction for operation in operations if operation.state in waiting]
     return Statistics(

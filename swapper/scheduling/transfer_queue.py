@@ -31,6 +31,12 @@ class TransferQueue:
         busy: BusyTimes,
         observers: Observers,
     ) -> None:
+        # Example: defaults on one drive, 4 threads and requests of 1 MiB. Then limit = 4, _few_bytes = 4 MiB, and
+        # _longest_bytes = _most_bytes = 64 MiB. The backend gets
+        #   32 operations of 4 KiB at once (_most_inflight: together they have fewer than 4 MiB),
+        #   4 of 1 MiB (limit, and 4 MiB are reached),
+        #   one of 100 MiB as two transfers, of 64 and 36 MiB, and nothing else until one of them has ended.
+        # io_uring has no run_bytes: transfers of at most 1 MiB, and `limit` = 32 of them.
         self.direction = direction
         self.limit = min(config.max_inflight, backend.concurrency)
         self.num_queued = 0
@@ -43,18 +49,19 @@ class TransferQueue:
         self.busy = busy
         self._is_busy = False
         self._boundary_bytes = backend.boundary_bytes
-        run_bytes: int = getattr(backend, "run_bytes", 0)
+        run_bytes: int = getattr(backend, "run_bytes", 0)  # optional, see `IOBackend`
         self._longest_bytes = max(run_bytes, config.request_bytes)
+        # Short transfers may exceed `limit` up to this sum: a thread then finds the next one without waiting for
+        # Python, and a demand read has no more bytes ahead of it than with long transfers.
         self._few_bytes = self.limit * config.request_bytes if run_bytes else 0
-        """Short transfers are handed over beyond ``limit`` up to so much: a thread that is done with one finds the next, and
-        whoever is waited for is no further behind than with long ones."""
         self._most_inflight = config.max_inflight
+        # While more is at the backend, nothing is added: the backend has no priorities, so a demand read waits behind
+        # it.
         self._most_bytes = run_bytes or sys.maxsize
-        """Nothing more is handed over while more than this is at the backend: what somebody waits for must not be far behind."""
         self._max_overtakes = config.max_overtakes
         self._on_complete = on_complete
         self._queues: tuple[deque[Operation], ...] = tuple(deque() for _ in Priority)
-        self._overtaken = [0 for _ in Priority]
+        self._overtaken = [0 for _ in Priority]  # transfers that passed the head of this queue since its last turn
         self._observers = observers
 
     def begin(self, operation: Operation, tick: int) -> bool:
@@ -64,10 +71,10 @@ class TransferQueue:
         """
         num_bytes, boundary = operation.num_bytes, self._boundary_bytes
         if (
-            self.num_queued
+            self.num_queued  # _choose() weighs their priorities
             or (len(self.inflight) >= self.limit and self.is_full)
             or self.inflight_bytes > self._most_bytes
-            or num_bytes > self._longest_bytes - operation.offset % ALIGNMENT
+            or num_bytes > self._longest_bytes - operation.offset % ALIGNMENT  # _cut() would make two pieces of it
             or (boundary and operation.offset % boundary + num_bytes > boundary)
         ):
             self.enqueue(operation)
@@ -77,7 +84,7 @@ class TransferQueue:
         operation.outstanding = 1
         operation.on_complete = self._on_complete
         operation.submitted_tick = tick
-        if self._observers.present:
+        if self._observers.present:  # else no clock is read
             operation.ready_seconds = operation.began_seconds = time.perf_counter()
         self.inflight[operation] = num_bytes
         self.inflight_bytes += num_bytes
@@ -101,7 +108,7 @@ class TransferQueue:
 
     @property
     def blocked_by(self) -> Operation | None:
-        """One of the operations that hang, if everything that the backend takes at once hangs: nothing more can start."""
+        """A hung operation, if all transfers at the backend hang and it takes no more; else None."""
         operations = [transfer.operation for transfer in self.inflight]
         return operations[0] if self.is_full and all(each.state is _STALLED for each in operations) else None
 
@@ -117,14 +124,15 @@ class TransferQueue:
         """Take a transfer that has to be tried again; it goes before everything of its priority."""
         operation = transfer.operation
         operation.retries = (*operation.retries, transfer)
-        if operation.state is _RUNNING:
+        if operation.state is _RUNNING:  # else it is queued already, for pieces that are still to be cut
             operation.state = _QUEUED
             self._queues[operation.priority].appendleft(operation)
             self.num_queued += 1
 
     def promote(self, operation: Operation, priority: Priority) -> None:
-        """Give a queued operation a higher priority; its old place is skipped when its turn comes there."""
+        """Give a queued operation a higher priority."""
         if operation.state is _QUEUED:
+            # It stays in its old deque, where removal would be a search: _choose() skips it there.
             self._queues[priority].append(operation)
         operation.priority = priority
 
@@ -132,7 +140,7 @@ class TransferQueue:
         """Hand nothing more of an operation over; its transfers at the backend still complete."""
         operation.retries = ()
         if operation.state is _QUEUED:
-            operation.state = _RUNNING
+            operation.state = _RUNNING  # _choose() skips it from now on
             self.num_queued -= 1
 
     def pop_ready(self, tick: int, taken: deque[Operation | Transfer]) -> None:
@@ -149,7 +157,7 @@ class TransferQueue:
             if operation is None:
                 break
             transfer: Operation | Transfer
-            if operation.retries:
+            if operation.retries:  # before new pieces: their deadline is running already
                 *operation.retries, transfer = operation.retries
             else:
                 transfer = self._cut(operation)
@@ -207,10 +215,11 @@ class TransferQueue:
 
     def _choose(self) -> Operation | None:
         """Return the operation whose turn it is, and leave it at the head of its queue."""
+        # With max_overtakes=64 and an endless supply of demand reads, a write-back gets every 65th transfer.
         chosen = -1
         for priority, queue in enumerate(self._queues):
             while queue and (queue[0].state is not _QUEUED or queue[0].priority != priority):
-                queue.popleft()
+                queue.popleft()  # withdrawn, or promoted to another queue
             if not queue:
                 self._overtaken[priority] = 0
             elif chosen < 0 or self._overtaken[priority] >= self._max_overtakes:
