@@ -172,7 +172,7 @@ class IOBackend(Protocol):
 
     @property
     def boundary_bytes(self) -> int:
-        """No transfer may cross a multiple of this; 0 where any may."""
+        """No transfer may cross a multiple of this; 0 if there is no such limit."""
 
     @property
     def concurrency(self) -> int:

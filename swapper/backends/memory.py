@@ -49,7 +49,6 @@ class MemoryBackend(Uncopyable):
         self.capacity_bytes = round_up(capacity_bytes)
         self.region = AlignedRegion(max(1, self.capacity_bytes))
         self.concurrency = max(1, num_threads)
-        # Bound to the array and not to `self`: queued jobs must not keep a backend alive that nobody closed.
         self._copy: Callable[[IORequest], None] | None = partial(_copy, self.region.array())
         self._workers: list[Workers] = []
         with closed_unless_made(self.close, EXIT_SECONDS):

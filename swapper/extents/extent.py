@@ -14,18 +14,16 @@ NameOf = Callable[[int, int], str]
 
 
 class ExtentState(Enum):
-    """Who owns the space of an extent."""
+    """The state of an extent. The comments say who owns its space."""
 
-    LIVE = "live"  # its holder; reads and writes are taken
-    FREEING = "freeing"  # requests that still run; no new ones are taken
-    FREED = "freed"  # the volume again
+    LIVE = "live"  # its holder
+    FREEING = "freeing"  # requests that still run; new ones are refused
+    FREED = "freed"  # the allocator
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Extent:
-    """A byte range of a volume, and who owns it.
-
-    Made by ``Swapper.allocate``.
+    """A byte range of a volume. Made by ``Swapper.allocate``.
 
     Attributes:
         name: What error messages call it.

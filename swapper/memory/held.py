@@ -3,8 +3,8 @@
 [Note: whose memory it is]
 A request may outlive its waiter. An interrupt ends the wait, or comes even before the caller has the handle. An error
 elsewhere may end it, or a deadline, although the kernel may still move the bytes. So a pool that reuses memory does not
-rely on handles. It asks here, and does not lease memory that a request still uses. The scheduler's own table of
-unfinished requests is what is asked, so nobody has to register a request.
+rely on handles. It asks here, and does not lease memory that a request still uses. The answer comes from the tables of
+unfinished requests that schedulers have, so no code has to register a request.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class RequestSource(Protocol):
     requests: dict[Any, Any]
 
 
-# Weak references: when a scheduler is collected, its backend is gone as well, and no request of it is running. No lock:
-# every change is a single step under the interpreter's lock, and readers go through a copy.
+# Weak references: a request at a backend keeps its scheduler alive, by `on_complete`. No lock: every change is a single
+# step under the interpreter's lock, and readers go through a copy.
 _holders: dict[weakref.ref[RequestSource], None] = {}
 os.register_at_fork(after_in_child=_holders.clear)  # a child has neither the requests nor their memory
 

@@ -60,7 +60,7 @@ class _Mapping:
         # A start on a huge page boundary lets the kernel back all of it with huge pages: a direct transfer then
         # consists of few large pieces instead of hundreds of small ones (measured, 1 MiB reads of a virtio drive: 2.6
         # instead of 1.4 GB/s, and half the CPU time). The slack around is given back. Example: 4 MiB are mapped as 6
-        # MiB at base = 0x7f0000100000. address = 0x7f0000200000; the 1 MiB in front of it and the 1 MiB behind its 4
+        # MiB, at base = 0x7f0000100000. Then address = 0x7f0000200000, and 1 MiB in front of it and 1 MiB behind its 4
         # MiB are unmapped.
         slack = _HUGE_PAGE_BYTES if num_bytes >= _HUGE_PAGE_BYTES else 0
         with limits_in_words():

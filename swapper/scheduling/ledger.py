@@ -1,4 +1,4 @@
-"""What is known of the bytes of one extent: which can be read, and who is at work on them.
+"""The state of an extent's bytes: which can be read, and which operations use them.
 
 [Note: order on the same bytes]
 Operations that touch the same block of an extent, at least one of them writing, run one after the other in the order of
@@ -44,11 +44,11 @@ class Overlaps:
                 self.longest = 0
 
     def of(self, operation: Operation) -> list[Operation]:
-        """Return those that touch what this one touches, in the order of their submission."""
+        """Return the operations that overlap with this one, in the order of their submission."""
         rows, start = self.rows, operation.hazard_start
-        # What overlaps begins before this one's end, and less than `longest` bytes before its start. Example: rows [0,
-        # 4096), [4096, 12288) and [20480, 24576), so longest = 8192. For [8192, 16384), rows are looked at that begin
-        # from 8192 - 8192 + 1 = 1 up to 16383: only the second one, which overlaps.
+        # What overlaps begins before this one's end, and less than `longest` bytes before its start. Example:
+        # rows [0, 4096), [4096, 12288) and [20480, 24576), so longest = 8192. For [8192, 16384), only rows can overlap
+        # that begin from 8192 - 8192 + 1 = 1 up to 16383: the second one.
         near = rows[bisect_left(rows, (start - self.longest + 1,)) : bisect_left(rows, (operation.hazard_stop,))]
         found: list[Operation] = []
         for _, _, other in near:
@@ -81,7 +81,7 @@ class Ledger:
         return [operation for overlaps in self.working for _, _, operation in overlaps.rows]
 
     def admit(self, operation: Operation) -> None:
-        """Take an operation and put the ones it must wait for into its ``blockers``.
+        """Add an operation, and put the ones it must wait for into its ``blockers``.
 
         Raises:
             ExtentError: A read of bytes that are known to be unreadable.
@@ -117,14 +117,14 @@ class Ledger:
         among.longest = max(among.longest, operation.hazard_stop - operation.hazard_start)
 
     def check_broken(self, operation: Operation) -> None:
-        """Refuse a read of bytes whose last write failed. Final once nothing blocks the operation any more."""
+        """Raise for a read of bytes whose last write failed. Final only when the operation has no blockers left."""
         if operation.direction is Direction.READ:
             overlap = self._broken.first_overlap(operation.first, operation.stop)
             if overlap is not None:
                 raise ExtentError.broken(self.extent.name, overlap[0], overlap[1] - overlap[0])
 
     def finish(self, operation: Operation) -> None:
-        """Take note how an operation ended."""
+        """Record how an operation ended."""
         if operation.direction is Direction.WRITE:
             if operation.failure is not None:
                 # Writing a part of a block rewrites the rest of it, which may be torn as well.

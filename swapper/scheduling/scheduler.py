@@ -134,13 +134,13 @@ class IOScheduler(Uncopyable):
     # -- submission --------------------------------------------------------------------------------------------------
 
     def submit(self, operation: Operation) -> None:
-        """Take a new operation. On the main thread it is to be called `uninterrupted`.
+        """Start a new operation. On the main thread, call it inside `uninterrupted`.
 
         Raises:
             ExtentError: A read of bytes that were never written, or whose last write failed, if that is known already;
                 or the extent has been freed.
             SwapperClosedError: The scheduler has been closed.
-            ReentryError: A signal handler asks, in the midst of a change.
+            ReentryError: A signal handler calls, in the middle of a change.
         """
         if self._lock._is_owned():
             refuse_owned(self._lock, "a read or a write")
@@ -166,8 +166,7 @@ class IOScheduler(Uncopyable):
                 elif queue.begin(operation, self._tick):
                     taken.append(operation)
             except BaseException:
-                # A write counts as written already, and it was not: nobody may read its bytes until somebody writes
-                # them.
+                # admit() counts a write as written already. Its failure marks these bytes as broken.
                 operation.failure = SwapperClosedError("an error came before it started")
                 queue.withdraw(operation)
                 if operation in self._active:
@@ -191,7 +190,7 @@ class IOScheduler(Uncopyable):
             self._finish(operation, over)
 
     def _make_ready(self, operation: Operation, ledger: Ledger) -> bool:
-        """Queue an operation that waits for nothing any more; return false if it is over instead."""
+        """Queue an operation without blockers; return false if it is over instead."""
         try:
             if self._closed_because:
                 raise SwapperClosedError(self._closed_because)
@@ -391,7 +390,7 @@ class IOScheduler(Uncopyable):
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _refuse_between(self, what: str) -> None:
-        """Raise `ReentryError` if this thread is in the midst of a change, or hands over what would be waited for."""
+        """Raise `ReentryError` if this thread is in the middle of a change, or of a submission."""
         refuse_owned(self._lock, what)
         if self._thread.backlog is not None:
             raise ReentryError(what, "the start of a read or a write")
@@ -413,11 +412,11 @@ class IOScheduler(Uncopyable):
         Args:
             operation: What to wait for.
             timeout_seconds: How long at most; by default, until nothing has completed for the deadline.
-            observes: The caller will see to the operation's error, so that it need not be remembered.
+            observes: The caller will raise the operation's error, so it need not be pending.
 
         Raises:
             StallError: It is not over.
-            ReentryError: A signal handler or finalizer waits, in the midst of a change that has to go on first.
+            ReentryError: A signal handler or finalizer waits, in the middle of a change that must be completed first.
         """
         if os.getpid() != self.pid:
             self.check_process()
@@ -461,7 +460,7 @@ class IOScheduler(Uncopyable):
         return False
 
     def _wait_for_all(self, operations: Iterable[Operation]) -> None:
-        """Block until all of them are over; their errors are left for whoever asks next."""
+        """Block until all of them are over; their errors stay pending."""
         for operation in reversed([*operations]):  # when the last is over, the others are, as a rule
             if not operation.is_finished:
                 self.sleep(operation, observes=False)
@@ -474,9 +473,9 @@ class IOScheduler(Uncopyable):
         self._wait_for_all(writes)
 
     def release(self, extent: Extent) -> None:
-        """Take no more requests of an extent, and block until all that there are are over.
+        """Refuse new requests of an extent, and block until the others are over.
 
-        Its space goes back when the backend has released all of them, whether somebody waits for that or not.
+        Its space is freed when the backend has completed all of them, also if this wait is cut off.
         """
         self._refuse_between("freeing an extent")
         with uninterrupted(), self._lock:
@@ -489,7 +488,7 @@ class IOScheduler(Uncopyable):
         self._wait_for_all(operations)
 
     def _retire(self, extent: Extent) -> None:
-        """Give the space of an extent back that is being freed, if nothing is at work on it."""
+        """Free the space of an extent that is being freed, if no operation uses it."""
         ledger = self._ledgers.get(extent)
         if ledger is None or not ledger.operations:
             self._free_extent(extent)
@@ -515,11 +514,11 @@ class IOScheduler(Uncopyable):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, because: str, timeout_seconds: float | None = None) -> None:
-        """Take nothing more, drop what is not at the backend yet, wait for the rest, and close the backend.
+        """Refuse new operations, drop those that are not at the backend, wait for the rest, and close the backend.
 
         Args:
-            because: What later calls are told.
-            timeout_seconds: How long to wait for what is at the backend; the deadline by default.
+            because: The message of later calls' `SwapperClosedError`.
+            timeout_seconds: How long to wait for transfers at the backend; the deadline by default.
         """
         self._refuse_between("closing")
         if timeout_seconds is None:
@@ -568,12 +567,12 @@ class IOScheduler(Uncopyable):
                     over.append(operation)
 
     def statistics(self, capacity_bytes: int, free_bytes: int) -> Statistics:
-        """Return a snapshot that is consistent in itself; the sizes are the caller's."""
+        """Return a consistent snapshot; the sizes are the caller's."""
         self.check_process()
         with self._lock:
             return take_snapshot(self.queues, self._active, self._backend, self._num_errors, capacity_bytes, free_bytes)
 
 
 def _is_over(operation: Operation) -> bool:
-    # A call, because other threads change the attribute: a type checker would take its first value for the last.
+    # A call, because other threads change the attribute: mypy would narrow its type after the first look.
     return operation.is_finished

@@ -1,4 +1,4 @@
-"""What a swapper has done so far."""
+"""Counters and gauges of a swapper."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Statistics:
         busy_seconds: Wall time during which at least one transfer of either direction was there: the union of both.
         inflight_reads: Gauge: reads at the backend now.
         inflight_writes: Gauge: writes at the backend now.
-        queued_reads: Gauge: reads not handed over completely yet.
-        queued_writes: Gauge: writes not handed over completely yet.
+        queued_reads: Gauge: reads not submitted completely yet.
+        queued_writes: Gauge: writes not submitted completely yet.
         capacity_bytes: Gauge: size of the storage.
         free_bytes: Gauge: storage that belongs to no extent.
         is_direct: Whether transfers bypass the page cache.
@@ -59,7 +59,7 @@ class Statistics:
 
     @property
     def queued(self) -> int:
-        """Reads and writes not handed over completely yet."""
+        """Reads and writes not submitted completely yet."""
         return self.queued_reads + self.queued_writes
 
     def __sub__(self, before: Statistics) -> Statistics:

@@ -1,4 +1,4 @@
-"""Who wants to know how operations ended: threads that wait, callbacks, and whoever calls next."""
+"""Ticks of the watchdog, and errors that nobody has waited for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tick_seconds(deadline_seconds: float) -> float:
 
 
 class PendingErrors:
-    """Failed operations in the order of their failure, until somebody has seen each error once. Thread safe."""
+    """Failed operations in the order of their failure, until their errors are seen. Thread safe."""
 
     def __init__(self) -> None:
         self.operations: deque[Operation] = deque()
@@ -33,7 +33,7 @@ class PendingErrors:
             self.operations.append(operation)
 
     def pop(self) -> SwapperError | None:
-        """Return the first error that nobody has seen; from now on it is seen."""
+        """Return the first error that nobody has seen, and mark it as seen."""
         with contextlib.suppress(IndexError):
             while True:
                 error = observe(self.operations.popleft())

@@ -11,7 +11,7 @@ import threading
 
 
 class Bell:
-    """Wakes one waiting thread. A ring while nobody waits ends the next `wait` at once; several rings count as one."""
+    """Wakes one waiting thread. A ring without a waiting thread ends the next `wait` at once; several count as one."""
 
     __slots__ = ("_lock",)
 
@@ -32,7 +32,7 @@ class Bell:
 
 
 class Latch:
-    """Something that happens once, and that any number of threads may wait for: ``threading.Event`` without `clear`."""
+    """A one-time event that any number of threads may wait for: ``threading.Event`` without `clear`."""
 
     __slots__ = ("_bells", "_is_set")
 
@@ -41,7 +41,7 @@ class Latch:
         self._is_set = False
 
     def is_set(self) -> bool:
-        """Whether it has happened."""
+        """Whether `set` has been called."""
         return self._is_set
 
     def set(self) -> None:
@@ -51,7 +51,7 @@ class Latch:
             bell.ring()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Sleep until it has happened; return whether it has."""
+        """Sleep until `set` is called; return whether it was."""
         if not self._is_set:
             bell = Bell()
             self._bells.append(bell)  # before the next look: a set() from now on rings it

@@ -62,10 +62,10 @@ class Staging:
         self._missing: list[Path] = []
 
     def __enter__(self) -> Staging:
-        self._missing = _missing(self._directory)  # before they are made
+        self._missing = _missing(self._directory)
         try:
             make_directory(self._directory)
-            with locked(self._directory):  # a directory without its mark yet must not look like one without an owner
+            with locked(self._directory):
                 _remove_abandoned(self._directory)
                 self._make()
         except BaseException:
@@ -118,12 +118,13 @@ class Staging:
         """
         is_done = False
         # Example: weights in two shards. unknown are the shards under new names, replacing has config.json, head is the
-        # index. A crash after step 1 or 2 leaves the old index and its shards; after step 3, the new index and its own.
+        # index. A crash before the last rename leaves the old index with its shards; after it, the new index with its
+        # own.
         try:
-            for name, target in unknown:  # step 1
+            for name, target in unknown:
                 rename(self.path / name, self._directory / target)
-            sync_directory(self._directory)  # step 2: their names are on the drive before the head is
-            for name, target in (*(pair for pair in replacing if pair != head), head):  # step 3: the head last
+            sync_directory(self._directory)  # their names are on the drive before the head is
+            for name, target in (*(pair for pair in replacing if pair != head), head):  # the head last
                 place = self._directory / target
                 if place.parent != self._directory:
                     make_directory(place.parent)

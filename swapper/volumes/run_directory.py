@@ -138,7 +138,7 @@ class RunDirectory(Uncopyable):
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def newest(self) -> tuple[int, list[bytes]] | None:
-        """Return the newest commit that is what was written; None without any.
+        """Return the number and parts of the newest commit that is not damaged; None without any.
 
         Raises:
             DurableRunError: There are some, and none of them is; or another version wrote the newest.
@@ -176,10 +176,10 @@ class RunDirectory(Uncopyable):
         sync_directory(self.path)
 
     def read(self, number: int) -> list[bytes]:
-        """Return what was written.
+        """Return the parts of a commit.
 
         Raises:
-            DurableRunError: It holds something else; another version wrote it.
+            DurableRunError: It is damaged, or another version wrote it.
         """
         path = self._path(number)
         try:

@@ -256,7 +256,7 @@ def write_in_place(fd: int) -> None:
 def _set_direct(fd: int, is_direct: bool) -> None:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if _O_DIRECT and bool(flags & _O_DIRECT) is not is_direct:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags ^ _O_DIRECT)  # toggles this one flag
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags ^ _O_DIRECT)
 
 
 def _try_direct(fd: int) -> str:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MOST_TURNS = 32  # of the fastest drive in a cycle; ends the search in `deal` if no cycle reaches _GOOD_SHARE
-_EQUAL_WITHIN = 0.1  # of a turn: added before turns are rounded down, since speeds are measured with some noise
+_EQUAL_WITHIN = 0.1  # of a turn: added before turns are rounded down, since measured speeds are not exact
 _GOOD_SHARE = 0.9  # of the sum of all bandwidths: `deal` takes the shortest cycle that reaches it
 
 

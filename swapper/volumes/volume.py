@@ -29,8 +29,9 @@ FileRange = tuple[int, int, int, int]
 class Volume(Uncopyable):
     """One address space over scratch files, striped if there are several directories.
 
-    Drives get stripes in proportion to their speeds, if these are given: see ``swapper/volumes/striping.py``. A directory
-    gives at most its capacity or its free space, and the others give the rest. Exactly the used space is reserved.
+    Drives get stripes in proportion to their speeds, if these are given: see ``swapper/volumes/striping.py``. A
+    directory gives at most its capacity or its free space, and the others give the rest. Exactly the used space is
+    reserved.
 
     Args:
         directories: One directory per drive, at least one.
@@ -104,13 +105,13 @@ class Volume(Uncopyable):
         return self.files[column], file_offset
 
     def file_ranges(self, offset: int, num_bytes: int) -> list[FileRange]:
-        """Return where bytes of the address space lie, in their order; one range at least."""
+        """Return where bytes of the address space are stored, in their order; one range at least."""
         if self._map is None or not num_bytes:
             return [(0, offset, 0, num_bytes)]
         return self._map.file_ranges(offset, num_bytes)
 
     def column_of(self, offset: int) -> int:
-        """Return which of ``files`` holds a byte of the address space."""
+        """Return the index in ``files`` of the file that stores a byte of the address space."""
         return self.file_ranges(offset, 1)[0][0]
 
     def sync(self) -> None:
@@ -133,7 +134,7 @@ class Volume(Uncopyable):
         return f"{self.capacity_bytes} bytes in {ways}"
 
     def close(self) -> None:
-        """Close all files; their space goes back to the file systems. Idempotent."""
+        """Close all files, which frees their space. Idempotent."""
         for file in self.files:
             file.close()
 

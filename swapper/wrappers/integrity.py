@@ -51,8 +51,8 @@ class _Job:
 
     # Example: blocks of 4 KiB, pages of 64 KiB, page 0 written whole. A write of bytes [100, 5000):
     #   edges = (0,), drops = (100, 5000), cuts = (0, 8192, 100, 5000), to_read = [(0, 65536)]
-    # The page is read back and verified. Its segments are then [0, 100), [5000, 8192) and [8192, 65536), and [100,
-    # 5000) after the write. A write of [4096, 65536) would have drops = cuts = (4096, 65536).
+    # The page is read back and verified. Its segments are then [0, 100), [5000, 8192) and [8192, 65536); the write adds
+    # [100, 5000). A write of [4096, 65536) would have drops = cuts = (4096, 65536).
 
     __slots__ = ("cuts", "drops", "edges", "read_back", "request", "start", "stop", "to_read")
 

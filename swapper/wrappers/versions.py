@@ -152,8 +152,8 @@ class VersionedBackend(BackendWrapper):
         is_used[present - 1] = True
         for start, stop in self._taken:
             is_used[start:stop] = True
-        # Changes between used and free alternate, with a used slot before the first and behind the last. is_used 1 0 0
-        # 1 0 gives edges 1 3 4 5: the free ranges [1, 3) and [4, 5).
+        # Changes between used and free alternate, with a used slot before the first and behind the last. Example:
+        # is_used 1 0 0 1 0 gives edges 1 3 4 5: the free ranges [1, 3) and [4, 5).
         edges = np.flatnonzero(np.diff(np.concatenate([[True], is_used, [True]]).astype(np.int8)))
         self._free = IntervalSet()
         for start, stop in edges.reshape(-1, 2).tolist():
@@ -192,8 +192,8 @@ class VersionedBackend(BackendWrapper):
             return
         # Blocks at the ends that are not written whole are copied, with the new bytes, to their new slots: `old` is
         # read into `edges`, put() adds the new bytes, and parts() writes all. Example: bytes [100, 12288) are blocks 0
-        # to 2. edges = {0: 4096 bytes}; in consecutive slots, two parts are written, block 0 from its copy, and blocks
-        # 1 and 2 from the user's memory.
+        # to 2, and edges = {0: its copy}. In consecutive slots these are two parts: block 0 from its copy, blocks 1 and
+        # 2 from the user's memory.
         cut = {block for block, address in ((first, start), (last - 1, stop)) if address % ALIGNMENT}
         edges = {block: AlignedRegion(ALIGNMENT).array() for block in cut}
         old = [
