@@ -77,12 +77,11 @@ def _watch(reference: weakref.ref[IOScheduler], stop: Bell, seconds: float) -> N
         if scheduler is None:
             return
         call_back(scheduler._on_tick, "looking for transfers that hang")
-        del scheduler
+        del scheduler  # else it would live until the next tick
 
 
 class _Thread(threading.local):
-    backlog: deque[Operation | Transfer] | None = None
-    """What this thread is handing over."""
+    backlog: deque[Operation | Transfer] | None = None  # transfers that this thread is submitting, see _submit_all
 
 
 class IOScheduler(Uncopyable):
@@ -404,6 +403,7 @@ class IOScheduler(Uncopyable):
             self.sleep(operation, timeout_seconds, observes=True)
         if operation.failure is not None:
             observe(operation)
+            # Each waiter raises the same object: with its traceback, it would keep the frames of all of them.
             raise operation.failure.with_traceback(None)
 
     def sleep(self, operation: Operation, timeout_seconds: float | None = None, *, observes: bool) -> None:

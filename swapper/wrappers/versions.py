@@ -202,7 +202,7 @@ class VersionedBackend(BackendWrapper):
             if before[block - first] and not request.may_pad
         ]
 
-        def put(is_whole: int, error: OSError | None) -> None:  # the 1 that _move() gets below, or 0
+        def put(is_whole: int, error: OSError | None) -> None:  # is_whole: the 1 that _move() gets below, or 0
             if error is None and not is_whole:
                 error = OSError(errno.EAGAIN, _SHORT)
             if error is not None:

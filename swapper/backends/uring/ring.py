@@ -262,7 +262,7 @@ class Ring:
             OSError: ``ENOMEM``: more than the limit on locked memory.
         """
         vector = _Vector(address if num_bytes else None, num_bytes)
-        tag = ctypes.c_uint64(0)
+        tag = ctypes.c_uint64(0)  # 0: no completion when the kernel drops the buffer
         self._check(self._library.update_buffers(self._address, slot, ctypes.byref(vector), ctypes.byref(tag), 1))
 
     # -- the end -----------------------------------------------------------------------------------------------------
