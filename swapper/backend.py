@@ -1,4 +1,4 @@
-"""What a backend promises: bytes move between memory and an address space, and completion is told by a callback."""
+"""The interface of backends: they move bytes between memory and an address space, and call back on completion."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CompletionCallback = Callable[["IORequest", int, OSError | None], None]
 """Called once for each request with the bytes that were transferred and the error, if any."""
 
 
+# Takes the place of a completed request's memory. A backend's thread may keep the request a little longer, and a view
+# of the user's memory would forbid to resize or close that (BufferError).
 NO_MEMORY = memoryview(b"")
-"""What a request that is over looks at: the backend may keep it for a moment more, and with it what counts as a view of the
-memory."""
 
 
 class Direction(IntEnum):
@@ -29,7 +29,7 @@ class Direction(IntEnum):
 
 
 class CorruptedDataError(OSError):
-    """What a request is completed with if its bytes are not those that were written: not worth another attempt.
+    """The error of a request whose bytes are not those that were written. The scheduler does not retry it.
 
     Attributes:
         offset: The first byte, in the backend's address space, of what does not match.
@@ -50,10 +50,10 @@ class IORequest:
         direction: Read or write.
         offset: First byte in the backend's address space.
         memory: The bytes in memory; its length is the length of the transfer.
-        address: Where ``memory`` starts, so that nobody has to ask for it again.
-        may_pad: A write may destroy what lies beside it in the blocks at its two ends. A backend that can only write
-            whole blocks must otherwise read them first.
-        batch: Its parts, where the backend has divided it, by the first byte of each.
+        address: Where ``memory`` starts.
+        may_pad: A write may overwrite the other bytes of the blocks at its two ends. Otherwise a backend that can only
+            write whole blocks must read them first.
+        batch: The parts into which the backend has divided it.
         on_complete: Called exactly once, from any thread, also from inside ``submit``.
     """
 
@@ -66,24 +66,25 @@ class IORequest:
     batch: Batch | None = None
 
     def release_memory(self) -> None:
-        """Look at the memory no longer. For ``on_complete``, before anybody hears that it is over."""
+        """Drop the view of the memory; ``on_complete`` calls this before it wakes anybody."""
         self.memory = NO_MEMORY
 
     def complete(self, transferred_bytes: int, error: OSError | None = None) -> None:
-        """Tell whoever submitted the request that it is over. What goes wrong there is only logged: others need the thread."""
+        """Call ``on_complete``."""
         try:
             self.on_complete(self, transferred_bytes, error)
-        except BaseException as raised:
+        except BaseException as raised:  # the backend's thread has other requests to serve
             log_raised(raised, "completing a transfer")
 
 
 def ended(what: str) -> OSError:
-    """What a request is completed with that comes when the process ends: nobody must wait for his deadline then."""
+    """Return the error of a request that comes after its backend has stopped."""
+    # At the end of the process, say: without it, a waiter would keep the process until its deadline.
     return OSError(errno.ESHUTDOWN, f"{what} ended")
 
 
 def as_os_error(error: BaseException) -> OSError:
-    """What a request is completed with where carrying it out raised something."""
+    """Return the error of a request whose transfer raised ``error``."""
     if isinstance(error, OSError):
         # The traceback's frames refer to the request and so to the user's memory; the number and text are enough.
         return error.with_traceback(None)
@@ -91,14 +92,18 @@ def as_os_error(error: BaseException) -> OSError:
 
 
 class Batch:
-    """Parts that are one for whoever waits for them.
+    """The parts of a divided request, completed together.
 
     Args:
-        left: The parts; all that are not over yet.
-        num_bytes: What ``then`` is told if all went well.
+        left: The parts that are not over yet.
+        num_bytes: What ``then`` gets if all went well.
         then: Called when the last part is over, with the first byte that is not moved, and with the error if that is 0.
-        request: What was divided, if that was one; the parts are called by the first byte of each.
+        request: The divided request, if its parts are named by the first byte of each.
     """
+
+    # Example: 10 MiB in parts from 0, 3, 6 and 9 MiB on. The third fails at byte 7 MiB, the others end well. `then`
+    # gets (7 MiB, None), a short transfer: the next attempt begins there, and ends with the error if it persists. Bytes
+    # behind a gap do not count, although they were moved. If the first part fails at byte 0, `then` gets (0, error).
 
     def __init__(
         self,
@@ -109,51 +114,52 @@ class Batch:
     ) -> None:
         if request is not None:
             request.batch = self
-        self.left = left
-        self._lock = threading.RLock()
+        self.left = left  # stall_error() reads a copy of it, to say which part hangs
+        self._lock = threading.RLock()  # guards all below and `left`; workers of several drives end parts at once
         self._num_bytes = self._moved_bytes = num_bytes
         self._error: OSError | None = None
         self._then = then
 
     def on_over(self, part: Any, moved_bytes: int, error: OSError | None) -> None:
-        """A part is over; ``moved_bytes``: the first byte of the whole that it should have moved and has not."""
+        """Take note that a part is over; ``moved_bytes``: the first byte of the whole that the part has not moved."""
         with self._lock:
             if moved_bytes < self._moved_bytes:
                 self._moved_bytes, self._error = moved_bytes, error
             self.left.discard(part)
             is_last = not self.left
-        if is_last:
-            # Behind the first bytes, an error is told by the next attempt, which begins there.
+        if is_last:  # outside of the lock: `then` may submit the next request
             self._then(self._moved_bytes, None if self._moved_bytes else self._error)
 
     def on_complete(self, request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
-        """A part is a request, and completed. If it is short, nothing counts as moved."""
+        """The completion callback of parts that are requests. If one is short, nothing of the whole counts as moved."""
         is_whole = transferred_bytes == len(request.memory)
         request.release_memory()
         self.on_over(request, self._num_bytes if is_whole else 0, error)
 
     def submit(self, backend: IOBackend, requests: list[IORequest]) -> None:
-        """Hand requests over, which are its parts, and take them out of the list."""
+        """Submit requests as the parts of this batch, and empty the list."""
+        # The batch itself counts as one more part: it cannot be over before all are submitted, nor stay open without
+        # any.
         self.left.update(requests, (self,))
         while requests:
             request = requests.pop(0)
             try:
                 backend.submit(request)
-            except Exception as error:  # others are on their way: all of them have to end
+            except Exception as error:  # earlier ones are at the backend: the batch is over when all have ended
                 self.on_complete(request, 0, as_os_error(error))
-            del request
+            del request  # it may be over now: this thread must not keep its memory
         self.on_over(self, self._num_bytes, None)
 
 
 class IOBackend(Protocol):
-    """Moves bytes between memory and one flat address space; knows nothing of extents, hazards or priorities.
+    """Moves bytes between memory and one flat address space.
 
-    Requests may be completed in any order and on any thread. A read returns what the last *completed* write stored; the
-    order of overlapping requests that are in flight together is not defined, and the scheduler never has such.
-    A backend must not retry: a short transfer or a failed one is completed as it is.
+    A backend completes requests in any order and on any thread. A read returns what the last *completed* write stored.
+    The scheduler never has overlapping requests in flight of which one writes. A backend must not retry: it completes a
+    short or failed transfer as it is.
 
-    Two things a backend may have besides. ``run_bytes``: it takes transfers of so many bytes, and carries each out piece by
-    piece, on all of its threads; a long operation then goes down as one. ``register_memory``: see the function of this name.
+    A backend may have two more attributes. ``run_bytes``: the longest transfer that it takes and divides among its own
+    threads; a long operation is then one transfer. ``register_memory``: see the function of this name.
     """
 
     @property
@@ -162,15 +168,15 @@ class IOBackend(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Writes of fewer bytes than this touch their neighbours in the same block; 1 where they never do."""
+        """Writes rewrite whole blocks of so many bytes; 1 if they touch no byte beside their own."""
 
     @property
     def boundary_bytes(self) -> int:
-        """No transfer may cross a multiple of this; 0 where any may."""
+        """No transfer may cross a multiple of this; 0 if there is no such limit."""
 
     @property
     def concurrency(self) -> int:
-        """So many transfers of each direction can make progress at once."""
+        """Number of transfers of each direction that can make progress at once."""
 
     @property
     def is_direct(self) -> bool:
@@ -178,10 +184,10 @@ class IOBackend(Protocol):
 
     @property
     def num_bounced(self) -> int:
-        """So many transfers went through other memory, because theirs was not aligned."""
+        """Number of transfers that were copied through other memory, because theirs was not aligned."""
 
     def locate(self, offset: int) -> tuple[str, int]:
-        """Return the file (or memory), in words, and the offset in it of a byte of the address space."""
+        """Return the name of the file (or memory) for messages, and the offset in it of a byte of the address space."""
 
     def describe(self) -> str:
         """Return one line that says what this is and where its bytes go."""
@@ -190,15 +196,14 @@ class IOBackend(Protocol):
         """Start a transfer; must not block for long, and must complete the request even if it cannot be done."""
 
     def close(self, timeout_seconds: float) -> bool:
-        """Let running transfers end, complete the waiting ones, and release everything.
+        """Let running transfers end, complete the waiting ones, and release everything. Idempotent.
 
-        Returns whether all of that was done within the time; if not, what a hung transfer uses is left alone.
-        Idempotent.
+        Returns whether that was done in time. If not, files and memory of hung transfers stay open.
         """
 
 
 def register_memory(backend: IOBackend, region: AlignedRegion) -> Callable[[], None]:
-    """Let a backend know memory beforehand, if it then transfers more cheaply; return what undoes that.
+    """Register memory with a backend that then transfers more cheaply; return a function that undoes it.
 
     Until then the region stays mapped, and its pages must not be given to the kernel with MADV_DONTNEED.
     """

@@ -13,21 +13,19 @@ from typing import Literal, SupportsFloat
 from swapper.errors import ArgumentError
 
 ALIGNMENT = 4096
-"""Direct I/O wants memory addresses, file offsets and lengths that are multiples of this many bytes."""
+"""Direct I/O needs memory addresses, file offsets and lengths that are multiples of so many bytes."""
 
 
 BackendName = Literal["auto", "threads", "uring", "aiofiles"]
 """How bytes move between memory and files; "auto" takes the fastest one that proves to work."""
 
 
-LEAST_DEADLINE_SECONDS = 0.01
-"""No drive is sure to answer sooner."""
-_MOST_SECONDS = min(1e9, threading.TIMEOUT_MAX)
+LEAST_DEADLINE_SECONDS = 0.01  # no drive is sure to answer sooner
+_MOST_SECONDS = min(1e9, threading.TIMEOUT_MAX)  # 31 years; a lock's acquire() raises above TIMEOUT_MAX
 
 
 def bounded_seconds(seconds: float, name: str = "timeout_seconds") -> float:
-    """Return a time that every call which waits takes: less than nothing is the same as none, and more than some decades as
-    for ever.
+    """Return a timeout that every waiting call accepts: negative ones become 0, and infinity 31 years.
 
     Raises:
         ArgumentError: It is no number: ``name`` says what for.
@@ -40,7 +38,7 @@ def bounded_seconds(seconds: float, name: str = "timeout_seconds") -> float:
 
 
 class Priority(IntEnum):
-    """Who is served first; the smaller number wins."""
+    """Which requests are served first; the smaller number wins."""
 
     DEMAND = 0  # somebody waits for it now
     PREFETCH = 1  # somebody will need it soon
@@ -82,11 +80,12 @@ def round_up(num_bytes: int, multiple: int = ALIGNMENT) -> int:
 
 
 def split_at(offset: int, num_bytes: int, boundary_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut bytes that lie at an offset at each multiple of ``boundary_bytes``, or nowhere if that is 0.
+    """Cut a range of bytes at each multiple of ``boundary_bytes``, or nowhere if that is 0.
 
     Yields:
         First byte of a piece, counted from ``offset``, and the one behind its last.
     """
+    # split_at(6, 10, 4), bytes [6, 16) cut at 8 and 12: (0, 2), (2, 6), (6, 10)
     low = 0
     while low < num_bytes:
         room = boundary_bytes - (offset + low) % boundary_bytes if boundary_bytes else num_bytes
@@ -101,17 +100,16 @@ class SwapperConfig:
 
     Attributes:
         request_bytes: Largest single transfer; longer reads and writes are cut at multiples of it. Multiple of 4096.
-        num_threads: Worker threads for each direction and drive: so many reads and so many writes run at once on each.
-        max_inflight: Transfers handed to the backend at once, for each direction; a backend may take fewer.
-        deadline_seconds: A transfer that has no answer by then fails (it has had at least 7/8 of this time), and a wait
-            gives up if no transfer at all completes for this long. At least 0.01; ``math.inf`` for (nearly) never.
-        direct: Bypass the page cache (O_DIRECT) where the file system can.
-        max_retries: How often a transfer is tried again after EINTR, EAGAIN or a short transfer, in a row without moving
-            anything.
-        max_overtakes: So many transfers of higher priority may pass a waiting one of lower priority; then that has its
-            turn.
+        num_threads: Worker threads for each direction and drive, each with one request at a time.
+        max_inflight: Transfers at the backend at once, for each direction; a backend may take fewer.
+        deadline_seconds: A transfer without an answer fails after this time (at least 7/8 of it). A wait fails if no
+            transfer at all completes for this long. At least 0.01; ``math.inf`` for (nearly) never.
+        direct: Bypass the page cache (O_DIRECT) if the file system can.
+        max_retries: How often a transfer that moves nothing is tried again in a row: after EINTR, EAGAIN, or a short
+            transfer.
+        max_overtakes: How many transfers of higher priority may pass a waiting one of lower priority.
         backend: How bytes move between memory and files.
-        verify_checksums: Remember a checksum of what is written, and compare it with what is read.
+        verify_checksums: Store a checksum of written bytes, and verify reads.
     """
 
     request_bytes: int = 1 << 20
@@ -126,6 +124,7 @@ class SwapperConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
+        # object.__setattr__: the class is frozen, and these are converted once (numpy ints, ints as deadlines).
         for name in ("request_bytes", "num_threads", "max_inflight", "max_retries", "max_overtakes"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         if self.request_bytes <= 0 or self.request_bytes % ALIGNMENT:

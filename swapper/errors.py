@@ -43,7 +43,7 @@ _LIMIT_CURES = {
 
 
 def limit_cure(error: BaseException | None) -> str:
-    """What to do about an operating system's error that is of a limit, and not of a directory; empty for all others."""
+    """Return what to do about an error that is due to a limit, and not to a directory; empty for all others."""
     return _LIMIT_CURES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
 
 
@@ -64,7 +64,7 @@ _WRITE_CURES = {
 
 
 def write_cure(error: BaseException | None) -> str:
-    """What to do about an error of writing: by the operating system's error that caused it."""
+    """Return what to do about an error of writing, by the operating system's error among its causes."""
     while error is not None:
         number = getattr(error, "errno", None)
         cure = limit_cure(error) or _WRITE_CURES.get(number or 0, "")
@@ -93,7 +93,7 @@ class VolumeError(SwapperError):
 
     @classmethod
     def unwritable(cls, directory: Path, reason: OSError | str) -> VolumeError:
-        """A file cannot be made in the directory. ``reason``: in words, or what the operating system said."""
+        """A file cannot be made in the directory. ``reason``: a sentence, or the operating system's error."""
         cure = "give this user write access there or choose another directory"
         if isinstance(reason, OSError):
             if reason.errno == errno_codes.EROFS:
@@ -104,10 +104,7 @@ class VolumeError(SwapperError):
 
     @classmethod
     def not_own(cls, path: Path, problem: str, *, cure: str = "") -> VolumeError:
-        """A file or directory with a name that others can guess is not this user's alone.
-
-        ``cure``: what may be done besides using another directory.
-        """
+        """A file or directory whose name others can guess is not this user's alone. ``cure``: what else may help."""
         more = f", or {cure}" if cure else ""
         return cls(
             path, f"{str(path)!r} {problem}, so it is not used; name a directory that only you can write to{more}"
@@ -219,7 +216,7 @@ class LimitError(SwapperError, RuntimeError):
 
     @classmethod
     def of(cls, error: BaseException) -> LimitError | None:
-        """The error that says so, if ``error`` is of such a limit."""
+        """Return the `LimitError` for an error that is due to a limit; None for others."""
         if isinstance(error, OSError):
             code, reason = error.errno, str(error) if error.errno is None else error_words(error)
         else:
@@ -229,7 +226,7 @@ class LimitError(SwapperError, RuntimeError):
         if code == errno_codes.ENOMEM or isinstance(error, MemoryError):
             return cls("memory", reason, _MEMORY_CURE)
         if isinstance(error, RuntimeError) and not isinstance(error, SwapperError) and _NO_THREAD in reason:
-            if _has_no_addresses():  # a thread's stack is what did not fit
+            if _has_no_addresses():  # Python has one message for both: here the thread's stack did not fit
                 return cls("memory", reason, _MEMORY_CURE)
             return cls("threads", reason, _THREAD_CURE)
         return None
@@ -240,12 +237,12 @@ def _has_no_addresses() -> bool:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return False
-    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    needed = 2 * (stack if 0 < stack < 1 << 30 else 8 << 20)
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)  # glibc's default size of a thread's stack
+    needed = 2 * (stack if 0 < stack < 1 << 30 else 8 << 20)  # with a reserve; 8 MiB is the usual limit
     return limit - int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() < needed
 
 
-_NO_THREAD = "start new thread"
+_NO_THREAD = "start new thread"  # of "can't start new thread", the only mark of this RuntimeError
 _THREAD_CURE = (
     "raise it (ulimit -u, or the container's limit on processes), or take a smaller num_threads (in a training, "
     "config key aio.intra_op_parallelism)"
@@ -334,7 +331,7 @@ class TransferError(SwapperError):
 
 
 def refusal(error: OSError) -> str:
-    """Put into words what the operating system says of a transfer, and what can be done about it."""
+    """Describe the operating system's error of a transfer, and what to do about it."""
     code = error.errno
     if code is None:
         return f"failed: {error}"

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used (PEP 562), so that importing the package is cheap."""
+"""Imports of a package's names at their first use (PEP 562), so that importing the package is cheap."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package. Submodules are imported at their first use, too.
+    """Return ``__getattr__`` and ``__dir__`` for a package: they import names, and submodules, at their first use.
 
-    The names are those that the package's file imports where an ``if`` keeps Python from it (``if TYPE_CHECKING``).
+    The names are those that the package's file imports under ``if TYPE_CHECKING``.
     """
 
     def find(name: str) -> Any:
@@ -38,7 +38,8 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
 @functools.cache
 def _homes(package: str) -> dict[str, tuple[str, str]]:
-    """Each name -> the module that has it, and how it is called there."""
+    """Each name -> the module that has it, and its name there."""
+    # From the source, so that type checkers and this module read the same list. The loader also reads a zipped package.
     loader: Any = getattr(sys.modules[package].__spec__, "loader", None)
     tree = ast.parse(loader.get_source(package))
     imports = (node for block in tree.body if isinstance(block, ast.If) for node in block.body)

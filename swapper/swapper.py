@@ -1,4 +1,4 @@
-"""The front of the package: named extents of storage, read into and written from memory."""
+"""The public class: named extents of storage, read into and written from memory."""
 
 from __future__ import annotations
 
@@ -39,16 +39,15 @@ from swapper.wrappers.integrity import IntegrityBackend
 class Swapper(Closable):
     """Extents, and reads and writes of them.
 
-    All methods may be called from any thread. Requests return at once with a :class:`Handle`; an error whose handle
-    nobody waits for is raised by the next call. In a forked child it refuses to work, and closing it there does
-    nothing. A signal handler or finalizer that came into a call on its own thread gets a ``ReentryError`` where it would
-    spoil that call; :meth:`statistics` works there.
+    You may call all methods from any thread. Requests return at once with a :class:`Handle`. If nobody waits for a
+    failed handle, the next call raises its error. In a forked child requests raise, and :meth:`close` does nothing. A
+    signal handler or finalizer that would spoil an interrupted call gets a ``ReentryError``.
 
     Args:
         backend: Moves the bytes; closed together with the swapper.
         config: How to use it.
-        busy: Counts when this swapper is at work as well: one for all that are to be counted together.
-        is_prewritten: Whatever lies in the backend may be read, in all extents: see :meth:`allocate`.
+        busy: A total over several swappers that this one's busy times are added to.
+        is_prewritten: All extents may be read before they are written: see :meth:`allocate`.
     """
 
     def __init__(
@@ -64,13 +63,14 @@ class Swapper(Closable):
         self._backend = backend
         self._allocator = SpaceAllocator(backend.capacity_bytes)
         self._allocator_lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
+        # The scheduler calls it under its own lock: locks are taken in the order scheduler, allocator.
         free = functools.partial(_free, self._allocator, self._allocator_lock)
         self._scheduler = IOScheduler(backend, self.config, busy, free)
         self._block_bytes = backend.block_bytes
         self._pid = os.getpid()
         self._is_closed = False
-        switching.acquire(id(self))
-        call_when_collected(self, switching.release, id(self))
+        switching.acquire(id(self))  # see [Note: switch interval] in swapper.sync.switching
+        call_when_collected(self, switching.release, id(self))  # for a swapper that nobody closes
 
     @classmethod
     def open(
@@ -81,9 +81,9 @@ class Swapper(Closable):
         *,
         busy: BusyTimes | None = None,
     ) -> Swapper:
-        """Return a swapper whose bytes lie on drives, one directory for each: paths, or :class:`Directory` objects.
+        """Return a swapper that stores bytes on drives, one directory for each: paths, or :class:`Directory` objects.
 
-        The space is reserved now and is given back when the swapper is closed or the process ends, however it ends.
+        The space is reserved now. It is freed when the swapper is closed, or when the process ends in any way.
 
         Raises:
             VolumeError: A subclass says what is wrong with which directory; nothing was left behind.
@@ -92,16 +92,18 @@ class Swapper(Closable):
         config = config or SwapperConfig()
         capacity_bytes = whole_number("capacity_bytes", capacity_bytes)
         with limits_in_words():
+            # Before the volume: drives are measured in scratch files of their own, which need space as well.
             directories = with_speeds(directories, capacity_bytes, direct=config.direct)
+            # A stripe is as long as a request, so that a request of that length is on one drive.
             volume = Volume(directories, capacity_bytes, stripe_bytes=config.request_bytes, direct=config.direct)
-            with closed_unless_made(volume.close):
+            with closed_unless_made(volume.close):  # until the backend owns the volume, and the swapper the backend
                 backend = open_backend(volume, config)
             with closed_unless_made(backend.close, config.deadline_seconds):
                 return cls(_verified(backend, config), config, busy=busy)
 
     @classmethod
     def in_memory(cls, capacity_bytes: int, config: SwapperConfig | None = None) -> Swapper:
-        """Return a swapper whose bytes lie in host memory, copied by worker threads."""
+        """Return a swapper that stores bytes in host memory, copied by worker threads."""
         config = config or SwapperConfig()
         capacity_bytes = whole_number("capacity_bytes", capacity_bytes)
         with limits_in_words():
@@ -132,14 +134,13 @@ class Swapper(Closable):
     def allocate(
         self, num_bytes: int, name: str, *, is_prewritten: bool = False, name_of: NameOf | None = None
     ) -> Extent:
-        """Return a new extent of at least ``num_bytes``, rounded up to 4096; nothing can be read from it before a
-        write.
+        """Return a new extent of ``num_bytes``, rounded up to 4096; nothing can be read from it before a write.
 
         Args:
             num_bytes: Size wanted.
             name: What error messages call it.
-            is_prewritten: What lies there already may be read, because an earlier swapper on the same files wrote it.
-            name_of: ``name_of(start, stop)`` tells error messages what lies in these bytes of it.
+            is_prewritten: It may be read at once, because an earlier swapper on the same files has written it.
+            name_of: ``name_of(start, stop)`` returns, for error messages, what is stored in these bytes.
 
         Raises:
             OutOfSpaceError: There is no room for it.
@@ -148,16 +149,16 @@ class Swapper(Closable):
         self._check_usable()
         num_bytes = whole_number("num_bytes", num_bytes)
         refuse_owned(self._allocator_lock, "allocating an extent")
-        with interrupts.uninterrupted(), self._allocator_lock:
+        with interrupts.uninterrupted(), self._allocator_lock:  # an interrupt would leave the allocator's lists torn
             start = self._allocator.allocate(num_bytes, name)
         is_prewritten = is_prewritten or self._is_prewritten
         return Extent(name, start, num_bytes, self, is_prewritten=is_prewritten, name_of=name_of)
 
     def free(self, extent: Extent) -> None:
-        """Wait for the requests of an extent and give its space back.
+        """Wait for the requests of an extent and free its space.
 
-        Space that a transfer may still touch, because it hangs or because the wait was interrupted, goes back when that has
-        ended. An interrupted call may be repeated.
+        If a transfer hangs, or the wait is interrupted, the space is freed when the transfer has ended. You may repeat
+        an interrupted call.
 
         Raises:
             ExtentError: It was freed before, or belongs to another swapper.
@@ -179,19 +180,19 @@ class Swapper(Closable):
         """Start copying bytes of an extent into memory.
 
         Args:
-            extent: Where from. buffer: Where to: a contiguous CPU tensor of any dtype, a numpy array, or a writable
-            buffer. The handle keeps it
-                alive; do not use its bytes before the handle is done. Without a copy if address, offset and length are
-                multiples of 4096.
+            extent: Where from.
+            buffer: Where to: a contiguous CPU tensor of any dtype, a numpy array, or a writable buffer. The handle
+                keeps it alive; do not use its bytes before the handle is done. If address, offset and length are
+                multiples of 4096, direct I/O needs no copy.
             offset: First byte in the extent.
             num_bytes: How many; the whole buffer by default.
-            priority: Who is served first.
+            priority: What is served first.
 
         Raises:
-            ExtentError: Some of these bytes were never written; the last write of some of them failed. If it is still
-                running, the handle raises instead.
+            ExtentError: Some bytes were never written, or their last write failed (if that is still running, the handle
+                raises); or the extent was freed.
             ArgumentError: They are not all inside the extent, or the memory cannot be used.
-            ExtentError, SwapperClosedError: Too late.
+            SwapperClosedError: The swapper was closed.
             SwapperError: An earlier request failed and nobody waited for it.
         """
         return self._start(Direction.READ, extent, buffer, offset, num_bytes, priority)
@@ -215,7 +216,7 @@ class Swapper(Closable):
             buffer: Where from; see :meth:`read`. Do not change its bytes before the handle is done.
             offset: First byte in the extent.
             num_bytes: How many; the whole buffer by default.
-            priority: Who is served first.
+            priority: What is served first.
 
         Raises:
             ArgumentError, ExtentError, SwapperClosedError, SwapperError: See :meth:`read`.
@@ -231,6 +232,7 @@ class Swapper(Closable):
         num_bytes: int | None,
         priority: Priority,
     ) -> Handle:
+        # This runs for each request: checks are comparisons here, and calls are made only for what fails them.
         if self._is_closed or os.getpid() != self._pid or getattr(extent, "owner", None) is not self:
             self._check_owned(extent)
         scheduler = self._scheduler
@@ -241,6 +243,7 @@ class Swapper(Closable):
         if priority.__class__ is not Priority:
             priority = as_priority(priority)
         array, is_read = buffer, direction is Direction.READ
+        # numpy has one dtype object for uint8, so `is` is enough; by another one, bytes_of() only makes a new view.
         is_flat = buffer.__class__ is ndarray and buffer.dtype is BYTE and buffer.ndim == 1 and buffer.size
         if not (is_flat and buffer.flags.c_contiguous and (buffer.flags.writeable or not is_read)):
             array = bytes_of(buffer, for_read=is_read)
@@ -254,7 +257,7 @@ class Swapper(Closable):
                 "pass a smaller num_bytes or allocate a larger extent"
             )
         operation = Operation(scheduler, direction, extent, offset, array, priority, self._block_bytes)
-        if get_ident() == interrupts.main:
+        if get_ident() == interrupts.main:  # only the main thread gets KeyboardInterrupt
             with interrupts.uninterrupted():
                 scheduler.submit(operation)
         else:
@@ -273,25 +276,25 @@ class Swapper(Closable):
         self._scheduler.pending.raise_first()
 
     def register_memory(self, region: AlignedRegion) -> Callable[[], None]:
-        """Let the backend know memory that will be read into and written from again and again; some save CPU time by it.
+        """Register memory that many requests will use: io_uring then pins it once, which saves CPU time.
 
-        Until that is undone the region stays mapped, and its pages must not be given to the kernel with MADV_DONTNEED.
+        Until you undo that, the region stays mapped, and its pages must not be given to the kernel with MADV_DONTNEED.
 
         Returns:
-            What undoes it.
+            A function that undoes it.
         """
         self._check_usable()
         return register_memory(self._backend, region)
 
     def statistics(self) -> Statistics:
-        """Return what has been done so far."""
+        """Return counters and gauges."""
         return self._scheduler.statistics(self._allocator.capacity_bytes, self._allocator.free_bytes)
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Have ``observer`` called with a `TransferRecord` for each transfer that begins from now on and is over.
+        """Call ``observer`` with a `TransferRecord` after each transfer that begins from now on.
 
-        It is called on the backend's threads, one of them at a time or several at once, and should be quick. Transfers
-        are reported in about the order in which they end. Nothing is noted while nobody observes.
+        Threads of the backend call it, also several at once, so it should be quick. Transfers come in about the order
+        in which they end.
 
         Returns:
             A function that ends it.
@@ -308,12 +311,12 @@ class Swapper(Closable):
         Requests that were dropped fail with ``SwapperClosedError``. Errors that nobody has seen are logged.
 
         Args:
-            timeout_seconds: How long running requests may take to end; the deadline by default. What hangs is left alone.
+            timeout_seconds: How long running requests may take to end; the deadline by default. Hung ones stay open.
         """
         if self._is_closed or os.getpid() != self._pid:
             return
         self._scheduler.close("the swapper has been closed; open a new one", timeout_seconds)
-        self._is_closed = True
+        self._is_closed = True  # only now: a close that an interrupt cuts off can be repeated
         switching.release(id(self))
 
     def _check_usable(self) -> None:
@@ -337,5 +340,5 @@ def _free(allocator: SpaceAllocator, lock: threading.RLock, extent: Extent) -> N
 def _verified(backend: IOBackend, config: SwapperConfig) -> IOBackend:
     if not config.verify_checksums:
         return backend
-    # Cut at the same places whenever they are made, requests seldom cover a part of a checksum's page.
+    # Requests are always cut at multiples of request_bytes, so they seldom cover a part of a checksum's page.
     return IntegrityBackend(backend, boundary_bytes=config.request_bytes)

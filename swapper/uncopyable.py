@@ -1,4 +1,4 @@
-"""Objects of which there can be only one: they own files, memory or threads."""
+"""Base classes of objects that own files, memory or threads."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NoReturn, Self, SupportsIndex
 
 
 class Uncopyable:
-    """Knows that a copy would own the same resource a second time, and release it a second time."""
+    """Refuses copies, which would release the same resource a second time."""
 
     __slots__ = ()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse ``copy.copy``, ``copy.deepcopy`` and ``pickle`` in words."""
+        """Raise for ``copy.copy``, ``copy.deepcopy`` and ``pickle``, which all call this."""
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled: it owns files, memory or threads, and a copy would release "
             "them a second time; share the object itself, or make another one"
@@ -21,7 +21,7 @@ class Uncopyable:
 
 
 class Closable(Uncopyable):
-    """Knows that it is closed when a ``with`` block ends."""
+    """A context manager that is closed when its ``with`` block ends."""
 
     __slots__ = ()
 
@@ -38,7 +38,7 @@ class Closable(Uncopyable):
 
 @contextlib.contextmanager
 def closed_unless_made(close: Callable[..., Any], *args: Any) -> Iterator[None]:
-    """What is made in here becomes the owner; if it cannot be made, ``close(*args)``."""
+    """Call ``close(*args)`` if the block raises: no owner was made that would close it."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""A swapper whose bytes outlive its process, and which goes back to what they were at a commit."""
+"""A swapper whose bytes outlive its process, and that can return to earlier commits."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from swapper.wrappers.integrity import IntegrityBackend
 from swapper.wrappers.versions import Runs, VersionedBackend
 
 logger = logging.getLogger(__name__)
+# Not request_bytes: the places of stripes follow from it, so it must be the same in each process that uses a run.
 _STRIPE_BYTES = 1 << 20
-"""The same in each process that uses a run, whatever its requests are."""
 _NAME = "states"
-_LOOK_UP_SECONDS = 0.2  # an interrupt gets through
+_LOOK_UP_SECONDS = 0.2  # between these joins, Python runs signal handlers: Ctrl-C ends a wait
 
 
 class Versions:
-    """Knows the commits of a run directory and where the bytes of each of them lie; must not know what they mean.
+    """The commits of a run directory, and a swapper of the present.
 
-    Every byte that is read is compared with its checksum. After a commit could not be made, no later one can.
+    All reads are verified by checksums. After a commit has failed, no later one can be made.
 
     Attributes:
         swapper: Reads and writes the present. Extents are allocated anew in each process, in the same order.
@@ -43,8 +43,8 @@ class Versions:
     Args:
         run: Where commits are written.
         backend: Moves the bytes. Its space is larger than ``capacity_bytes``, see :class:`VersionedBackend`.
-        sync: Whatever the backend has written is on the drives when this returns; raises OSError if it cannot be.
-        capacity_bytes: What extents may take together.
+        sync: Syncs the backend's writes to the drives; raises OSError if that fails.
+        capacity_bytes: Space for all extents.
         config: How to use it.
         busy: See :class:`Swapper`.
     """
@@ -64,11 +64,10 @@ class Versions:
         self._slots = VersionedBackend(backend, round_up(capacity_bytes))
         self._checked = IntegrityBackend(self._slots, boundary_bytes=config.request_bytes)
         self.swapper = Swapper(self._checked, config, busy=busy, is_prewritten=True)
-        self._kept: dict[int, Runs] = {}
-        self._thread: threading.Thread | None = None
-        """Makes the commit that was begun last: from then until somebody has seen that it is over."""
+        self._kept: dict[int, Runs] = {}  # by number of a commit: its map from blocks to slots
+        self._thread: threading.Thread | None = None  # makes the last commit, until wait() has seen its end
+        # Of the first commit that failed, for good: the kernel may have dropped pages that a sync could not write.
         self._failure: BaseException | None = None
-        """Of the first commit that could not be made, for good."""
 
     @classmethod
     def open(
@@ -81,10 +80,10 @@ class Versions:
         *,
         busy: BusyTimes | None = None,
     ) -> Versions:
-        """Open or make the files of a run, one in each directory, which are the run's until it is closed.
+        """Open or make the files of a run, one in each directory, and lock the directories until the run is closed.
 
         Raises:
-            VolumeError: A subclass says what is wrong with which directory; one is that a file is missing that commits need.
+            VolumeError: A subclass says what is wrong with which directory; a file that commits need is missing, say.
         """
         wanted = as_directories(directories)
         for directory in wanted:
@@ -98,7 +97,7 @@ class Versions:
                 f"{str(wanted[0].path)!r}: name the same directories in the same order, or remove them to begin anew",
             )
         for directory, name in zip(wanted, names, strict=True):
-            run.claim(directory.path, name)
+            run.claim(directory.path, name)  # before the volume makes them: an unclaimed file is another program's
         with limits_in_words():
             volume = Volume(
                 directories,
@@ -115,11 +114,11 @@ class Versions:
 
     @property
     def kept(self) -> list[int]:
-        """Numbers of the commits that can be gone back to, the newest first."""
+        """Numbers of the commits that `go_to` accepts, the newest first."""
         return sorted(self._kept, reverse=True)
 
     def recover(self, number: int) -> None:
-        """Protect what the newest commit and those that it keeps name. To be called before anything is written.
+        """Protect the slots of the newest commit and of those that it keeps. Call it before the first write.
 
         Raises:
             DurableRunError: It is not what was written.
@@ -132,7 +131,7 @@ class Versions:
                 try:
                     kept[old] = _read(self._run, old)["runs"]
                 except DurableRunError as error:
-                    if error.kind != "damaged":
+                    if error.kind != "damaged":  # of another version: writes could overwrite its slots, unknown here
                         raise
                     logger.warning("commit %d cannot be gone back to: %s", old, error)
         self._kept = kept
@@ -141,15 +140,15 @@ class Versions:
     def begin(
         self, number: int, parts: Callable[[], Sequence[bytes]], keep: Sequence[int], ready: Callable[[], None]
     ) -> None:
-        """Start to make a commit of what is the present when ``ready`` returns; see `wait`.
+        """Start to commit the present in a thread of its own; see `wait`.
 
-        Until that has returned, the only writes are those that ``ready`` waits for. Reads go on.
+        Until `wait` returns, start no writes but those that ``ready`` waits for. Reads may go on.
 
         Args:
             number: Larger than those of all commits before.
-            parts: Gives what else belongs to it, when ``ready`` has returned. In a thread of its own, as that.
-            keep: Older commits that are to stay; the others go.
-            ready: Waits until all writes that belong to it were started.
+            parts: Called on that thread after ``ready``; returns other bytes to be stored with the commit.
+            keep: Older commits to be kept; the others are removed.
+            ready: Called on that thread; returns when all writes that belong to the commit have been started.
 
         Raises:
             OSError, SwapperError: See `wait`.
@@ -159,7 +158,7 @@ class Versions:
         def make() -> None:
             try:
                 ready()
-                self.swapper.flush()
+                self.swapper.flush()  # the map and the checksums change when a write ends
                 staying = np.array([old for old in keep if old in self._kept], dtype=np.int64)
                 known = {"runs": self._slots.snapshot(), "kept": staying, **self._checked.checksums()}
                 self._write(number, known, parts())
@@ -170,10 +169,10 @@ class Versions:
         start_threads(self._thread)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return when the commit that was begun last survives whatever happens to process and machine, or after so long.
+        """Wait until the last commit would survive a crash of the machine, or for ``timeout_seconds``.
 
         Raises:
-            OSError: It, or an earlier one, could not be made, and no later one can be. All before are as they were.
+            OSError: This or an earlier commit failed, and no later one can be made. Those before are unchanged.
             SwapperError: The same, because a write had failed.
         """
         while self._thread is not None and self._thread.is_alive():
@@ -185,16 +184,16 @@ class Versions:
             raise self._failure
 
     def go_to(self, number: int, as_number: int | None = None) -> list[bytes]:
-        """Make what a commit holds the present; returns what else belongs to it. No request may be on its way.
+        """Make a commit the present, and return the other bytes that were stored with it. No request may be on its way.
 
         Args:
             number: Of the commit.
-            as_number: Go back: the commit becomes the newest one by this number, larger than all others, and those after it
-                are gone. That happens at once or, after a crash, not at all.
+            as_number: Go back: store it as the newest commit, by this number, which is larger than all others. Its old
+                number and all later commits are removed. After a crash, all or nothing of that has happened.
 
         Raises:
             DurableRunError: It is not what was written.
-            OSError: It could not be made the newest; the present is as it was.
+            OSError: It could not be made the newest; the present is unchanged.
             SwapperError: An earlier commit failed.
         """
         self.wait()
@@ -204,17 +203,20 @@ class Versions:
         if as_number is not None:
             older = [old for old in self.kept if old < number]
             self._write(as_number, {**known, "kept": np.array(older, dtype=np.int64)}, parts)
-        self._slots.restore(known["runs"])
+        self._slots.restore(known["runs"])  # only now: after an error above, the present stays
         self._checked.restore(known)
         return parts
 
     def _write(self, number: int, known: dict[str, Any], parts: Sequence[bytes]) -> None:
         data = io.BytesIO()
         np.savez(data, **known)
+        # The order: the slots are on the drives before a commit names them; that commit is, before older ones go; and
+        # these have gone before retain() allows to overwrite their slots. A crash in between leaves the older commits
+        # whole.
         try:
             self._sync()
             self._run.write(number, [data.getvalue(), *parts])
-        except BaseException as error:  # what was written may be lost, also if it is tried again
+        except BaseException as error:
             self._failure = error
             raise
         self._kept = {old: self._kept[old] for old in known["kept"].tolist()} | {number: known["runs"]}

@@ -1,8 +1,7 @@
-"""Asynchronous I/O through aiofiles, wherever files can be read and written: network file systems, those without O_DIRECT.
+"""Asynchronous I/O through aiofiles: for network file systems, and those without O_DIRECT.
 
-Scratch files have no name, so they cannot be opened by aiofiles, which in any case has no positional reads and writes.
-What it has is a way of making a coroutine of any function that waits in the kernel: here that is the same positional
-transfer that :class:`swapper.backends.threads.ThreadsBackend` makes, and it works on direct files as well.
+aiofiles cannot open scratch files, which have no name, and it has no positional reads and writes. But its ``wrap``
+makes a coroutine of any blocking function. Here that function is `FileTransfer`, as in `ThreadsBackend`.
 """
 
 from __future__ import annotations
@@ -33,9 +32,10 @@ _T = TypeVar("_T")
 
 
 class _Executor(concurrent.futures.Executor):
-    """Workers as asyncio wants them. Unlike those of ``ThreadPoolExecutor``, nobody waits for them at exit: a thread that
-    hangs in the kernel must not keep the process.
-    """
+    """Workers behind the interface that asyncio expects."""
+
+    # Not a ThreadPoolExecutor: Python joins its threads at exit, so one that hangs in the kernel would keep the
+    # process.
 
     def __init__(self, name: str, num_threads: int) -> None:
         self.workers = Workers(name, num_threads)
@@ -48,18 +48,16 @@ class _Executor(concurrent.futures.Executor):
 
 
 class _Loop:
-    """An event loop, the thread it runs on, and the executors that wait in the kernel for it.
+    """An event loop, the thread it runs on, and the executors that wait in the kernel for it."""
 
-    It must not know its backend: the thread would keep that alive, and nobody would ever stop it.
-    """
-
+    # It has no reference to its backend: the thread would keep that alive, and its finalizer would never stop the loop.
     def __init__(self, transfer: FileTransfer, num_files: int, num_threads: int) -> None:
         self._transfer = aiofiles.os.wrap(transfer.__call__)
         with limits_in_words():
             self._loop = _new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_stopping = False
-        # Of each file and direction its own: slow writes or a slow drive must not occupy the threads of others.
+        self._is_stopping = False  # read and written on the loop's thread only
+        # One for each file and direction: slow writes, or a slow drive, must not occupy the threads of others.
         self._executors: dict[tuple[int, Direction], _Executor] = {}
         self._thread = threading.Thread(target=self._run, name="swapper-aiofiles-loop", daemon=True)
         try:
@@ -69,7 +67,7 @@ class _Loop:
             start_threads(self._thread)
         except BaseException:
             self._end()
-            for thread in self.threads[1:]:
+            for thread in self.threads[1:]:  # the first is the loop's own, which has not started
                 thread.join(STOP_SECONDS)
             raise
 
@@ -80,7 +78,8 @@ class _Loop:
 
     def submit(self, request: IORequest, file_ranges: list[FileRange]) -> None:
         """Start a transfer, from any thread."""
-        # The coroutine is made on the loop's thread: made here, it would never be awaited if the loop had just ended.
+        # _start makes the coroutine on the loop's thread. Made here, it would never be awaited if the loop had just
+        # ended, and Python warns of that.
         self._loop.call_soon_threadsafe(self._start, request, file_ranges)
 
     def stop(self) -> None:
@@ -115,6 +114,7 @@ class _Loop:
 
     async def _serve(self, request: IORequest, file_ranges: list[FileRange]) -> None:
         outcome: list[tuple[int, OSError | None]] = []
+        # boundary_bytes is the stripe, so that a request never has ranges in two files.
         executor = self._executors[file_ranges[0][0], request.direction]
         then = partial(_set_outcome, outcome)
         await self._transfer(request, file_ranges, then, loop=self._loop, executor=executor)
@@ -126,8 +126,8 @@ def _set_outcome(outcome: list[tuple[int, OSError | None]], moved_bytes: int, er
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    # As many files as it takes, for a moment: asyncio leaves a loop that it could only half make to the garbage collector,
-    # which then complains.
+    # This opens as many files as a loop does, and closes them: at the limit on open files it raises here. asyncio would
+    # leave a half made loop to the garbage collector, which warns of it.
     with select.epoll():
         for end in socket.socketpair():
             end.close()
@@ -149,7 +149,7 @@ class AiofilesBackend(VolumeBackend):
         super().__init__(volume)
         self.num_threads = num_threads
         self.concurrency = num_threads * len(volume.files)
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # guards _is_closed: no request may reach the loop behind its stop
         self._is_closed = False
         self._loop = _Loop(self._transfer, len(volume.files), num_threads)
         self._stop_once = call_when_collected(self, self._loop.stop)
@@ -168,7 +168,7 @@ class AiofilesBackend(VolumeBackend):
             is_closed = self._is_closed
             if not is_closed:
                 self._loop.submit(request, self.volume.file_ranges(request.offset, len(request.memory)))
-        if is_closed:
+        if is_closed:  # outside of the lock: completion calls back into the scheduler, which takes its own
             request.complete(0, ended("the event loop has"))
 
     def stop(self, timeout_seconds: float) -> bool:

@@ -20,14 +20,13 @@ class FileTransfer:
     """Carries out requests on the files of a volume, from any thread.
 
     [Note: bounced transfers]
-    O_DIRECT moves whole, aligned blocks between aligned memory and aligned offsets. A request that is not like that
-    goes through memory of the worker's own: a read fetches the blocks around it and copies its bytes out; a write
-    first fetches the blocks at its two ends (unless it may destroy what else lies in them), copies its bytes in and
-    writes whole blocks. The scheduler treats such blocks as touched by the request, so nobody else changes them
-    meanwhile.
+    O_DIRECT moves whole, aligned blocks between aligned memory and aligned offsets. Any other request goes through
+    memory of the worker's own. A read fetches the blocks around it and copies its bytes out. A write first fetches the
+    blocks at its two ends, unless ``may_pad`` allows to destroy their other bytes. It then copies its bytes in and
+    writes whole blocks. No other request changes these blocks meanwhile: the scheduler counts them as touched.
 
-    [Note: runs] A request may be longer than what is asked of the kernel at a time. It is then carried out step by step, in
-    one loop of this thread: for a step, all that Python does is a system call and a view.
+    [Note: runs] A request may be longer than ``step_bytes``. One loop of this thread then carries it out step by step,
+    each with one view and one system call.
 
     Args:
         volume: Where the bytes go.
@@ -38,8 +37,9 @@ class FileTransfer:
         self._files = volume.files
         self._step_bytes = step_bytes or sys.maxsize
         self._needs_alignment = any(file.is_direct for file in volume.files)
+        # Each worker's buffer: as large as its largest bounced step, kept until it ends.
         self._bounce = threading.local()
-        self._bounce_lock = threading.Lock()
+        self._bounce_lock = threading.Lock()  # guards num_bounced
         self.num_bounced = 0
 
     def __call__(
@@ -50,8 +50,8 @@ class FileTransfer:
         Args:
             request: What to do.
             file_ranges: Where some of its bytes lie, in their order.
-            then: Called in the end, with the place in the request of the first byte that is not moved (the request's end if
-                there is none), and with the error if nothing was moved at all.
+            then: Called at the end with the first byte of the request that is not moved (its length if all are), and
+                with the error if nothing was moved at all.
         """
         memory, address, step = request.memory, request.address, self._step_bytes
         move = os.preadv if request.direction is Direction.READ else os.pwritev
@@ -59,51 +59,54 @@ class FileTransfer:
         done, has_moved, view, failure = 0, False, memory, None
         try:
             for column, offset, done, high in file_ranges:
-                offset -= done
+                offset -= done  # byte n of the request is now at offset + n of the file
                 fd = self._files[column].fd
                 while done < high:
                     stop = min(done + step, high)
                     view = memory if stop - done == num_bytes else memory[done:stop]
+                    # The OR of three numbers is a multiple of 4096, a power of two, only if each of them is.
                     if self._needs_alignment and ((offset + done) | (address + done) | len(view)) % ALIGNMENT:
                         moved = self._through_bounce(request, view, fd, offset + done)
                     else:
                         moved = move(fd, (view,), offset + done)
                     has_moved = has_moved or moved > 0
                     done += moved
-                    if done < stop:
+                    if done < stop:  # a short transfer: the scheduler decides whether the rest is tried again
                         break
                 if done < high:
                     break
             else:
                 done = num_bytes
         except BaseException as error:
-            if not has_moved:  # else the next attempt begins where this one has ended, and tells why
+            if not has_moved:  # else this counts as short; the next attempt begins here and meets the same error
                 failure = as_os_error(error)
-        view = memory = NO_MEMORY  # before anybody hears that it is over
+        view = memory = NO_MEMORY  # before `then`: a buffer of the user with views cannot be resized, and may be reused
         then(done, failure)
 
     def _through_bounce(self, request: IORequest, memory: memoryview, fd: int, offset: int) -> int:
         """A piece of a request. See [Note: bounced transfers]."""
         with self._bounce_lock:
             self.num_bounced += 1
+        # Example: 5000 bytes at offset 6000. start = 4096, head = 1904, whole = 8192: the blocks at 4096 and 8192. A
+        # write reads both first, puts its bytes at [1904, 6904) of the buffer, and writes 8192 bytes at 4096.
         num_bytes = len(memory)
         start = offset // ALIGNMENT * ALIGNMENT
         head = offset - start
         whole = round_up(head + num_bytes)
         blocks = self._bounce_memory(whole)
         if request.direction is Direction.READ:
-            usable = min(num_bytes, os.preadv(fd, (blocks,), start) - head)
+            usable = min(num_bytes, os.preadv(fd, (blocks,), start) - head)  # negative if it ended within the head
             if usable > 0:
                 memory[:usable] = blocks[head : head + usable]
             return max(0, usable)
         if not request.may_pad:
             edges = {0} if head else set()
             if (head + num_bytes) % ALIGNMENT:
-                edges.add(whole - ALIGNMENT)
+                edges.add(whole - ALIGNMENT)  # a set: both ends may be in one block
             for edge in edges:
                 block = blocks[edge : edge + ALIGNMENT]
                 if os.preadv(fd, (block,), start + edge) != ALIGNMENT:
-                    return 0
+                    return 0  # a short transfer of nothing: going on would write zeros over the other bytes
         blocks[head : head + num_bytes] = memory
         return max(0, min(num_bytes, os.pwritev(fd, (blocks,), start) - head))
 

@@ -1,4 +1,4 @@
-"""The backend whose bytes lie in host memory: the reference for the others, and the host tier."""
+"""The backend that stores bytes in host memory: the reference for the others."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from swapper.uncopyable import Uncopyable, closed_unless_made
 
 
 def _copy(region: npt.NDArray[np.uint8], request: IORequest) -> None:
-    """Copy between a request's memory and the region; numpy lets other threads run meanwhile."""
-    memory = np.frombuffer(request.memory, dtype=np.uint8)
+    """Copy between a request's memory and the region."""
+    memory = np.frombuffer(request.memory, dtype=np.uint8)  # numpy copies without the interpreter's lock
     stored = region[request.offset : request.offset + memory.size]
     if request.direction is Direction.READ:
         memory[: stored.size] = stored
     else:
         stored[:] = memory[: stored.size]
-    del memory
+    del memory  # before completion: the user's buffer must have no views left
     request.complete(stored.size)
 
 
@@ -77,5 +77,5 @@ class MemoryBackend(Uncopyable):
         self._copy = None
         for workers in self._workers:
             workers.stop()
-        self.region.release()
+        self.region.release()  # the mapping lives until queued copies, which hold its array, have ended
         return join_all([thread for workers in self._workers for thread in workers.threads], timeout_seconds)

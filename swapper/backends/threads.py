@@ -14,17 +14,17 @@ from swapper.sync.timeouts import join_all
 from swapper.uncopyable import closed_unless_made
 from swapper.volumes.volume import FileRange, Volume
 
+# Limits of one transfer, which may be several requests. A demand read waits at most about as long as a transfer ahead
+# of it takes: 64 MiB are 110 ms of a drive with 600 MB/s.
 _MOST_REQUESTS = 64
 _MOST_BYTES = 64 << 20
-"""In one transfer of several requests, which a drive of 600 MB/s takes 110 ms for. About so long may one that is waited for be
-held up by what is ahead of it."""
 
 
 class ThreadsBackend(VolumeBackend):
     """A volume and the threads that transfer its bytes.
 
-    Each file of the volume has threads of its own, and of these each direction: so a slow or hung drive never occupies those
-    of another, nor do slow writes keep the drive from reading. A long transfer is spread over all threads of its files.
+    Each file has threads of its own for each direction. So a slow or hung drive never occupies the threads of another,
+    and slow writes never those of reads. A long transfer is spread over all threads of its files.
 
     Args:
         volume: Where the bytes go; closed together with the backend.
@@ -34,20 +34,21 @@ class ThreadsBackend(VolumeBackend):
 
     def __init__(self, volume: Volume, num_threads: int = 4, request_bytes: int | None = None) -> None:
         super().__init__(volume, request_bytes)
-        self.boundary_bytes = 0
+        self.boundary_bytes = 0  # transfers may cross stripes: _spread() divides them
         self.num_threads = num_threads
         self._request_bytes = request_bytes or volume.capacity_bytes
+        # See `IOBackend`. Requests of 64 KiB give 4 MiB, of 1 MiB and 8 MiB 64 MiB, of 128 MiB 128 MiB.
         self.run_bytes = max(request_bytes or 0, min(_MOST_REQUESTS * (request_bytes or 0), _MOST_BYTES))
-        """See `swapper.backend.IOBackend`."""
         num_files = len(volume.files)
-        # Stripes come in turn, drives take unequal times: without some in hand, one would wait for the turn of another.
+        # Operations visit the drives in turn, and drives differ in speed. Without some transfers in reserve, the
+        # threads of a fast drive would idle until the scheduler comes to its next stripe.
         num_ahead = -(-num_threads // 2) if num_files > 1 else 0
         self.concurrency = (num_threads + num_ahead) * num_files
         self._workers: list[tuple[Workers, Workers]] = []
         with closed_unless_made(self.stop, STOP_SECONDS):
             for column in range(num_files):
                 name = "io" if num_files == 1 else f"io-{column}"
-                reads = Workers(f"{name}-read", num_threads)
+                reads = Workers(f"{name}-read", num_threads)  # in _workers, which stop() goes through, only as a pair
                 with closed_unless_made(reads.close, STOP_SECONDS):
                     self._workers.append((reads, Workers(f"{name}-write", num_threads)))
         self._is_one_file = num_files == 1
@@ -69,7 +70,7 @@ class ThreadsBackend(VolumeBackend):
         then, batch = partial(request.on_complete, request), None
         if len(file_ranges) > 1 or num_bytes > self._request_bytes:
             parts = self._spread(file_ranges)
-            starts = set[int]()
+            starts = set[int]()  # a part is named by its first byte, counted in the request
             for part in parts:
                 starts.add(part[0][2])
             batch = Batch(starts, num_bytes, then, request)
@@ -81,10 +82,12 @@ class ThreadsBackend(VolumeBackend):
             if workers.is_closed:
                 then(start, ended("the worker threads have"))
             else:
-                workers.jobs.put(partial(self._transfer, request, part, then))
+                workers.jobs.put(partial(self._transfer, request, part, then))  # Workers.submit, less its call
 
     def _spread(self, file_ranges: Sequence[FileRange]) -> list[Sequence[FileRange]]:
         """Deal the ranges to the threads of each file; a range that is alone on its file is cut."""
+        # Two equal drives, 4 threads each, 16 MiB in stripes of 1 MiB: 8 ranges for each file, 2 of them in each of 8
+        # parts.
         if len(file_ranges) == 1:
             return self._cut(*file_ranges[0])
         by_file: dict[int, list[FileRange]] = {}
@@ -101,9 +104,11 @@ class ThreadsBackend(VolumeBackend):
         return parts
 
     def _cut(self, column: int, offset: int, low: int, high: int) -> list[Sequence[FileRange]]:
+        # 10 MiB, 4 threads, requests of 1 MiB: a quarter is 2.5 MiB, rounded up to whole requests 3 MiB. The threads
+        # get 3, 3, 3 and 1 MiB, each in steps of 1 MiB.
         share = -(-(high - low) // self.num_threads)
         share += -share % self._request_bytes
-        # Only the two ends of a request may be unaligned.
+        # Cuts are at whole blocks: only the two ends of a request may be unaligned, and bounced.
         cuts = [low, *range(low + share - offset % ALIGNMENT, high, share), high]
         return [((column, offset + start - low, start, stop),) for start, stop in pairwise(cuts)]
 

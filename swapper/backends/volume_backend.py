@@ -11,8 +11,7 @@ from swapper.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
 
-STOP_SECONDS = 10.0
-"""How long threads may take to end of a backend that could not be made."""
+STOP_SECONDS = 10.0  # how long a constructor that failed waits for the threads it has started
 
 
 class VolumeBackend(Uncopyable):
@@ -27,6 +26,7 @@ class VolumeBackend(Uncopyable):
         self.volume = volume
         self.capacity_bytes = volume.capacity_bytes
         self.is_direct = volume.is_direct
+        # Direct writes go in whole blocks, see [Note: bounced transfers]. One direct file is enough.
         self.block_bytes = ALIGNMENT if any(file.is_direct for file in volume.files) else 1
         self.boundary_bytes = volume.stripe_bytes
         self._transfer = FileTransfer(volume, step_bytes)

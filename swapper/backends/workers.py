@@ -1,4 +1,4 @@
-"""Threads that wait in the kernel, or copy, for others."""
+"""Worker threads that wait in the kernel, or copy memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _serve(jobs: _Jobs) -> None:
 
 def _stop(jobs: _Jobs, num_threads: int) -> None:
     for _ in range(num_threads):
-        jobs.put(None)
+        jobs.put(None)  # behind all queued jobs; each None ends one thread
 
 
 # A thread that is inside native code when the interpreter goes away is ended there, which C++ code answers with abort.
@@ -39,6 +39,8 @@ class Workers(Uncopyable):
     """Daemon threads that do jobs in the order in which they come."""
 
     def __init__(self, name: str, num_threads: int) -> None:
+        # Unbounded: the scheduler limits what is at a backend (`TransferQueue.limit`). A finalizer may call
+        # SimpleQueue.put in the middle of another put.
         self.jobs: _Jobs = queue.SimpleQueue()
         self.threads = [
             threading.Thread(target=_serve, args=(self.jobs,), name=f"swapper-{name}-{index}", daemon=True)
@@ -50,7 +52,7 @@ class Workers(Uncopyable):
         _open.add(self)
 
     def submit(self, job: Job) -> bool:
-        """Have the next idle thread do the job; return false if they have been stopped, at the end of the process, say."""
+        """Have the next idle thread do the job; return false if the threads have been stopped."""
         if not self.is_closed:
             self.jobs.put(job)
         return not self.is_closed

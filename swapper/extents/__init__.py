@@ -1,1 +1,1 @@
-"""Byte ranges of an address space, and where there is room for them. Pure arithmetic."""
+"""Byte ranges of an address space, and the allocator for them. Pure arithmetic."""

@@ -1,4 +1,4 @@
-"""Where in a volume there is room."""
+"""The allocator of a volume's space."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from swapper.errors import ArgumentError, OutOfSpaceError
 
 
 class SpaceAllocator:
-    """Knows the byte ranges of a volume that are taken; must not know what lies in them.
+    """Best-fit allocator of byte ranges. Not thread safe: `Swapper._allocator_lock` guards it."""
 
-    Best fit: the smallest free range that is large enough is used, so large ones stay whole. Neighbouring free ranges
-    join. Not thread safe: its owner locks.
-    """
+    # Example: capacity 32 KiB. a = allocate(8 KiB) gets 0, b = allocate(4 KiB) gets 8 KiB, c = allocate(12 KiB) gets 12
+    # KiB. Free: [24, 32) KiB. Release of a: free are [0, 8) and [24, 32). allocate(4 KiB) takes the smallest range that
+    # is large enough (of two equal ones the first): [0, 4). Large free ranges stay whole. Release of b then frees [8,
+    # 12), which joins [4, 8): one range of 8 KiB.
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self._taken: list[tuple[int, int]] = []
-        """Starts and stops of the ranges that are taken, in order."""
-        self._sizes = [(capacity_bytes, 0)] if capacity_bytes else []
-        """Sizes and starts of those that are free, in order."""
-        self.free_bytes = capacity_bytes
-        """What belongs to nobody."""
+        self._taken: list[tuple[int, int]] = []  # (start, stop) of allocated ranges, sorted
+        self._sizes = [(capacity_bytes, 0)] if capacity_bytes else []  # (size, start) of free ranges, sorted
+        self.free_bytes = capacity_bytes  # sum over _sizes
 
     @property
     def largest_free_bytes(self) -> int:
@@ -39,7 +37,7 @@ class SpaceAllocator:
             raise ArgumentError(f"extent {name!r} cannot have {num_bytes} bytes")
         size = round_up(num_bytes)
         if size == 0:
-            return 0
+            return 0  # an empty extent takes no space, and release() skips it
         index = bisect_left(self._sizes, (size, 0))
         if index == len(self._sizes):
             raise OutOfSpaceError(name, size, self.free_bytes, self.largest_free_bytes)
@@ -51,10 +49,11 @@ class SpaceAllocator:
         return offset
 
     def release(self, offset: int, num_bytes: int) -> None:
-        """Give a range back that was taken as a whole. To do so again changes nothing, unless it has been taken again."""
+        """Give an allocated range back. A second call does nothing, unless the range was allocated again."""
         size = round_up(num_bytes)
         index = bisect_left(self._taken, (offset, offset + size))
         if size and index < len(self._taken) and self._taken[index] == (offset, offset + size):
+            # The hole between both taken neighbours: what of it is not this range is free already, at most two pieces.
             low = self._taken[index - 1][1] if index else 0
             high = self._taken[index + 1][0] if index + 1 < len(self._taken) else self.capacity_bytes
             del self._taken[index]

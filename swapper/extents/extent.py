@@ -10,22 +10,20 @@ from swapper.config import round_up
 from swapper.sync.callbacks import call_back
 
 NameOf = Callable[[int, int], str]
-"""``name_of(start, stop)`` says, for error messages, what lies in these bytes of an extent."""
+"""``name_of(start, stop)`` returns, for error messages, what is stored in these bytes of an extent."""
 
 
 class ExtentState(Enum):
-    """Who owns the space of an extent."""
+    """The state of an extent. The comments say who owns its space."""
 
-    LIVE = "live"  # its holder; reads and writes are taken
-    FREEING = "freeing"  # requests that still run; no new ones are taken
-    FREED = "freed"  # the volume again
+    LIVE = "live"  # its holder
+    FREEING = "freeing"  # requests that still run; new ones are refused
+    FREED = "freed"  # the allocator
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Extent:
-    """A byte range of a volume, and who owns it.
-
-    Made by ``Swapper.allocate``.
+    """A byte range of a volume. Made by ``Swapper.allocate``.
 
     Attributes:
         name: What error messages call it.
@@ -54,11 +52,12 @@ class Extent:
         return f"Extent({self.name!r}, {self.num_bytes} bytes at {self.start}, {self.state.value})"
 
     def contents(self, start: int, stop: int) -> str:
-        """Return what lies in the bytes ``[start, stop)``; empty if nobody can say."""
+        """Return what is stored in the bytes ``[start, stop)``; empty without ``name_of``."""
         if self.name_of is None:
             return ""
         name_of, names = self.name_of, [""]
-        # It is asked while an error is reported, which must not get lost for its sake.
+        # A user's function, called while an error is made: call_back() only logs what it raises. The padding behind
+        # requested_bytes has no name.
         call_back(
             lambda: names.append(name_of(max(0, start), min(stop, self.requested_bytes))),
             f"naming what lies in bytes {start} to {stop} of extent {self.name!r}",

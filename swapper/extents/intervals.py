@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 
 class IntervalSet:
-    """Knows which bytes belong to it; must not know what belonging means."""
+    """A set of integers (bytes, or slots), stored as ranges."""
 
     __slots__ = ("_starts", "_stops")
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
+        self._starts: list[int] = []  # two parallel lists, both sorted: range i is [_starts[i], _stops[i])
         self._stops: list[int] = []
 
     def __bool__(self) -> bool:
@@ -22,9 +22,11 @@ class IntervalSet:
         return iter(zip(self._starts, self._stops, strict=True))
 
     def add(self, start: int, stop: int) -> None:
-        """Take in the bytes ``[start, stop)``."""
+        """Add the bytes ``[start, stop)``."""
         if start >= stop:
             return
+        # Ranges [first:last] overlap or touch, and become one. [0, 10) and [20, 30) with add(10, 15): first = 0, since
+        # the first range ends at 10, and last = 1. The result is [0, 15) and [20, 30).
         first = bisect_left(self._stops, start)
         last = bisect_right(self._starts, stop)
         if first < last:
@@ -34,7 +36,8 @@ class IntervalSet:
         self._stops[first:last] = [stop]
 
     def remove(self, start: int, stop: int) -> None:
-        """Leave out the bytes ``[start, stop)``."""
+        """Remove the bytes ``[start, stop)``."""
+        # Ranges [first:last] overlap; touching is not enough here. Of the outermost two, what is outside stays.
         first = bisect_right(self._stops, start)
         last = bisect_left(self._starts, stop)
         if start >= stop or first >= last:
@@ -63,5 +66,6 @@ class IntervalSet:
             start = self._stops[index]
         if start >= stop:
             return None
+        # Ranges do not touch, so `start` is outside now: the gap lasts until the next range begins.
         following = bisect_right(self._starts, start)
         return start, min(stop, self._starts[following]) if following < len(self._starts) else stop

@@ -1,1 +1,1 @@
-"""What drives do under the requests that the engine makes, and what is decided by it. Knows no extents of others."""
+"""Measurements of drives under the engine's kind of requests, and the choice of a backend by them."""

@@ -18,7 +18,7 @@ from swapper.volumes.volume import Volume
 def open_by_name(volume: Volume, config: SwapperConfig) -> IOBackend:
     """Return the backend that ``config`` names; it owns the volume from then on.
 
-    What lies in the volume stays as it is, but until this returns nobody else may use it.
+    The volume keeps its contents, but nobody else may use it until this returns.
 
     Raises:
         BackendUnavailableError: It cannot work here. The volume is still the caller's.
@@ -35,9 +35,9 @@ def open_by_name(volume: Volume, config: SwapperConfig) -> IOBackend:
 
 
 def _open_uring(volume: Volume, config: SwapperConfig) -> UringBackend:
-    """Set a ring up that has passed the self-test: in other files of the same directories where what lies in these outlives
-    the process, since a kill in the midst of it would leave them with other bytes.
-    """
+    """Return a ring that has passed the self-test."""
+    # On the files of a durable run, a kill in the middle of the test would leave test bytes in the states. So the test
+    # uses scratch files in the same directories.
     queue_depth = min(config.max_inflight, MAX_QUEUE_DEPTH)
     if not any(isinstance(file, NamedFile) for file in volume.files):
         return _tested(volume, queue_depth)
@@ -54,7 +54,7 @@ def _open_uring(volume: Volume, config: SwapperConfig) -> UringBackend:
 
 def _tested(volume: Volume, queue_depth: int) -> UringBackend:
     backend = UringBackend(volume, queue_depth)
-    with closed_unless_made(backend.stop, STOP_SECONDS):
+    with closed_unless_made(backend.stop, STOP_SECONDS):  # stop and not close: the caller goes on with the volume
         fault = find_fault(backend)
         if fault:
             raise BackendUnavailableError("uring", fault, "report this with the version of your kernel")

@@ -1,4 +1,4 @@
-"""From a config to the backend that moves the bytes of a volume."""
+"""The choice of a backend for a volume: as the config says, or by a measurement."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from swapper.volumes.volume import Volume
 logger = logging.getLogger(__name__)
 
 _LEAST_BYTES = 256 << 20  # of a volume: on a smaller one a comparison takes longer than it could ever save
-_MOST_INFLIGHT_BYTES = 32 << 20
-_FILL_SECONDS = 0.5
-_SLOW_BYTES_PER_SECOND = 300e6
+_MOST_INFLIGHT_BYTES = 32 << 20  # of requests in a comparison; its files take three times as much
+_FILL_SECONDS = 0.5  # for filling the files; on a drive that needs longer, the filled part gives the speed
+_SLOW_BYTES_PER_SECOND = 300e6  # below, worker threads are taken without a comparison
+# 7 rounds of 25 ms with each of both: 0.35 s. More would make a choice less subject to noise, and each start longer.
 _ROUND_SECONDS = 0.025
 _NUM_ROUNDS = 7
-_MIN_GAIN = 1.05
-_MIN_SHARE_WON = 0.7
-_DEADLINE_SECONDS = 10.0
+_MIN_GAIN = 1.05  # of the median
+_MIN_SHARE_WON = 0.7  # of the rounds: 5 of 7
+_DEADLINE_SECONDS = 10.0  # of a transfer
 
+# How comparisons ended in this process, by drives and settings, for volumes that are opened later.
 _compared: dict[tuple[object, ...], tuple[bool, str]] = {}
-"""How comparisons ended in this process, by drives and settings."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class Choice:
 
     Attributes:
         backend: Its name in the config.
-        reason: In words; where it is worker threads, why not io_uring.
-        cure: What would make io_uring work, where it does not; else empty.
-        is_surprising: Whether somebody who has set io_uring up would want to know.
+        reason: Why; for worker threads, why not io_uring.
+        cure: What would make io_uring work, if it does not; else empty.
+        is_surprising: The liburing package is installed, and io_uring does not work: logged as a warning.
     """
 
     backend: BackendName
@@ -52,8 +53,7 @@ class Choice:
     @classmethod
     def without_uring(cls, error: BackendUnavailableError) -> Choice:
         """Worker threads, since io_uring does not work."""
-        # Who has not installed it does not expect it.
-        is_surprising = not isinstance(error.__cause__, ModuleNotFoundError)
+        is_surprising = not isinstance(error.__cause__, ModuleNotFoundError)  # the package is not installed
         return cls("threads", error.reason, error.cure, is_surprising)
 
     def __str__(self) -> str:
@@ -67,8 +67,9 @@ class Choice:
 
 
 def choose(volume: Volume, config: SwapperConfig) -> Choice:
-    """Return which backend ``"auto"`` takes: io_uring where it works and is clearly faster in files of the same directories,
-    else worker threads. What lies in the volume stays as it is.
+    """Return which backend ``"auto"`` takes: io_uring if it works and is clearly faster, else worker threads.
+
+    It is measured in other files of the same directories; the volume keeps its contents.
     """
     portable_because = _why_portable(volume, config)
     if portable_because:
@@ -83,11 +84,11 @@ def choose(volume: Volume, config: SwapperConfig) -> Choice:
 def open_backend(volume: Volume, config: SwapperConfig) -> IOBackend:
     """Return the backend that ``config`` asks for; it owns the volume from then on.
 
-    ``"auto"`` takes what `choose` says; one line in the log says why. What lies in the volume stays as it is, but until this
-    returns nobody else may use it.
+    ``"auto"`` takes what `choose` returns, and one line in the log says why. The volume keeps its contents, but nobody
+    else may use it until this returns.
 
     Raises:
-        BackendUnavailableError: A backend that was asked for by name cannot work here. The volume is still the caller's.
+        BackendUnavailableError: A backend that is named cannot work here. The volume is still the caller's.
     """
     if config.backend != "auto":
         return open_by_name(volume, config)
@@ -104,7 +105,7 @@ def open_backend(volume: Volume, config: SwapperConfig) -> IOBackend:
 
 
 def _why_portable(volume: Volume, config: SwapperConfig) -> str:
-    """Return why the files are such that only ordinary reads and writes can be relied on; nothing if they are not."""
+    """Return why only ordinary reads and writes can be relied on in these files; empty if direct I/O works."""
     for file in volume.files:
         if file.drive.is_network:
             return f"{str(file.directory)!r} is on a network file system ({file.drive.file_system})"
@@ -126,7 +127,7 @@ def _compare(volume: Volume, config: SwapperConfig) -> tuple[bool, str]:
     drives = tuple(os.fstat(file.fd).st_dev for file in volume.files)
     key = (drives, config.request_bytes, config.max_inflight, config.num_threads)
     if key not in _compared:
-        # As much from each as in the volume.
+        # Only ratios of speeds count: with lengths as speeds, drives get the same parts as in the volume.
         directories = [Directory(file.directory, bytes_per_second=max(1, file.num_bytes)) for file in volume.files]
         try:
             _compared[key] = measure_gain(directories, config)
@@ -138,14 +139,14 @@ def _compare(volume: Volume, config: SwapperConfig) -> tuple[bool, str]:
 
 
 def measure_gain(directories: list[Directory], config: SwapperConfig) -> tuple[bool, str]:
-    """Have worker threads and io_uring move the bytes of optimizer steps, in turns, for about half a second.
+    """Compare worker threads and io_uring on the bytes of optimizer steps, in turns, for about half a second.
 
     Args:
-        directories: Where; some space is taken there meanwhile.
+        directories: Where to make files for it.
         config: Length and number of the requests.
 
     Returns:
-        Whether io_uring is faster, by enough and in nearly all rounds; and why, in words.
+        Whether io_uring is faster, by enough and in nearly all rounds; and a sentence that says so.
 
     Raises:
         BackendUnavailableError: io_uring does not work.
@@ -160,7 +161,7 @@ def measure_gain(directories: list[Directory], config: SwapperConfig) -> tuple[b
         started = time.perf_counter()
         test.prepare(max_seconds=_FILL_SECONDS)
         speed = test.num_bytes / (time.perf_counter() - started)
-        if test.num_bytes == wanted_bytes:
+        if test.num_bytes == wanted_bytes:  # filled in time; else the drive is slow, and first writes tell enough
             speed = test.measure(threads, Workload.MIXED, _ROUND_SECONDS).bytes_per_second
         if speed < _SLOW_BYTES_PER_SECOND:
             return False, f"worker threads keep up with a drive of {speed / 1e6:.0f} MB/s"

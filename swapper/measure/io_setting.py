@@ -1,4 +1,4 @@
-"""How requests are made, and what for."""
+"""The settings and the workload of a measurement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from swapper.config import BackendName, SwapperConfig
 
 
 class Workload(Enum):
-    """What is done to the files."""
+    """What a measurement does."""
 
     READ = "read"
     WRITE = "write"
@@ -18,13 +18,13 @@ class Workload(Enum):
 
 @dataclass(frozen=True, slots=True)
 class IOSetting:
-    """How requests are made.
+    """The settings by which requests are made.
 
     Attributes:
         backend: What moves the bytes.
         request_bytes: Largest single transfer. Multiple of 4096.
-        num_threads: Worker threads for each direction, where the backend has any.
-        max_inflight: Transfers under way at once: of one direction, or of both together in a mixed workload.
+        num_threads: Worker threads for each direction, if the backend has any.
+        max_inflight: Transfers at once: of one direction, or of both together in a mixed workload.
     """
 
     backend: BackendName
@@ -34,17 +34,17 @@ class IOSetting:
 
     @property
     def has_threads(self) -> bool:
-        """Whether each transfer keeps a thread waiting, so that there are no more of them than threads."""
+        """Whether each transfer blocks a thread, so that there are at most as many transfers as threads."""
         return self.backend in ("threads", "aiofiles")
 
     @property
     def num_inflight(self) -> int:
-        """Transfers that can be under way at once, on one drive: each drive has threads of its own."""
+        """Transfers at once on one drive; each drive has threads of its own."""
         return min(self.max_inflight, self.num_threads) if self.has_threads else self.max_inflight
 
     @property
     def bytes_inflight(self) -> int:
-        """Bytes under way at once, on one drive."""
+        """Bytes in flight at once on one drive."""
         return self.request_bytes * self.num_inflight
 
     def describe(self) -> str:
@@ -53,7 +53,7 @@ class IOSetting:
         return f"{self.backend}, {size} x {self.num_inflight} in flight"
 
     def swapper_config(self, *, direct: bool = True, deadline_seconds: float = 120.0) -> SwapperConfig:
-        """Return the settings of a swapper that makes its requests like this.
+        """Return the config of a swapper with these settings.
 
         Raises:
             ArgumentError: A value cannot work.

@@ -1,11 +1,11 @@
-"""What drives do under the requests that the engine makes: read, write, and both at once.
+"""Measurements of drives under the engine's kind of requests: reads, writes, and both at once.
 
 [Note: how it is measured]
-Everything goes through the scheduler of a swapper: extents, hazards, queues, handles and the backend are those of
-training, only the data mean nothing. A fixed number of buffers is kept under way: as soon as one is over the next
-operation is issued, sequentially through the files and round again. The next measurement goes on where the last one
-ended, so that no cache on the way still has the bytes. The time runs from the first request to the end of the last;
-where the page cache takes the writes, it includes their way to the drive.
+All requests go through the scheduler and the backend of a swapper, as in training. A fixed number of buffers is in use:
+as soon as an operation ends, the next one starts with its buffer, sequentially through the files and from their
+beginning again. The next measurement continues where the last one ended, so that no cache still has the bytes. The time
+runs from the first request to the end of the last. If the page cache takes the writes, it includes their sync to the
+drive.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from swapper.volumes.volume import Volume
 
 __all__ = ["DriveTest", "IOSetting", "Sample", "Workload"]
 
-_OPERATION_BYTES = 4 << 20
-"""Reads and writes of the engine are pages of at least about this size: shorter requests come several at a time."""
-_OPERATIONS_UNDER_WAY = 8
+_OPERATION_BYTES = 4 << 20  # the engine's reads and writes are about this long, and cut into requests
+_OPERATIONS_UNDER_WAY = 8  # at least, as far as there are requests for them
+# A step with bf16 and AdamW reads 14 bytes per parameter (weight 2 for forward and 2 for backward, state 10) and writes
+# 12 (weight 2, state 10): see docs/how-it-works/index.md.
 _READ_SHARE = 14 / 26
-"""Of the bytes that an optimizer step moves, so many are read: 14 per parameter, while 12 are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Sample:
         read_bytes: Bytes read.
         write_bytes: Bytes written.
         seconds: Wall time.
-        cpu_seconds: Processor time of this process meanwhile: user and system, all threads.
+        cpu_seconds: CPU time of this process meanwhile: user and system, all threads.
     """
 
     setting: IOSetting
@@ -77,17 +77,17 @@ class Sample:
 
     @property
     def cpu_cores(self) -> float:
-        """Processor cores that were busy."""
+        """CPU cores that were busy."""
         return self.cpu_seconds / self.seconds
 
 
 class DriveTest(Closable):
-    """Knows scratch files and how to measure on them; must not know which setting is good. Not thread safe.
+    """Scratch files, and measurements on them. Not thread safe.
 
     Args:
-        directories: One per drive; a single one is taken as it is.
-        file_bytes: Size of the scratch file in each of them, on average: faster drives get more of the sum. Rounded down
-            to whole blocks, with several drives to whole stripes of 4 MiB.
+        directories: One per drive.
+        file_bytes: Size of the scratch file in each of them, on average: faster drives get more of the sum. Rounded
+            down to whole blocks, with several drives to whole stripes of 4 MiB.
         direct: Bypass the page cache where the file system can.
         deadline_seconds: A transfer without an answer for so long is an error.
 
@@ -148,8 +148,8 @@ class DriveTest(Closable):
 
         Args:
             setting: How to make the requests.
-            workload: What to do. The two directions of a mixed one never drift apart.
-            seconds: No request is issued after this long, but for the first ones.
+            workload: What to do. A mixed one keeps its two directions in step.
+            seconds: After this time no request is issued, but for the first ones.
 
         Raises:
             ArgumentError: The files are too small for so many bytes in flight, or not filled.
@@ -157,7 +157,7 @@ class DriveTest(Closable):
         """
         if not self._is_filled:
             raise ArgumentError("the files hold nothing yet: call prepare() before measure()")
-        stop = math.inf
+        stop = math.inf  # set below, when the backend is ready: its set-up does not count
 
         def make_tracks(volume: BorrowedVolume, step_bytes: int, num_steps: int) -> dict[Direction, _Track]:
             nonlocal stop
@@ -183,9 +183,10 @@ class DriveTest(Closable):
         make_tracks: Callable[[BorrowedVolume, int, int], dict[Direction, _Track]],
         goes_on: Callable[[], bool],
     ) -> Sample:
-        """Keep operations under way until time is up, and wait for the last.
+        """Run operations until time is up, and wait for the last.
 
-        ``make_tracks``: gets the volume, bytes of an operation and how many are under way, and says where each direction goes.
+        ``make_tracks``: gets the volume, the bytes of an operation and the number of buffers; returns a track for each
+        direction.
         """
         volume = BorrowedVolume(self._volume, self.num_bytes, setting.request_bytes)
         config = setting.swapper_config(direct=self._direct, deadline_seconds=self._deadline_seconds)
@@ -193,10 +194,11 @@ class DriveTest(Closable):
         scheduler = IOScheduler(backend, config)
         try:
             num_inflight = min(setting.max_inflight, backend.concurrency)
-            # The engine reads and writes pages of several requests; so does a measurement, as far as they are short.
+            # Requests per operation, and operations at once. io_uring with 32 requests of 1 MiB in flight: operations
+            # of min(4, 32 // 8) = 4 requests, and 32 / 4 + 1 = 9 of them. One more than fit, so that the next request
+            # waits when one ends. A mixed workload of single requests gets none more: the scheduler limits each
+            # direction, and not their sum.
             together = max(1, min(_OPERATION_BYTES // setting.request_bytes, num_inflight // _OPERATIONS_UNDER_WAY))
-            # One more than fit it, so that the next request is there when one ends. The swapper bounds what is in flight of
-            # each direction, and not the sum of both.
             num_steps = -(-num_inflight // together) + (workload is not Workload.MIXED or together > 1)
             tracks = make_tracks(volume, setting.request_bytes * together, num_steps)
             window = _Window(scheduler, backend, volume, setting.request_bytes * together, num_steps)
@@ -217,13 +219,13 @@ class DriveTest(Closable):
 
 
 class _Track:
-    """Knows where one direction goes on: through a range of the volume, and from its end back to its start.
+    """The position of one direction, which runs through a range of the volume again and again.
 
     Args:
         start: First byte of the range.
         stop: The byte behind its last one.
-        position: Where to go on, if that lies in the range.
-        step_bytes: Length of a step; the one before the end may be shorter.
+        position: Where to continue, if that is in the range.
+        step_bytes: Length of a step; the last one of the range may be shorter.
     """
 
     def __init__(self, start: int, stop: int, position: int, step_bytes: int) -> None:
@@ -241,7 +243,7 @@ class _Track:
 
 
 class _Window:
-    """Knows a fixed number of buffers and the reads and writes under way in them."""
+    """A fixed number of buffers, and the reads and writes that use them."""
 
     def __init__(
         self, scheduler: IOScheduler, backend: IOBackend, volume: Volume, step_bytes: int, num_steps: int
@@ -254,10 +256,10 @@ class _Window:
         register_memory(backend, region)  # as the engine does with its pages
         self._free = [memory[start : start + step_bytes] for start in range(0, memory.size, step_bytes)]
         self._under_way: dict[Handle, npt.NDArray[np.uint8]] = {}
-        self._over: queue.SimpleQueue[Handle] = queue.SimpleQueue()
+        self._over: queue.SimpleQueue[Handle] = queue.SimpleQueue()  # filled by callbacks, at most one for each buffer
 
     def run(self, tracks: Mapping[Direction, _Track], goes_on: Callable[[], bool]) -> None:
-        """Use all buffers, and each again when it is over, as long as ``goes_on`` says so.
+        """Start an operation with each buffer, and the next one when it ends, while ``goes_on()`` is true.
 
         Raises:
             SwapperError: An operation failed.
@@ -286,7 +288,7 @@ class _Window:
 
 
 def _ranges(workload: Workload, num_bytes: int, request_bytes: int) -> dict[Direction, tuple[int, int]]:
-    """Where each direction goes; in a mixed workload they keep to a half each, so that they never meet."""
+    """Return the range of each direction. In a mixed workload each has one half: the same bytes would have to wait."""
     if workload is not Workload.MIXED:
         return {Direction.READ if workload is Workload.READ else Direction.WRITE: (0, num_bytes)}
     half = num_bytes // 2 // request_bytes * request_bytes
@@ -294,7 +296,7 @@ def _ranges(workload: Workload, num_bytes: int, request_bytes: int) -> dict[Dire
 
 
 def _behind(tracks: Mapping[Direction, _Track]) -> Direction:
-    """The direction that is behind its share."""
+    """Return the direction that is behind its share of the bytes."""
     if len(tracks) == 1:
         return next(iter(tracks))
     read_bytes, write_bytes = tracks[Direction.READ].issued_bytes, tracks[Direction.WRITE].issued_bytes

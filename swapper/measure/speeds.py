@@ -1,4 +1,4 @@
-"""How fast the drives are over which a volume is to be striped."""
+"""Speeds of the drives of a striped volume."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from swapper.volumes.directory import Directory, DirectoryLike, as_directories
 from swapper.volumes.file_system import describe_drive
 
 _LEAST_BYTES = 64 << 20  # of a volume: on a smaller one the measurement would take longer than what it saves
-_FILE_BYTES = 32 << 20
+_FILE_BYTES = 32 << 20  # on each drive
 _SETTING = IOSetting("threads", 1 << 20, num_threads=4, max_inflight=4)
-_SECONDS = 0.12
-_DEADLINE_SECONDS = 30.0
+_SECONDS = 0.12  # for filling, and again for measuring, of each drive: only ratios matter, to about a tenth
+_DEADLINE_SECONDS = 30.0  # of a transfer; a drive that hangs makes with_speeds() raise, since the volume would use it
 
-_known: dict[tuple[str, str], float] = {}  # by drive and directory, while the process lives
+_known: dict[tuple[str, str], float] = {}  # by drive and directory, for the life of the process
 
 
 def with_speeds(
     directories: Sequence[DirectoryLike] | DirectoryLike, capacity_bytes: int, *, direct: bool = True
 ) -> list[Directory]:
-    """Return the directories, each with the speed of its drive where that matters and can be found out.
+    """Return the directories with the speeds of their drives.
 
-    What is not given is measured, one drive after the other, unless all directories lie on one drive, the volume is
-    small, or transfers go through the page cache, whose speed says nothing of the drive's. Directories on one drive
-    share its speed.
+    Speeds that are not given are measured, one drive after the other. They stay unknown if all directories are on one
+    drive, the volume is small, or transfers go through the page cache. Directories on one drive share its speed.
 
     Args:
-        directories: What was asked for.
+        directories: As the user named them.
         capacity_bytes: Size of the volume.
         direct: Whether transfers are to bypass the page cache.
 
@@ -56,7 +55,7 @@ def with_speeds(
 
 
 def _measured(directory: Directory, drive: str) -> float | None:
-    """Return the bytes per second of an optimizer step's mix there, or ``None`` if it cannot be found out."""
+    """Return the bytes per second of an optimizer step's mix there, or ``None`` if it cannot be measured."""
     key = (drive, str(directory.path.resolve()))
     if key not in _known:
         try:
@@ -64,7 +63,7 @@ def _measured(directory: Directory, drive: str) -> float | None:
             if rate is None:
                 return None
             _known[key] = rate
-        except VolumeTooSmallError:
+        except VolumeTooSmallError:  # no room for the measurement; the volume itself may still fit
             return None
         except (VolumeError, LimitError):
             raise
@@ -74,8 +73,9 @@ def _measured(directory: Directory, drive: str) -> float | None:
 
 
 def glance(directories: Sequence[Directory], seconds: float) -> float | None:
-    """Return the bytes per second of an optimizer step's mix, seen for so long, with 32 MiB written on each drive; ``None`` where
-    the page cache is in the way.
+    """Measure an optimizer step's mix of reads and writes; return bytes per second, or ``None`` without direct I/O.
+
+    It fills a file of up to 32 MiB on each drive, for ``seconds`` at most, and measures for as long.
 
     Raises:
         SwapperError: There is no room, or a drive fails.

@@ -1,4 +1,1 @@
-"""Memory that transfers use: aligned regions, staging buffers, buffers of others, and which request has which.
-
-Knows addresses; must not know files.
-"""
+"""Memory that transfers use: aligned regions, staging buffers, users' buffers, and which request uses which."""

@@ -41,9 +41,9 @@ def bytes_of(buffer: Buffer, *, for_read: bool) -> npt.NDArray[np.uint8]:
         if buffer.numel() == 0:
             return _EMPTY
         try:
-            flat = buffer.detach().view(-1)
+            flat = buffer.detach().view(-1)  # .numpy() refuses a tensor that requires a gradient
             array: npt.NDArray[np.uint8] = (flat if buffer.dtype is torch.uint8 else flat.view(torch.uint8)).numpy()
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError) as error:  # a lazily conjugated or negated tensor
             raise ArgumentError(f"a {buffer.dtype} tensor cannot be seen as bytes: {error}") from error
         return array
     if isinstance(buffer, np.ndarray):
@@ -66,7 +66,7 @@ def _bytes_of_array(array: npt.NDArray[Any], *, for_read: bool) -> npt.NDArray[n
     if array.dtype.hasobject:
         raise _objects(array)
     _check(array, is_contiguous=array.flags.c_contiguous, is_writable=array.flags.writeable or not for_read)
-    # By way of the plain class: a matrix stays two-dimensional, whatever shape it is given.
+    # asarray() makes a plain array of a subclass: np.matrix would stay two-dimensional after reshape(-1).
     return np.asarray(array).reshape(-1).view(np.uint8) if array.nbytes else _EMPTY
 
 

@@ -1,10 +1,10 @@
-"""Which memory reads and writes have: from their submission until the backend has released it.
+"""Which memory is in use by reads and writes, from their submission until the backend has completed them.
 
 [Note: whose memory it is]
-A request may outlive whoever started it. An interrupt takes the waiter away, or even the thread that was about to get the
-handle; an error elsewhere makes it give up; a deadline ends the wait although the kernel may move the bytes later. So
-whoever leases memory again and again does not go by handles or by what became of the waiter: it asks here, and memory
-that a request still has stays out of use. Nobody can forget to say so, as the scheduler does, for every request.
+A request may outlive its waiter. An interrupt ends the wait, or comes even before the caller has the handle. An error
+elsewhere may end it, or a deadline, although the kernel may still move the bytes. So a pool that reuses memory does not
+rely on handles. It asks here, and does not lease memory that a request still uses. The answer comes from the tables of
+unfinished requests that schedulers have, so no code has to register a request.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class MemoryUser(Protocol):
     """A request.
 
     Attributes:
-        address: Where its memory begins, as the device that it belongs to counts.
+        address: Address of its memory.
         num_bytes: Length of its memory.
-        is_finished: Nobody waits for it any more.
+        is_finished: Waits for it have ended.
         failure: Why it failed.
     """
 
@@ -33,23 +33,23 @@ class MemoryUser(Protocol):
 
 
 class RequestSource(Protocol):
-    """Who starts requests.
+    """A scheduler.
 
     Attributes:
-        requests: Those of which the backend may have the memory. Every change is a single step.
+        requests: The requests that the backend may still have. Every change is a single step.
     """
 
     requests: dict[Any, Any]
 
 
-# Weakly: the requests of a holder that nobody knows any more, its backend included, have nothing. Every change is a single step,
-# which an interrupt or another thread comes before or after, and who looks takes a copy: so there is no lock.
+# Weak references: a request at a backend keeps its scheduler alive, by `on_complete`. No lock: every change is a single
+# step under the interpreter's lock, and readers go through a copy.
 _holders: dict[weakref.ref[RequestSource], None] = {}
 os.register_at_fork(after_in_child=_holders.clear)  # a child has neither the requests nor their memory
 
 
 def watch_requests(holder: RequestSource) -> None:
-    """From now on the requests of the holder have their memory, as long as they are there."""
+    """Count the memory of the holder's requests as in use, from now on."""
     _holders[weakref.ref(holder, _forget)] = None
 
 
@@ -63,13 +63,13 @@ def is_held(address: int, num_bytes: int) -> bool:
 
 
 def hang_error(address: int, num_bytes: int) -> SwapperError | None:
-    """Return the error of a request that has some of these bytes although it is over for everybody who waits: it hangs,
-    and nobody knows when it will release them."""
+    """Return the error of a hung request that uses some of these bytes: nobody knows when it will release them."""
     return next((user.failure for user in tenants(address, num_bytes) if user.is_finished), None)
 
 
 def tenants(address: int, num_bytes: int) -> list[MemoryUser]:
     """Return the requests that have any of these bytes."""
+    # Linear in the number of unfinished requests: pools ask when a buffer is released, and not for each transfer.
     stop, found = address + num_bytes, list[MemoryUser]()
     for reference in _holders.copy():
         holder = reference()

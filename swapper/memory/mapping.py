@@ -1,4 +1,7 @@
-"""The system's calls for mappings that Python's own cannot make: at an address, without memory set aside, without a file."""
+"""``mmap(2)`` through ctypes, for mappings that Python's ``mmap`` cannot make.
+
+Those are mappings at a given address, without reserved memory, or of a file whose descriptor is closed afterwards.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FAILED = ctypes.c_void_p(-1).value  # (void *) -1
 
 unmap = _libc.munmap
 """``unmap(address, num_bytes)``"""
@@ -25,7 +28,7 @@ advise = _libc.madvise
 
 
 def map_memory(num_bytes: int, flags: int, fd: int = -1, address: int | None = None) -> int:
-    """Return the address of a mapping that can be read and written, of a file from its beginning on, or of none.
+    """Return the address of a readable and writable mapping: of a file from its beginning, or anonymous.
 
     Raises:
         OSError: The kernel does not make it.
@@ -38,15 +41,16 @@ def map_memory(num_bytes: int, flags: int, fd: int = -1, address: int | None = N
 
 
 class _OwnedArray:
+    # np.asarray() below keeps this object as the array's base, and so do all views: it dies with the last of them.
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 def owned_array(address: int, num_bytes: int, release: Callable[..., object], *args: object) -> npt.NDArray[np.uint8]:
-    """Return memory as an array, 1-D and writable; ``release(*args)`` when nobody looks at it any more.
+    """Return memory as a 1-D writable uint8 array; call ``release(*args)`` when its last view is gone.
 
-    Not at the end of the process; in a forked child as well.
+    The call also comes in a forked child, and not at the end of the process.
     """
     owned = _OwnedArray(address, num_bytes)
-    weakref.finalize(owned, release, *args).atexit = False
+    weakref.finalize(owned, release, *args).atexit = False  # at exit, other threads may still use the memory
     return np.asarray(owned)

@@ -19,16 +19,16 @@ from swapper.memory.mapping import advise, map_memory, unmap
 from swapper.sync.limits import limits_in_words
 from swapper.uncopyable import Uncopyable
 
-_HUGE_PAGE_BYTES = 2 << 20
+_HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of arm64 with pages of 4 KiB
+# MADV_* of <sys/mman.h>.
 _MADV_DONTNEED = 4
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 
 
-_mapped: dict[int, int] = {}
-"""Bytes of each mapping, by its address."""
-_most_bytes = 0
-_counting = threading.RLock()
+_mapped: dict[int, int] = {}  # bytes of each mapping that are not discarded, by its address
+_most_bytes = 0  # the peak since pop_peak_bytes()
+_counting = threading.RLock()  # guards _most_bytes; re-entrant, since a finalizer may make a region meanwhile
 
 
 def _count(address: int, num_bytes: int) -> None:
@@ -42,6 +42,7 @@ def _unmap(
     address: int,
     num_bytes: int,
     pid: int,
+    # Defaults, because the module's names may be gone when the last region is dropped at exit.
     munmap: Any = unmap,
     getpid: Any = os.getpid,
     forget: Callable[[int, None], int | None] = _mapped.pop,
@@ -53,12 +54,14 @@ def _unmap(
 
 
 class _Mapping:
-    """Knows one anonymous mapping and unmaps it when nobody refers to it any more."""
+    """One anonymous mapping, unmapped when the last reference to it is gone."""
 
     def __init__(self, num_bytes: int) -> None:
-        # A start on a huge page boundary lets the kernel back all of it with huge pages: a direct transfer then consists of
-        # few large pieces instead of hundreds of small ones (measured, 1 MiB reads of a virtio drive: 2.6 instead of
-        # 1.4 GB/s, and half the CPU time). The slack around is given back.
+        # A start on a huge page boundary lets the kernel back all of it with huge pages: a direct transfer then
+        # consists of few large pieces instead of hundreds of small ones (measured, 1 MiB reads of a virtio drive: 2.6
+        # instead of 1.4 GB/s, and half the CPU time). The slack around is given back. Example: 4 MiB are mapped as 6
+        # MiB, at base = 0x7f0000100000. Then address = 0x7f0000200000, and 1 MiB in front of it and 1 MiB behind its 4
+        # MiB are unmapped.
         slack = _HUGE_PAGE_BYTES if num_bytes >= _HUGE_PAGE_BYTES else 0
         with limits_in_words():
             base = map_memory(num_bytes + slack, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -71,21 +74,22 @@ class _Mapping:
             if slack - head:
                 unmap(self.address + num_bytes, slack - head)
         if sys.platform == "linux":
+            # After a fork, the parent's next write to a shared page would give it a copy, while direct I/O goes on with
+            # the old page: see O_DIRECT in open(2).
             advise(self.address, num_bytes, _MADV_DONTFORK)
             if slack:
                 advise(self.address, num_bytes, _MADV_HUGEPAGE)
         _count(self.address, num_bytes)
         self._pid = os.getpid()
 
-    # No `weakref.finalize`: its registry is walked when the process ends, while workers may still drop regions. What the
-    # function needs is bound to it, since the module's names may be gone by then.
+    # No `weakref.finalize`: Python walks its registry when the process ends, while workers may still drop regions.
     def __del__(self, unmap: Callable[[int, int, int], None] = _unmap) -> None:
-        if hasattr(self, "_pid"):
+        if hasattr(self, "_pid"):  # else the constructor failed before the mapping was whole
             unmap(self.address, self.num_bytes, self._pid)
 
     def discard(self, num_bytes: int) -> int:
-        """Give back the memory of the first whole huge pages in ``num_bytes``; returns how many bytes that are."""
-        whole = num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+        """Give back the memory of the first whole huge pages in ``num_bytes``; return how many bytes that are."""
+        whole = num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES  # less would split a huge page into small ones
         if not whole or sys.platform != "linux" or advise(self.address, whole, _MADV_DONTNEED):
             return 0
         _count(self.address, self.num_bytes - whole)
@@ -98,9 +102,7 @@ class _Mapping:
 
 
 class AlignedRegion(Uncopyable):
-    """Knows a page-aligned anonymous private mapping of an exact size; must not know what it is used for.
-
-    It is not inherited by forked children, and its size is ``num_bytes`` rounded up to 4096 and nothing more.
+    """A page-aligned anonymous private mapping of ``num_bytes``, rounded up to 4096. Forked children do not have it.
 
     Args:
         num_bytes: Size wanted, at least 1.
@@ -111,15 +113,16 @@ class AlignedRegion(Uncopyable):
             raise ArgumentError(f"a region needs at least one byte, got {num_bytes}")
         self.num_bytes = num_bytes
         self._mapping: _Mapping | None = _Mapping(round_up(num_bytes, ALIGNMENT))
+        # Refers to the mapping. Arrays that are given out are views of it, so they keep the mapping after release().
         self._bytes: npt.NDArray[np.uint8] | None = np.asarray(self._mapping)
-        """Over the mapping, which it keeps; every array that is given out is a view of it."""
-        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
+        self._lock = threading.RLock()  # guards release(); see [Note: coming in between] in swapper.sync.reentry
+        # Tokens of io_uring rings and device drivers that have pinned its pages: they would go on to use the old pages
+        # after a discard().
         self.registrations: set[object] = set()
-        """Who knows its pages and would go on with these: rings of the kernel, a device's driver."""
 
     @staticmethod
     def pop_peak_bytes() -> int:
-        """Return the most memory that all regions of this process have had at one time since the last call."""
+        """Return the peak of bytes in all regions of this process since the last call."""
         global _most_bytes
         with _counting:
             peak, _most_bytes = _most_bytes, sum(list(_mapped.values()))
@@ -152,13 +155,13 @@ class AlignedRegion(Uncopyable):
         return self._bytes[: self.num_bytes]
 
     def discard(self, num_bytes: int) -> int:
-        """Forget the first ``num_bytes`` and give their memory back, as far as the system does that in place.
+        """Give the memory of the first ``num_bytes`` back to the system, in whole huge pages.
 
-        They stay mapped: their contents are undefined, and writing to them takes memory again. Nothing happens while
-        somebody would go on with the old pages: where the region is registered, or a request has some of these bytes.
+        They stay mapped. Their contents are undefined, and writing to them takes memory again. Nothing is given back
+        while the region is registered, or while a request uses some of these bytes.
 
         Returns:
-            How many bytes were given back, from the first on; less than ``num_bytes``, as pages are whole or 0.
+            How many bytes were given back, from the first on.
         """
         if not 0 <= num_bytes <= self.num_bytes:
             raise ArgumentError(f"a region of {self.num_bytes} bytes has no first {num_bytes}")

@@ -24,9 +24,10 @@ from swapper.uncopyable import Closable, Uncopyable, closed_unless_made
 
 logger = logging.getLogger(__name__)
 
-_LOOK_UP_SECONDS = 1.0
-_HELD_SECONDS = 0.01
-_NUM_PAUSES = 16
+# A waiting lease looks again after so long, because some events have no notification:
+_LOOK_UP_SECONDS = 1.0  # a leased buffer was garbage-collected
+_HELD_SECONDS = 0.01  # a transfer has ended that used a buffer after its release; soon, as the transfer is running
+_NUM_PAUSES = 16  # a stopped process loses at most 1/16 of its timeout
 
 Pin = Callable[[int, int], Callable[[], None] | None]
 """``pin(address, num_bytes)`` registers memory with a device's driver and returns what undoes it; None if it cannot."""
@@ -39,11 +40,11 @@ class StagingStatistics:
     Attributes:
         buffer_bytes: Size of each buffer.
         num_buffers: Buffers of the staging pool.
-        num_leased: Buffers that somebody holds now: their owners, or a transfer after that.
-        most_leased: The most buffers that were held at once.
+        num_leased: Buffers in use now, by an owner or by a transfer that outlives the lease.
+        most_leased: The most buffers in use at once.
         num_leases: Buffers leased so far.
         wait_seconds: Time that leases have spent waiting, summed over threads.
-        owners: Who holds how many buffers now.
+        owners: Each owner, and how many buffers it holds now.
     """
 
     buffer_bytes: int
@@ -56,12 +57,12 @@ class StagingStatistics:
 
 
 class StagingBuffer(Uncopyable):
-    """Knows one lease of one buffer. A context manager that gives it back.
+    """The lease of one buffer. A context manager that releases it.
 
     Attributes:
         index: Which buffer of the staging pool it is.
         num_bytes: Its size.
-        owner: Who asked for it, in words.
+        owner: The name that `StagingPool.lease` was given.
     """
 
     __slots__ = ("_staging_pool", "_tensor", "index", "num_bytes", "owner")
@@ -100,8 +101,7 @@ class StagingBuffer(Uncopyable):
         return self._tensor
 
     def release(self) -> None:
-        """Give the buffer back. A request that still has memory of it keeps it from being leased again until it has released
-        it.
+        """Give the buffer back. It is leased again when no request uses it any more.
 
         Raises:
             SwapperClosedError: It was given back already.
@@ -115,6 +115,8 @@ class StagingBuffer(Uncopyable):
                 )
             self._tensor = None
             del staging_pool._leased[self.index]
+            # A request still uses it: then it is in neither list, and _look_again() finds it when the request has
+            # ended.
             if not tenants(staging_pool._address + self.index * staging_pool.buffer_bytes, staging_pool.buffer_bytes):
                 staging_pool._free.append(self.index)
                 staging_pool._available.notify()
@@ -122,18 +124,16 @@ class StagingBuffer(Uncopyable):
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    array: weakref.ref[npt.NDArray[np.uint8]]
-    """Lives as long as anybody has a view of the buffer."""
+    array: weakref.ref[npt.NDArray[np.uint8]]  # lives as long as any view of the buffer
     owner: str
 
 
 class StagingPool(Closable):
-    """Knows equal buffers of one aligned region and who holds them; must not know what is in them. Thread safe.
+    """Equal buffers of one aligned region, leased and returned. Thread safe.
 
-    A buffer is leased again when nobody holds it: neither who leased it, nor a read or write that was started with it and that
-    the backend has not released, whatever became of whoever waited (see [Note: whose memory it is] in
-    ``swapper.memory.held``). One that nobody can give back any more, because an interrupt came between the
-    lease and its use, counts as given back.
+    A buffer is leased again only after its release, and after the end of all reads and writes that use it, whether
+    somebody waits for them or not (see [Note: whose memory it is] in ``swapper.memory.held``). A leased buffer whose
+    last reference is gone, after an interrupt for example, counts as released.
 
     Args:
         buffer_bytes: Size of a buffer, a multiple of 4096.
@@ -161,12 +161,13 @@ class StagingPool(Closable):
             self._region.registrations.add(self)
         self._address = self._region.address
         self._whole = self._region.array()
-        # The buffer given back last is leased first: the kernel has backed it already, and it may still be in the cache. What
-        # is neither here nor leased was given back while a transfer had it.
+        # A stack: the buffer released last is leased first. The kernel has backed it already, and it may still be in
+        # the cache. A buffer in neither _free nor _leased was released while a transfer used it.
         self._free = list(range(num_buffers - 1, -1, -1))
         self._leased: dict[int, _Lease] = {}
         self._unregister: list[Callable[[], None]] = []
-        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
+        # Guards all but the region; see [Note: coming in between] in swapper.sync.reentry.
+        self._lock = threading.RLock()
         self._available = threading.Condition(self._lock)  # entered by its lock: see [Note: bells] in swapper.sync.bell
         self._is_refusing = self._is_closed = False
         self._most_leased = 0
@@ -191,10 +192,10 @@ class StagingPool(Closable):
         return self._unpin is not None
 
     def register_with(self, register: Callable[[AlignedRegion], Callable[[], None]]) -> None:
-        """Let somebody know the memory, until the staging pool is closed; for example `Swapper.register_memory`.
+        """Register the memory until the staging pool is closed.
 
         Args:
-            register: Gets the region and returns what undoes it.
+            register: Gets the region and returns a function that undoes it: `Swapper.register_memory`, for example.
         """
         self._unregister.append(register(self._region))
 
@@ -203,7 +204,7 @@ class StagingPool(Closable):
 
         Args:
             timeout_seconds: How long to wait at most; the staging pool's deadline by default.
-            owner: Who asks, for the error message of those who wait in vain.
+            owner: Names the holder in error messages of others that wait.
 
         Raises:
             StagingExhaustedError: No buffer became free in time; names who holds them.
@@ -229,12 +230,13 @@ class StagingPool(Closable):
 
     def _has_buffer(self) -> bool:
         """Whether a lease need not wait."""
-        if not self._free and not self._is_refusing:
+        if not self._free and not self._is_refusing:  # closed: a lease raises at once
             self._look_again()
         return bool(self._free) or self._is_refusing
 
     def _look_again(self) -> None:
-        """Find buffers that have come free without anybody saying so."""
+        """Find buffers that came free without a notification."""
+        # The last view of a leased buffer is gone, and with it every way to release the buffer.
         for index in [index for index, lease in self._leased.items() if lease.array() is None]:
             del self._leased[index]
         if len(self._free) + len(self._leased) < self.num_buffers:
@@ -249,7 +251,7 @@ class StagingPool(Closable):
         left_seconds = timeout_seconds
         most_seconds = max(timeout_seconds / _NUM_PAUSES, _HELD_SECONDS)
         while not (has_buffer := self._has_buffer()) and left_seconds > 0:
-            # Who gives a buffer back says so. A transfer that releases one later does not: it is looked at now and then.
+            # StagingBuffer.release() notifies. A transfer that ends after it does not: such a buffer is polled for.
             pause_seconds = _HELD_SECONDS if len(self._leased) < self.num_buffers else _LOOK_UP_SECONDS
             pause_seconds = min(left_seconds, pause_seconds, most_seconds)
             paused_seconds = time.monotonic()
@@ -264,8 +266,7 @@ class StagingPool(Closable):
         if self._is_refusing:
             raise SwapperClosedError("the staging pool has been closed; no buffer can be leased from it any more")
         index = self._free[-1]
-        # An array of its own: when that has died, no view of the buffer is left (see HostFlatBuffer in
-        # infinity.device.compute).
+        # An array of its own for each lease: views of it refer to it, so it dies with the last of them.
         array = self._whole[index * self.buffer_bytes : (index + 1) * self.buffer_bytes]
         buffer = StagingBuffer(self, index, torch.from_numpy(array), owner)
         self._leased[index] = _Lease(weakref.ref(array), owner)
@@ -297,19 +298,19 @@ class StagingPool(Closable):
             )
 
     def stop_leasing(self) -> None:
-        """Give out nothing any more: who waits for a buffer, or asks for one, gets an ``SwapperClosedError``.
+        """Refuse all leases, also those that wait, with a ``SwapperClosedError``.
 
-        Buffers that are held stay as they are; `close` has still to be called.
+        Leased buffers stay usable. You still have to call `close`.
         """
         with self._lock:
             self._is_refusing = True
             self._available.notify_all()
 
     def close(self) -> None:
-        """Unpin and release the memory; who waits for a buffer gets an error. Idempotent.
+        """Unpin and release the memory; leases that wait get an error. Idempotent.
 
-        Buffers that are still held keep the memory mapped until their holders release them, but it is not pinned any more: no
-        copy to or from a device may be running.
+        No copy to or from a device may be running. Leased buffers keep the memory mapped, but not pinned, until their
+        release.
         """
         with self._lock:
             if self._is_closed:
@@ -317,8 +318,9 @@ class StagingPool(Closable):
             self._is_refusing = self._is_closed = True
             if self._leased:
                 logger.warning("a staging pool was closed while buffers are held by %s", self._owners())
-            self._whole = self._whole[:0].copy()
+            self._whole = self._whole[:0].copy()  # drop the pool's own view of the region
             self._available.notify_all()
+        # Outside of the lock: to unregister waits for the thread of the ring, whose callbacks may release buffers.
         for unregister in self._unregister:
             unregister()
         self._unregister.clear()

@@ -1,1 +1,1 @@
-"""Who hears of each transfer, and for how long anything was at work."""
+"""Observers of transfers, and the time in which any transfer was running."""

@@ -1,4 +1,4 @@
-"""For how long anything was at work, counted once however many were."""
+"""The wall time in which at least one transfer was running."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from swapper.backend import Direction
 
-_EITHER = len(Direction)
+_EITHER = len(Direction)  # the index of the union, behind those of the directions
 _BEGIN = itemgetter(1)
-_MOST_SPANS = 4096
+_MOST_SPANS = 4096  # then they are added up, also if nobody asks: it bounds their memory
 
 
 class BusySeconds(NamedTuple):
-    """Wall time with at least one transfer at a backend, of one moment: read, write <= either <= read + write."""
+    """Wall times with at least one transfer at a backend, up to one moment: read, write <= either <= read + write."""
 
     read: float
     write: float
@@ -24,35 +24,33 @@ class BusySeconds(NamedTuple):
 
 
 class BusyTimes:
-    """Knows since when reads and writes are at work, and for how long they were before; must not know transfers.
+    """The time in which reads, writes, or either of them were running. Thread safe.
 
-    Thread safe. Give one to several swappers as ``total``, and it counts the time in which any of them is at work: for
-    drives that work side by side, the sum of their own times would be more than has passed.
-
-    To begin and to end is a single step each, without a lock: what was a span of work is added up when somebody asks.
+    If several have the same ``total``, that counts the time in which any of them is busy. The sum of their own times
+    would count drives that work side by side several times.
     """
+
+    # begin() and end() run for each busy period of a queue, so they take no lock: a dict and a deque change in single
+    # steps. seconds() adds the spans up.
 
     def __init__(self, total: BusyTimes | None = None) -> None:
         self._total = total
-        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
-        """Held while spans are added up."""
-        self._since: dict[tuple[Direction, int], float] = {}
-        """Direction and worker -> when it began, of those who are at work."""
-        self._spans: deque[tuple[Direction, float, float]] = deque()
-        """Direction, begin and end of work that is over and not added up yet."""
-        self._counted_until = 0.0
-        """Everything before that is in `_seconds`."""
+        # Held while spans are added up; see [Note: coming in between] in swapper.sync.reentry.
+        self._lock = threading.RLock()
+        self._since: dict[tuple[Direction, int], float] = {}  # (direction, id of a worker) -> when it began
+        self._spans: deque[tuple[Direction, float, float]] = deque()  # direction, begin, end: not added up yet
+        self._counted_until = 0.0  # all time before is in _seconds
         self._seconds = [0.0] * (_EITHER + 1)
 
     def begin(self, direction: Direction, worker: object = None) -> None:
-        """``worker`` has begun to work in this direction; nothing happens if it has already."""
-        times: BusyTimes | None = self
+        """Note that ``worker`` is busy in this direction; a second call does nothing."""
+        times: BusyTimes | None = self  # then its total, whose worker it is
         while times is not None:
             times._since.setdefault((direction, id(worker)), time.perf_counter())
             worker, times = times, times._total
 
     def end(self, direction: Direction, worker: object = None) -> None:
-        """``worker`` has nothing more to do in this direction."""
+        """Note that ``worker`` is idle in this direction."""
         times: BusyTimes | None = self
         while times is not None:
             since = times._since.pop((direction, id(worker)), None)
@@ -64,8 +62,11 @@ class BusyTimes:
 
     def seconds(self) -> BusySeconds:
         """Return the times until now, all of the same moment."""
+        # Example: reads in [0, 4) and [2, 6), a write in [5, 7). In order of their begin, each adds what is behind the
+        # end of those before: read 4 + 2 = 6, write 2, either 4 + 2 + 1 = 7.
         with self._lock:
             now = time.perf_counter()
+            # Spans that are still open end now; the next call counts their rest, from _counted_until on.
             spans = [(direction, since, now) for (direction, _), since in tuple(self._since.items())]
             spans += [self._spans.popleft() for _ in range(len(self._spans))]
             spans.sort(key=_BEGIN)

@@ -1,4 +1,4 @@
-"""Who wants to hear of each transfer."""
+"""Observers of transfers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class TransferRecord:
 
     Attributes:
         direction: Read or write.
-        extent_name: Whose bytes.
-        num_bytes: As many as count in the statistics: 0 if it failed, the part that came if it was short.
-        queued_seconds: Between the moment at which its operation could have begun and its hand-over to the backend.
-        began_seconds: Its hand-over to the backend, as ``time.perf_counter`` gives it.
-        ended_seconds: Its completion, likewise.
+        extent_name: The extent it belongs to.
+        num_bytes: Bytes moved, as in the statistics: 0 if it failed, fewer if it was short.
+        queued_seconds: From the moment at which its operation was ready to its submission to the backend.
+        began_seconds: Its submission to the backend, by ``time.perf_counter``.
+        ended_seconds: Its completion, by the same clock.
     """
 
     direction: Direction
@@ -36,19 +36,16 @@ Observer = Callable[[TransferRecord], None]
 
 
 class Observers:
-    """Knows whom to tell of transfers.
-
-    Records are put here under the scheduler's lock and told outside of it: an observer may use the swapper.
-    """
+    """The observers of one swapper, and records that they have not got yet."""
 
     def __init__(self) -> None:
-        self.present: tuple[Observer, ...] = ()
-        """Those there are: while it is empty, nothing need be noted."""
+        self.present: tuple[Observer, ...] = ()  # while it is empty, the scheduler makes no records and reads no clock
+        # Added under the scheduler's lock, and passed on outside of it: an observer may use the swapper.
         self._records: deque[TransferRecord] = deque()
 
     def add(self, observer: Observer) -> Callable[[], None]:
-        """Tell ``observer`` of every transfer from now on; return what ends that."""
-        self.present = (*self.present, observer)
+        """Call ``observer`` after every transfer from now on; return a function that ends this."""
+        self.present = (*self.present, observer)  # a new tuple: notify() may iterate over the old one
 
         def remove() -> None:
             self.present = tuple(other for other in self.present if other is not observer)
@@ -60,11 +57,11 @@ class Observers:
         self._records.append(record)
 
     def notify(self) -> None:
-        """Pass on what was noted; on a backend's thread, so what an observer raises goes no further."""
+        """Call the observers with all records; on a backend's thread, so what an observer raises is only logged."""
         while self._records:
             try:
                 record = self._records.popleft()
-            except IndexError:  # another thread has told it
+            except IndexError:  # another thread took the last one
                 return
             for observer in self.present:
                 call_back(partial(observer, record), "an observer of transfers")

@@ -1,4 +1,4 @@
-"""From what went wrong with an operation to the error that says so."""
+"""The errors of failed operations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def os_error(operation: Operation, request: IORequest, backend: IOBackend, error
 def short_error(
     operation: Operation, request: IORequest, backend: IOBackend, transferred_bytes: int, num_attempts: int
 ) -> TransferError:
-    """Return the error of a transfer that stayed short however often it was tried."""
+    """Return the error of a transfer that was short at each attempt."""
     detail = (
         f"stopped after {transferred_bytes} bytes at the last of {num_attempts} attempts: the file has become "
         "shorter or its drive is going away"
@@ -64,6 +64,7 @@ def stall_error(operation: Operation, request: IORequest | None, backend: IOBack
     """Return the error of an operation, or of one of its transfers, that does not end."""
     start, num_bytes = operation.offset, operation.num_bytes
     if request is not None:
+        # The first part that has no answer tells where the drive hangs. A copy: workers remove parts meanwhile.
         first = min(request.batch.left.copy(), default=0) if request.batch is not None else 0
         start, num_bytes = request.offset + first, len(request.memory) - first
     detail = (

@@ -1,4 +1,4 @@
-"""What a read or a write returns: the only way to learn that it is over, and how it ended."""
+"""The handle that a read or a write returns (a future): waits for its end, and raises its error."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from swapper.uncopyable import Uncopyable
 
 
 class Handle(Uncopyable):
-    """One read or write of ``num_bytes`` of an ``extent``, with the ``priority`` that it has now.
+    """One read or write of ``num_bytes`` of an ``extent``, with its present ``priority``.
 
     It keeps its buffer alive until the request is over. Thread safe.
     """
 
-    # What the scheduler knows of it, and the request that the backend gets, is the same object: see `Operation`.
+    # The instances are `Operation`s: handle, scheduler's record and backend's request in one object, which is cheaper
+    # to make than three.
     extent: Extent
     num_bytes: int
     priority: Priority
@@ -47,15 +48,14 @@ class Handle(Uncopyable):
 
     @property
     def error(self) -> SwapperError | None:
-        """Why the request failed; ``None`` while it runs or if it succeeded. Reading an error counts as having seen
-        it."""
+        """Why the request failed; ``None`` while it runs or if it succeeded. Reading it counts as having seen it."""
         if not self.is_finished:
             return None
         observe(self)
         return self.failure
 
     def done(self) -> bool:
-        """Return whether the request is over, well or badly."""
+        """Return whether the request is over, with or without an error."""
         return self.is_finished
 
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -77,21 +77,22 @@ class Handle(Uncopyable):
         self.scheduler.promote(self, as_priority(priority))
 
     def add_done_callback(self, function: Callable[[Handle], None]) -> None:
-        """Have ``function(handle)`` called once when the request is over, at once if it is.
+        """Call ``function(handle)`` once when the request is over, or now if it is.
 
-        It runs on a backend thread: it must be quick, must not wait for I/O, and what it raises is only logged. A thread
-        in :meth:`wait` may go on before it has run.
+        It runs on a backend thread: it must be quick and must not wait for I/O. What it raises is only logged. A thread
+        in :meth:`wait` may return before it has run.
         """
         if os.getpid() != self.scheduler.pid:
             self.scheduler.check_process()
-        # In one step: whoever announces the end may come at any time.
+        # The class has one empty list for all operations: the first callback gives this one a list of its own. No lock:
+        # setdefault, append and the pop in announce() are single steps under the interpreter's lock.
         self.__dict__.setdefault("callbacks", []).append(function)
-        if self.is_finished:  # he may have come before the function: each of us takes what is there
+        if self.is_finished:  # announce() may have run before the append
             announce((self,))
 
 
 def observe(operation: Handle) -> SwapperError | None:
-    """Return the error of a finished operation if nobody has seen it; from now on it is seen."""
+    """Return the error of a finished operation if nobody has seen it, and mark it as seen."""
     if operation.is_observed or not operation.is_finished:
         return None
     operation.is_observed = operation.failure is not None
@@ -99,13 +100,11 @@ def observe(operation: Handle) -> SwapperError | None:
 
 
 def announce(over: Iterable[Handle]) -> None:
-    """Wake who waits for these operations and call back who asked for it; not under the scheduler's lock.
-
-    From any thread: each takes one callback after the other out of the list.
-    """
+    """Wake the waiting threads of these operations and run their callbacks. Call it without the scheduler's lock."""
+    # Several threads may do so at once: each callback is run by the one that pops it.
     for operation in over:
         for waiter in operation.waiters:
-            waiter.release()
+            waiter.release()  # IOScheduler.sleep() blocks in its acquire
         operation.waiters = ()
         while operation.callbacks:
             try:

@@ -1,4 +1,4 @@
-"""What is known of the bytes of one extent: which can be read, and who is at work on them.
+"""The state of an extent's bytes: which can be read, and which operations use them.
 
 [Note: order on the same bytes]
 Operations that touch the same block of an extent, at least one of them writing, run one after the other in the order of
@@ -22,18 +22,17 @@ _NUMBER = attrgetter("number")
 
 
 class Overlaps:
-    """Operations in the order of the first byte that they touch. Its owner locks.
+    """Operations in the order of the first byte that they touch. The scheduler's lock guards it.
 
-    Thousands of small operations may be unfinished at once, and a look at all of them for each new one would take longer
-    than the drive. What overlaps a range begins before its end, and not earlier than the longest of all is long.
+    Thousands of small operations may be unfinished at once, so `of` must not look at each of them.
     """
 
     __slots__ = ("longest", "rows")
 
     def __init__(self) -> None:
+        # First byte, number, operation. Numbers differ, so that bisect never compares two operations.
         self.rows: list[tuple[int, int, Operation]] = []
-        """First byte, number (so that no two operations are compared), operation."""
-        self.longest = 0
+        self.longest = 0  # bytes; only grows, until no row is left
 
     def pop(self, operation: Operation) -> None:
         """Leave an operation out, if it is there."""
@@ -45,12 +44,15 @@ class Overlaps:
                 self.longest = 0
 
     def of(self, operation: Operation) -> list[Operation]:
-        """Return those that touch what this one touches, in the order of their submission."""
+        """Return the operations that overlap with this one, in the order of their submission."""
         rows, start = self.rows, operation.hazard_start
+        # What overlaps begins before this one's end, and less than `longest` bytes before its start. Example:
+        # rows [0, 4096), [4096, 12288) and [20480, 24576), so longest = 8192. For [8192, 16384), only rows can overlap
+        # that begin from 8192 - 8192 + 1 = 1 up to 16383: the second one.
         near = rows[bisect_left(rows, (start - self.longest + 1,)) : bisect_left(rows, (operation.hazard_stop,))]
         found: list[Operation] = []
         for _, _, other in near:
-            if start < other.hazard_stop:
+            if start < other.hazard_stop:  # a short row may end before `start`
                 found.append(other)
         if len(found) > 1:
             found.sort(key=_NUMBER)
@@ -58,7 +60,7 @@ class Overlaps:
 
 
 class Ledger:
-    """Which bytes of an extent are written or broken, and its unfinished operations. Its owner locks."""
+    """Which bytes of an extent are written or broken, and its unfinished operations. The scheduler's lock guards it."""
 
     __slots__ = ("_broken", "_is_written", "_next", "_written", "extent", "has_broken", "working")
 
@@ -66,14 +68,11 @@ class Ledger:
         self.extent = extent
         # A write counts from its submission on, because whatever is submitted later runs after it.
         self._written = IntervalSet()
-        self._is_written = extent.is_prewritten
-        """All of it: then nobody has to look."""
+        self._is_written = extent.is_prewritten  # all of it: then `admit` asks no interval set
         # Bytes whose last finished write failed.
         self._broken = IntervalSet()
-        self.has_broken = False
-        """Whether there are such bytes."""
-        self.working = (Overlaps(), Overlaps())
-        """Unfinished or stalled reads, and writes."""
+        self.has_broken = False  # whether _broken has any bytes
+        self.working = (Overlaps(), Overlaps())  # unfinished or stalled reads, and writes; indexed by Direction
         self._next = 0
 
     @property
@@ -82,7 +81,7 @@ class Ledger:
         return [operation for overlaps in self.working for _, _, operation in overlaps.rows]
 
     def admit(self, operation: Operation) -> None:
-        """Take an operation and put the ones it must wait for into its ``blockers``.
+        """Add an operation, and put the ones it must wait for into its ``blockers``.
 
         Raises:
             ExtentError: A read of bytes that are known to be unreadable.
@@ -101,12 +100,13 @@ class Ledger:
                     (operation.hazard_start < first and written.first_overlap(operation.hazard_start, first))
                     or (stop < operation.hazard_stop and written.first_overlap(stop, operation.hazard_stop))
                 )
+        # A write on its way may heal them: checked when it has ended.
         if is_read and self.has_broken and not writes.rows:
             self.check_broken(operation)
         self._next = operation.number = self._next + 1
         if writes.rows:
             operation.blockers = dict.fromkeys(writes.of(operation))
-        if not is_read:
+        if not is_read:  # reads do not wait for reads
             if reads.rows:
                 operation.blockers = {**operation.blockers, **dict.fromkeys(reads.of(operation))}
             if not self._is_written:
@@ -117,14 +117,14 @@ class Ledger:
         among.longest = max(among.longest, operation.hazard_stop - operation.hazard_start)
 
     def check_broken(self, operation: Operation) -> None:
-        """Refuse a read of bytes whose last write failed. Final once nothing blocks the operation any more."""
+        """Raise for a read of bytes whose last write failed. Final only when the operation has no blockers left."""
         if operation.direction is Direction.READ:
             overlap = self._broken.first_overlap(operation.first, operation.stop)
             if overlap is not None:
                 raise ExtentError.broken(self.extent.name, overlap[0], overlap[1] - overlap[0])
 
     def finish(self, operation: Operation) -> None:
-        """Take note how an operation ended."""
+        """Record how an operation ended."""
         if operation.direction is Direction.WRITE:
             if operation.failure is not None:
                 # Writing a part of a block rewrites the rest of it, which may be torn as well.

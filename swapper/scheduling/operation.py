@@ -18,15 +18,14 @@ from swapper.errors import SwapperError
 from swapper.extents.extent import Extent
 from swapper.scheduling.handle import Handle
 
-_as_character = c_char.from_buffer
-"""With `addressof` the cheapest way to a buffer's address."""
+_as_character = c_char.from_buffer  # with `addressof` the cheapest way to a buffer's address
 
 
 def _nothing(*_: object) -> None: ...
 
 
 class OperationState(Enum):
-    """Who holds an operation, and with it the buffer."""
+    """Where an operation is. The comments say who owns it, and with it the buffer."""
 
     BLOCKED = "blocked"  # earlier operations on the same bytes
     QUEUED = "queued"  # the queue: ready, at least one transfer is not handed over yet
@@ -36,9 +35,9 @@ class OperationState(Enum):
 
 
 class Operation(IORequest, Handle):
-    """One read or write and what it waits for; all but the `Handle` belongs to the scheduler, under its lock.
+    """One read or write. All but its `Handle` part belongs to the scheduler, whose lock guards it.
 
-    It is a request itself: one that goes to the backend as a whole, as nearly all do, needs no `Transfer`.
+    If it goes to the backend as a whole, as nearly all do, it is the request itself, and needs no `Transfer`.
 
     Attributes:
         offset: First byte in the backend's address space.
@@ -46,23 +45,24 @@ class Operation(IORequest, Handle):
         stop: The byte behind its last one in the extent.
         hazard_start: First byte of the extent that it touches, neighbours in the same block included.
         number: Its place in the order of submission to its extent.
-        cursor: So many bytes have been handed to the backend.
-        outstanding: Transfers at the backend, and those that have to wait before they are tried again.
+        cursor: Number of bytes that have been cut into transfers.
+        outstanding: Number of transfers at the backend, and of those that wait for a retry.
         ready_seconds: When it became ready, if somebody observes transfers; 0 otherwise.
-        began_seconds, submitted_tick, num_retries: As a transfer, see there.
-        retries: Transfers that have to be tried again.
+        began_seconds, submitted_tick, num_retries: See `Transfer`.
+        retries: Transfers to be tried again.
         blockers: Unfinished earlier operations on the same bytes.
         dependents: Later operations that have this one among their blockers.
         failure: Why it failed.
-        is_finished: It is known how it ended; the backend may still have the buffer (see ``OperationState.STALLED``).
+        is_finished: Its outcome is fixed; the backend may still have the buffer (see ``OperationState.STALLED``).
         is_observed: Somebody has seen the error.
-        num_observers: So many threads wait to see it.
-        callbacks: What is called with it when it is over.
+        num_observers: Number of threads that wait and will raise the error.
+        callbacks: Functions to be called with it when it is over.
     """
 
-    __slots__ = ()  # and a dictionary: that of the handle
+    __slots__ = ()  # of IORequest; `Handle` has none, so the attributes below are in a dictionary
 
-    # Of the class as long as they are the same for each: millions are made, and most never set these. None is changed in place.
+    # Defaults are stored on the class: millions of operations are made, and most never set these. None is changed in
+    # place.
     number: int = 0
     cursor: int = 0
     outstanding: int = 0
@@ -104,6 +104,7 @@ class Operation(IORequest, Handle):
             self.address = addressof(_as_character(memory))
         except (TypeError, ValueError):  # it is read-only, or empty
             self.address = array.__array_interface__["data"][0]
+        # Rounded out to whole blocks, which a write rewrites: bytes [100, 5100) and blocks of 4096 give [0, 8192).
         self.hazard_start = first - first % block_bytes
         self.hazard_stop = -(-stop // block_bytes) * block_bytes
         self.on_complete = _nothing  # until it is handed over
@@ -112,7 +113,7 @@ class Operation(IORequest, Handle):
 
     @property
     def operation(self) -> Operation:
-        """What it is a transfer of."""
+        """Itself: code for transfers asks for their operation."""
         return self
 
 
@@ -121,10 +122,10 @@ class Transfer(IORequest):
     """One piece of an operation at the backend.
 
     Attributes:
-        operation: Whose.
-        began_seconds: When it was handed over, if somebody observes transfers; 0 otherwise.
+        operation: The operation that it is a piece of.
+        began_seconds: When it was submitted, if somebody observes transfers; 0 otherwise.
         num_retries: Attempts so far that have moved nothing.
-        submitted_tick: The watchdog's time when it was handed over first, or again after it had moved something; -1
+        submitted_tick: The watchdog's tick at its first submission, or at the first after it had moved something; -1
             before that.
     """
 
@@ -147,16 +148,14 @@ class Transfer(IORequest):
         )
 
     def advance(self, transferred_bytes: int) -> int:
-        """Leave out what has been transferred, and return how much that is.
-
-        Only whole blocks count: the rest must start where a backend can continue without a detour.
-        """
+        """Leave out what has been transferred, and return how many bytes that is."""
+        # Only whole blocks: else direct I/O would have to bounce the rest. 10,000 bytes from 0 on count as 8192.
         stop = (self.offset + transferred_bytes) // ALIGNMENT * ALIGNMENT
         num_bytes = max(0, stop - self.offset)
         self.offset += num_bytes
         self.address += num_bytes
         self.memory = self.memory[num_bytes:]
-        self.batch = None
+        self.batch = None  # the next attempt is divided anew
         self.num_retries += 1
         if num_bytes:  # what is left counts as a transfer of its own
             self.num_retries, self.submitted_tick = 0, -1

@@ -1,20 +1,20 @@
 """Orders reads and writes, bounds what is in flight, and remembers every error until somebody has seen it.
 
-[Note: one row of work]
-What an operation needs is decided once, at its submission: who comes before it, its priority, its deadline. It then goes down in
-as few transfers as keep the backend busy, and Python has to do with it once more, when the last of them is over. What a
-transfer may need by itself, further attempts and an error of its own, is below, and costs nothing while all goes well.
+[Note: the usual case is cheap]
+Dependencies and deadline of an operation are fixed once, at its submission. It reaches the backend in as few
+transfers as keep that busy. Python touches it once more, when the last transfer ends. Code for retries and errors
+runs only when they occur.
 
 [Note: hung transfers]
-A transfer that misses its deadline ends its operation for everybody who waits (``StallError``), but the kernel may
-still move the bytes later. So a stalled operation stays among the active ones of its extent until the backend releases it:
-operations on the same bytes fail at once, the extent's space is not given to anybody else, and neither is its memory (see
-[Note: whose memory it is] in ``swapper.memory.held``).
+A transfer that misses its deadline fails its operation with a ``StallError``, but the kernel may still move the bytes
+later. So the stalled operation stays active until the backend completes it. Meanwhile, operations on the same bytes
+fail at once. Its memory and the extent's space are not reused (see [Note: whose memory it is] in
+``swapper.memory.held``).
 
 [Note: signals]
-A transfer that an interrupt cuts off while it is handed over would be lost: nobody could tell whether the backend has it, so its
-memory could be neither used again nor given up. So changes are `uninterrupted`, and waits are not (see [Note: interrupts] in
-``swapper.sync.interrupts``). A signal handler or finalizer that comes into a change is refused (`ReentryError`).
+If KeyboardInterrupt came while a transfer is submitted, nobody could tell whether the backend has it and its memory. So
+state changes are `uninterrupted`, and waits are not (see [Note: interrupts] in ``swapper.sync.interrupts``).
+A signal handler or finalizer that runs in the middle of a change gets a `ReentryError`.
 """
 
 from __future__ import annotations
@@ -55,33 +55,33 @@ from swapper.uncopyable import Uncopyable
 
 logger = logging.getLogger(__name__)
 
-_IDLE_SECONDS = 10.0
-_TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})
+_IDLE_SECONDS = 10.0  # idle threads get at least this long to end in close(), also with timeout_seconds=0
+_TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})  # a repeated transfer may succeed
+# 1, 2, 4, ... ms: the 8 attempts of the default max_retries wait 255 ms in all.
 _FIRST_DELAY_SECONDS = 0.001
 _MOST_DELAY_SECONDS = 0.25
 _QUEUED, _STALLED, _DONE = OperationState.QUEUED, OperationState.STALLED, OperationState.DONE
 
 
 def delay_seconds(num_retries: int, *, has_moved: bool) -> float:
-    """Return how long to wait before a transfer is tried for the ``num_retries``-th time again: doubled each time.
-
-    One that has moved something goes on at once: what came in its way was a signal, or the end of a file system's extent.
-    """
+    """Return the pause before the ``num_retries``-th retry of a transfer."""
+    # Bytes have moved: a signal, or the end of a file system's extent, made the transfer short. No pause helps there.
+    # min(..., 16): a large max_retries would make 2.0 ** 1024, which raises OverflowError.
     return 0.0 if has_moved else min(_FIRST_DELAY_SECONDS * 2.0 ** min(num_retries - 1, 16), _MOST_DELAY_SECONDS)
 
 
 def _watch(reference: weakref.ref[IOScheduler], stop: Bell, seconds: float) -> None:
+    # A weak reference: this thread must not keep alive a scheduler that nobody closed.
     while not stop.wait(seconds):
         scheduler = reference()
         if scheduler is None:
             return
         call_back(scheduler._on_tick, "looking for transfers that hang")
-        del scheduler
+        del scheduler  # else it would live until the next tick
 
 
 class _Thread(threading.local):
-    backlog: deque[Operation | Transfer] | None = None
-    """What this thread is handing over."""
+    backlog: deque[Operation | Transfer] | None = None  # transfers that this thread is submitting, see _submit_all
 
 
 class IOScheduler(Uncopyable):
@@ -97,14 +97,15 @@ class IOScheduler(Uncopyable):
         busy: BusyTimes | None = None,
         free: Callable[[Extent], None] = lambda extent: None,
     ) -> None:
-        """``free``: called, under the lock, with an extent that is being freed and that nothing is at work on."""
+        """``free``: called with a freed extent when its last request has ended."""
         self.pid = os.getpid()
         self._backend = backend
         self._free_extent = free
         self._config = config
-        self._lock: Any = (
-            threading.RLock()
-        )  # a finalizer that asks in the midst of a change is refused, and does not hang
+        # Guards the queues, the ledgers and all operations. Taken before the swapper's allocator lock (in _free_extent)
+        # and never around backend.submit, callbacks or observers. Re-entrant, so that a finalizer is refused and does
+        # not hang.
+        self._lock: Any = threading.RLock()
         self.observers = Observers()
         shared = (config, backend, self._on_complete, BusyTimes(busy), self.observers)
         self.queues = tuple(TransferQueue(direction, *shared) for direction in Direction)
@@ -132,13 +133,13 @@ class IOScheduler(Uncopyable):
     # -- submission --------------------------------------------------------------------------------------------------
 
     def submit(self, operation: Operation) -> None:
-        """Take a new operation. On the main thread it is to be called `uninterrupted`.
+        """Start a new operation. On the main thread, call it inside `uninterrupted`.
 
         Raises:
             ExtentError: A read of bytes that were never written, or whose last write failed, if that is known already;
                 or the extent has been freed.
             SwapperClosedError: The scheduler has been closed.
-            ReentryError: A signal handler asks, in the midst of a change.
+            ReentryError: A signal handler calls, in the middle of a change.
         """
         if self._lock._is_owned():
             refuse_owned(self._lock, "a read or a write")
@@ -158,13 +159,13 @@ class IOScheduler(Uncopyable):
             try:
                 if operation.blockers:
                     self._block(operation, over)
-                elif ledger.has_broken or not operation.num_bytes:
+                elif ledger.has_broken or not operation.num_bytes:  # it may be over at once
                     if not self._make_ready(operation, ledger):
                         self._finish(operation, over)
                 elif queue.begin(operation, self._tick):
                     taken.append(operation)
             except BaseException:
-                # A write counts as written already, and it was not: nobody may read its bytes until somebody writes them.
+                # admit() counts a write as written already. Its failure marks these bytes as broken.
                 operation.failure = SwapperClosedError("an error came before it started")
                 queue.withdraw(operation)
                 if operation in self._active:
@@ -178,17 +179,17 @@ class IOScheduler(Uncopyable):
             announce(over)
 
     def _block(self, operation: Operation, over: list[Operation]) -> None:
-        """It waits for earlier ones, which get its priority; or fails, if one of them hangs."""
+        """Have an operation wait for its blockers, or fail if one of them hangs."""
         for earlier in operation.blockers:
             earlier.dependents = (*earlier.dependents, operation)
-            self._promote(earlier, operation.priority)
+            self._promote(earlier, operation.priority)  # else a demand read would wait behind a queued write-back
             if earlier.state is _STALLED:
                 operation.failure = behind_error(operation, earlier, self._backend)
         if operation.failure is not None:
             self._finish(operation, over)
 
     def _make_ready(self, operation: Operation, ledger: Ledger) -> bool:
-        """Queue an operation that waits for nothing any more; return false if it is over instead."""
+        """Queue an operation without blockers; return false if it is over instead."""
         try:
             if self._closed_because:
                 raise SwapperClosedError(self._closed_because)
@@ -206,8 +207,9 @@ class IOScheduler(Uncopyable):
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[list[Operation]]:
-        """Inside the ``with`` block anything may be changed. Then what is ready is handed over, and what has been put into the
-        list is announced to be over. (`submit` and `_on_complete` do so by themselves, at less cost.)"""
+        """Hold the lock for the block, then submit what is ready and announce the operations in the list.
+
+        `submit` and `_on_complete` do the same by hand, at less cost."""
         over: list[Operation] = []
         taken: deque[Operation | Transfer] = deque()
         with self._lock:
@@ -233,14 +235,14 @@ class IOScheduler(Uncopyable):
                 transfer = taken.popleft()
                 try:
                     self._backend.submit(transfer)
-                except BaseException as error:
+                except BaseException as error:  # of a user's IOBackend, say: the transfer would wait for its deadline
                     logger.exception("the backend raised instead of completing a transfer with an error")
                     self._on_complete(transfer, 0, OSError(None, f"{type(error).__name__}: {error}"))
         finally:
             thread.backlog = None
 
     def _on_complete(self, request: Any, transferred_bytes: int, error: OSError | None) -> None:
-        """Take note of a completed transfer; called by the backend on any thread."""
+        """Update queues and operation after a transfer; the backend calls it on any thread."""
         over: list[Operation] = []
         taken: deque[Operation | Transfer] = deque()
         queue = self.queues[request.direction]
@@ -249,16 +251,17 @@ class IOScheduler(Uncopyable):
             if is_whole is None:
                 logger.warning("a transfer of bytes from %d on was completed twice, or is unknown", request.offset)
                 return
+            # By class: a call of the property `Operation.operation` costs more, and this runs for each transfer.
             operation: Operation = request if request.__class__ is Operation else request.operation
             operation.outstanding -= 1
             is_again = False
             if not is_whole and operation.failure is None:
                 is_again = self._on_trouble(request, queue, transferred_bytes, error)
             if not is_again and request is not operation:
-                request.memory = NO_MEMORY
-            if not operation.outstanding and operation.state is not _QUEUED:
+                request.memory = NO_MEMORY  # the backend may keep the request: the user's buffer would stay exported
+            if not operation.outstanding and operation.state is not _QUEUED:  # queued: pieces are still to be cut
                 self._finish(operation, over)
-            for each in self.queues:
+            for each in self.queues:  # both: what has ended may have blocked operations of the other direction
                 if each.num_queued:
                     each.pop_ready(self._tick, taken)
             if not queue.inflight:
@@ -275,8 +278,8 @@ class IOScheduler(Uncopyable):
     ) -> bool:
         """Whether the transfer is tried again; if not, its operation has failed."""
         operation = transfer.operation
-        is_transient = error is None or error.errno in _TRANSIENT
-        is_late = self._tick - transfer.submitted_tick >= TICKS_PER_DEADLINE
+        is_transient = error is None or error.errno in _TRANSIENT  # no error: the transfer was short
+        is_late = self._tick - transfer.submitted_tick >= TICKS_PER_DEADLINE  # retries do not extend the deadline
         has_attempts = transfer.num_retries < self._config.max_retries and not is_late and not self._closed_because
         if is_transient and has_attempts:
             if isinstance(transfer, Operation):  # what is left of it is a piece
@@ -300,7 +303,7 @@ class IOScheduler(Uncopyable):
         return False
 
     def _delay(self, transfer: Transfer, seconds: float) -> bool:
-        """Have the transfer's turn come in so many seconds; return false if there can be no thread (any more)."""
+        """Queue a transfer again after a pause; return false if no timer thread can be started."""
         timer = threading.Timer(seconds, self._try_again, (transfer,))
         try:
             timer.start()
@@ -310,7 +313,7 @@ class IOScheduler(Uncopyable):
         return True
 
     def _try_again(self, transfer: Transfer) -> None:
-        """The turn of a transfer has come that had to wait after it failed."""
+        """Queue a delayed transfer again; runs on its timer's thread."""
         operation = transfer.operation
         with self._change() as over:
             if self._delayed.pop(transfer, None) is None:  # all is being closed
@@ -325,7 +328,7 @@ class IOScheduler(Uncopyable):
 
     def _finish(self, operation: Operation, over: list[Operation]) -> None:
         """End an operation; then make ready, or end as well, what waited for it."""
-        ending = {operation: None}
+        ending = {operation: None}  # not by recursion: a chain of dependents may be thousands long
         while ending:
             operation, _ = ending.popitem()
             operation.memory, operation.batch = NO_MEMORY, None
@@ -347,7 +350,7 @@ class IOScheduler(Uncopyable):
             operation.dependents = ()
 
     def _fix_outcome(self, operation: Operation, ledger: Ledger) -> None:
-        """Fix how an operation ended, if it failed or others have."""
+        """Record the outcome in the ledger, and a failure in the pending errors."""
         operation.is_finished = True
         ledger.finish(operation)
         if operation.failure is not None and not isinstance(operation.failure, SwapperClosedError):
@@ -363,7 +366,7 @@ class IOScheduler(Uncopyable):
                     is_late = self._tick - transfer.submitted_tick >= TICKS_PER_DEADLINE
                     if is_late and transfer.operation.state is not _STALLED:
                         self._stall(transfer, queue, over)
-                if (hung := queue.blocked_by) is not None:
+                if (hung := queue.blocked_by) is not None:  # queued operations have no deadline of their own
                     self._end_behind(hung, queue.queued, over)
 
     def _stall(self, transfer: Operation | Transfer, queue: TransferQueue, over: list[Operation]) -> None:
@@ -372,7 +375,7 @@ class IOScheduler(Uncopyable):
         queue.withdraw(operation)
         operation.failure = operation.failure or stall_error(operation, transfer, self._backend, detail)
         self._fix_outcome(operation, self._active[operation])
-        operation.state = _STALLED
+        operation.state = _STALLED  # it stays in _active, so that is_held() finds its memory
         over.append(operation)
         self._end_behind(operation, list(operation.dependents), over)
 
@@ -386,7 +389,7 @@ class IOScheduler(Uncopyable):
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _refuse_between(self, what: str) -> None:
-        """Raise `ReentryError` if this thread is in the midst of a change, or hands over what would be waited for."""
+        """Raise `ReentryError` if this thread is in the middle of a change, or of a submission."""
         refuse_owned(self._lock, what)
         if self._thread.backlog is not None:
             raise ReentryError(what, "the start of a read or a write")
@@ -394,11 +397,13 @@ class IOScheduler(Uncopyable):
     def wait(self, operation: Operation, timeout_seconds: float | None) -> None:
         """Block until the operation is over and raise its error; see ``Handle.wait``."""
         if not operation.is_finished:
+            # Without the lock: a state that changes now costs at most a promotion without effect.
             if operation.priority > Priority.DEMAND and operation.state is not OperationState.RUNNING:
                 self.promote(operation, Priority.DEMAND)
             self.sleep(operation, timeout_seconds, observes=True)
         if operation.failure is not None:
             observe(operation)
+            # Each waiter raises the same object: with its traceback, it would keep the frames of all of them.
             raise operation.failure.with_traceback(None)
 
     def sleep(self, operation: Operation, timeout_seconds: float | None = None, *, observes: bool) -> None:
@@ -407,11 +412,11 @@ class IOScheduler(Uncopyable):
         Args:
             operation: What to wait for.
             timeout_seconds: How long at most; by default, until nothing has completed for the deadline.
-            observes: The caller will see to the operation's error, so that it need not be remembered.
+            observes: The caller will raise the operation's error, so it need not be pending.
 
         Raises:
             StallError: It is not over.
-            ReentryError: A signal handler or finalizer waits, in the midst of a change that has to go on first.
+            ReentryError: A signal handler or finalizer waits, in the middle of a change that must be completed first.
         """
         if os.getpid() != self.pid:
             self.check_process()
@@ -421,7 +426,7 @@ class IOScheduler(Uncopyable):
         # A bare lock is the cheapest thing that one thread can sleep on and another can wake.
         waiter = threading.Lock()
         waiter.acquire()
-        with self._lock:
+        with self._lock:  # is_finished is set under it too, and announce() reads the waiters after that
             if operation.is_finished:
                 return
             operation.waiters = (*operation.waiters, waiter)
@@ -450,11 +455,12 @@ class IOScheduler(Uncopyable):
             if waiter.acquire(timeout=self._tick_seconds) or _is_over(operation):
                 return True
             before, num_completed = num_completed, sum(queue.num_taken - len(queue.inflight) for queue in self.queues)
+            # A long queue on a slow drive is no stall: any completed transfer restarts the count.
             num_idle = num_idle + 1 if num_completed == before else 1
         return False
 
     def _wait_for_all(self, operations: Iterable[Operation]) -> None:
-        """Block until all of them are over; their errors are left for whoever asks next."""
+        """Block until all of them are over; their errors stay pending."""
         for operation in reversed([*operations]):  # when the last is over, the others are, as a rule
             if not operation.is_finished:
                 self.sleep(operation, observes=False)
@@ -467,9 +473,9 @@ class IOScheduler(Uncopyable):
         self._wait_for_all(writes)
 
     def release(self, extent: Extent) -> None:
-        """Take no more requests of an extent, and block until all that there are are over.
+        """Refuse new requests of an extent, and block until the others are over.
 
-        Its space goes back when the backend has released all of them, whether somebody waits for that or not.
+        Its space is freed when the backend has completed all of them, also if this wait is cut off.
         """
         self._refuse_between("freeing an extent")
         with uninterrupted(), self._lock:
@@ -482,7 +488,7 @@ class IOScheduler(Uncopyable):
         self._wait_for_all(operations)
 
     def _retire(self, extent: Extent) -> None:
-        """Give the space of an extent back that is being freed, if nothing is at work on it."""
+        """Free the space of an extent that is being freed, if no operation uses it."""
         ledger = self._ledgers.get(extent)
         if ledger is None or not ledger.operations:
             self._free_extent(extent)
@@ -508,11 +514,11 @@ class IOScheduler(Uncopyable):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, because: str, timeout_seconds: float | None = None) -> None:
-        """Take nothing more, drop what is not at the backend yet, wait for the rest, and close the backend.
+        """Refuse new operations, drop those that are not at the backend, wait for the rest, and close the backend.
 
         Args:
-            because: What later calls are told.
-            timeout_seconds: How long to wait for what is at the backend; the deadline by default.
+            because: The message of later calls' `SwapperClosedError`.
+            timeout_seconds: How long to wait for transfers at the backend; the deadline by default.
         """
         self._refuse_between("closing")
         if timeout_seconds is None:
@@ -521,7 +527,7 @@ class IOScheduler(Uncopyable):
         with self._change() as over:
             self._closed_because = self._closed_because or because
             delayed = dict(self._delayed)
-            self._delayed.clear()
+            self._delayed.clear()  # a timer that fires from now on finds its transfer gone: see _try_again
             for transfer in delayed:
                 transfer.operation.outstanding -= 1
             has_hung = any(operation.state is _STALLED for operation in self._active)
@@ -536,6 +542,7 @@ class IOScheduler(Uncopyable):
         if not any(queue.inflight for queue in self.queues):  # idle threads end at once, but not in no time
             timeout_seconds = max(timeout_seconds, _IDLE_SECONDS)
         try:
+            # What hangs has had its whole deadline already: one more second is enough.
             is_ended = self._backend.close(min(1.0, timeout_seconds) if has_hung else timeout_seconds)
         except Exception:
             logger.exception("the backend raised while it was closed")
@@ -543,7 +550,7 @@ class IOScheduler(Uncopyable):
         if not is_ended:
             logger.error("closed while transfers hang; what they use is left alone: %s", self._backend.describe())
         self._stop.ring()
-        if get_ident() != self._watchdog.ident:
+        if get_ident() != self._watchdog.ident:  # a callback of a stalled operation runs there, and may close
             self._watchdog.join()
         self._end_lost(is_ended)
         while (error := self.pending.pop()) is not None:
@@ -560,12 +567,12 @@ class IOScheduler(Uncopyable):
                     over.append(operation)
 
     def statistics(self, capacity_bytes: int, free_bytes: int) -> Statistics:
-        """Return a snapshot that is consistent in itself; the sizes are the caller's."""
+        """Return a consistent snapshot; the sizes are the caller's."""
         self.check_process()
         with self._lock:
             return take_snapshot(self.queues, self._active, self._backend, self._num_errors, capacity_bytes, free_bytes)
 
 
 def _is_over(operation: Operation) -> bool:
-    # A call, because other threads change the attribute: a type checker would take its first value for the last.
+    # A call, because other threads change the attribute: mypy would narrow its type after the first look.
     return operation.is_finished

@@ -1,4 +1,4 @@
-"""What a swapper has done so far."""
+"""Counters and gauges of a swapper."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Statistics:
         busy_seconds: Wall time during which at least one transfer of either direction was there: the union of both.
         inflight_reads: Gauge: reads at the backend now.
         inflight_writes: Gauge: writes at the backend now.
-        queued_reads: Gauge: reads not handed over completely yet.
-        queued_writes: Gauge: writes not handed over completely yet.
+        queued_reads: Gauge: reads not submitted completely yet.
+        queued_writes: Gauge: writes not submitted completely yet.
         capacity_bytes: Gauge: size of the storage.
         free_bytes: Gauge: storage that belongs to no extent.
         is_direct: Whether transfers bypass the page cache.
@@ -59,7 +59,7 @@ class Statistics:
 
     @property
     def queued(self) -> int:
-        """Reads and writes not handed over completely yet."""
+        """Reads and writes not submitted completely yet."""
         return self.queued_reads + self.queued_writes
 
     def __sub__(self, before: Statistics) -> Statistics:
@@ -68,8 +68,7 @@ class Statistics:
         return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in counters})
 
 
-_NUM_COUNTERS = 10
-"""The first fields of `Statistics`; the others are gauges."""
+_NUM_COUNTERS = 10  # the first fields of `Statistics`; the others are gauges
 
 
 def take_snapshot(
@@ -83,6 +82,7 @@ def take_snapshot(
     """Return the statistics of a scheduler's queues and unfinished operations; the caller holds its lock."""
     reads, writes = queues
     busy = reads.busy.seconds()
+    # By state and not by queue: blocked operations are in no queue.
     waiting = (OperationState.BLOCKED, OperationState.QUEUED)
     queued = [operation.direction for operation in operations if operation.state in waiting]
     return Statistics(

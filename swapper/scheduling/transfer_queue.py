@@ -16,10 +16,10 @@ _QUEUED, _RUNNING, _STALLED = OperationState.QUEUED, OperationState.RUNNING, Ope
 
 
 class TransferQueue:
-    """The operations of one direction that are ready, and the transfers at the backend. Its owner locks.
+    """The operations of one direction that are ready, and its transfers at the backend. The scheduler's lock guards it.
 
-    Operations of one priority are served in the order in which they became ready. A higher priority goes first, but
-    only ``max_overtakes`` transfers may pass a waiting lower one before that gets its turn: nothing starves.
+    Operations of one priority are served in the order in which they became ready. A higher priority goes first. After
+    ``max_overtakes`` transfers that passed a waiting lower one, that is served: nothing starves.
     """
 
     def __init__(
@@ -31,43 +31,45 @@ class TransferQueue:
         busy: BusyTimes,
         observers: Observers,
     ) -> None:
+        # Example: defaults on one drive, 4 threads and requests of 1 MiB. Then limit = 4, _few_bytes = 4 MiB, and
+        # _longest_bytes = _most_bytes = 64 MiB. The backend gets
+        #   32 operations of 4 KiB at once (_most_inflight: together they have fewer than 4 MiB),
+        #   4 of 1 MiB (limit, and 4 MiB are reached),
+        #   one of 100 MiB as two transfers, of 64 and 36 MiB, and nothing else until one of them has ended.
+        # io_uring has no run_bytes: transfers of at most 1 MiB, and `limit` = 32 of them.
         self.direction = direction
         self.limit = min(config.max_inflight, backend.concurrency)
         self.num_queued = 0
-        self.num_taken = 0
-        """Transfers handed to the backend so far, each attempt of one counted."""
-        self.inflight: dict[Operation | Transfer, int] = {}
-        """Transfers at the backend, and how long they are."""
+        self.num_taken = 0  # transfers submitted so far, each attempt counted
+        self.inflight: dict[Operation | Transfer, int] = {}  # transfers at the backend, and their lengths
         self.inflight_bytes = 0
         self.num_bytes = self.num_transfers = self.num_retries = 0
         self.busy = busy
         self._is_busy = False
         self._boundary_bytes = backend.boundary_bytes
-        run_bytes: int = getattr(backend, "run_bytes", 0)
+        run_bytes: int = getattr(backend, "run_bytes", 0)  # optional, see `IOBackend`
         self._longest_bytes = max(run_bytes, config.request_bytes)
+        # Short transfers may exceed `limit` up to this sum: a thread then finds the next one without waiting for
+        # Python, and a demand read has no more bytes ahead of it than with long transfers.
         self._few_bytes = self.limit * config.request_bytes if run_bytes else 0
-        """Short transfers are handed over beyond ``limit`` up to so much: a thread that is done with one finds the next, and
-        whoever is waited for is no further behind than with long ones."""
         self._most_inflight = config.max_inflight
+        # While more is at the backend, nothing is added: the backend has no priorities, so a demand read waits behind
+        # it.
         self._most_bytes = run_bytes or sys.maxsize
-        """Nothing more is handed over while more than this is at the backend: what somebody waits for must not be far behind."""
         self._max_overtakes = config.max_overtakes
         self._on_complete = on_complete
         self._queues: tuple[deque[Operation], ...] = tuple(deque() for _ in Priority)
-        self._overtaken = [0 for _ in Priority]
+        self._overtaken = [0 for _ in Priority]  # transfers that passed the head of this queue since its last turn
         self._observers = observers
 
     def begin(self, operation: Operation, tick: int) -> bool:
-        """Take an operation that is ready, and hand it over at once if that can be: whole, and nobody is before it.
-
-        Returns whether it is to be given to the backend now.
-        """
+        """Take a ready operation. Return true if the caller must submit it now, as a whole; else it is queued."""
         num_bytes, boundary = operation.num_bytes, self._boundary_bytes
         if (
-            self.num_queued
+            self.num_queued  # _choose() weighs their priorities
             or (len(self.inflight) >= self.limit and self.is_full)
             or self.inflight_bytes > self._most_bytes
-            or num_bytes > self._longest_bytes - operation.offset % ALIGNMENT
+            or num_bytes > self._longest_bytes - operation.offset % ALIGNMENT  # _cut() would make two pieces of it
             or (boundary and operation.offset % boundary + num_bytes > boundary)
         ):
             self.enqueue(operation)
@@ -77,7 +79,7 @@ class TransferQueue:
         operation.outstanding = 1
         operation.on_complete = self._on_complete
         operation.submitted_tick = tick
-        if self._observers.present:
+        if self._observers.present:  # else no clock is read
             operation.ready_seconds = operation.began_seconds = time.perf_counter()
         self.inflight[operation] = num_bytes
         self.inflight_bytes += num_bytes
@@ -96,17 +98,17 @@ class TransferQueue:
 
     @property
     def queued(self) -> list[Operation]:
-        """The operations that are not handed over completely."""
+        """The operations with pieces or retries that are not submitted yet."""
         return [each for queue in self._queues for each in queue if each.state is _QUEUED]
 
     @property
     def blocked_by(self) -> Operation | None:
-        """One of the operations that hang, if everything that the backend takes at once hangs: nothing more can start."""
+        """A hung operation, if all transfers at the backend hang and it takes no more; else None."""
         operations = [transfer.operation for transfer in self.inflight]
         return operations[0] if self.is_full and all(each.state is _STALLED for each in operations) else None
 
     def enqueue(self, operation: Operation) -> None:
-        """Take an operation that is ready."""
+        """Queue a ready operation."""
         if self._observers.present:
             operation.ready_seconds = time.perf_counter()
         operation.state = _QUEUED
@@ -114,33 +116,34 @@ class TransferQueue:
         self.num_queued += 1
 
     def enqueue_again(self, transfer: Transfer) -> None:
-        """Take a transfer that has to be tried again; it goes before everything of its priority."""
+        """Queue a transfer for a retry, before all others of its priority."""
         operation = transfer.operation
         operation.retries = (*operation.retries, transfer)
-        if operation.state is _RUNNING:
+        if operation.state is _RUNNING:  # else it is queued already, for pieces that are still to be cut
             operation.state = _QUEUED
             self._queues[operation.priority].appendleft(operation)
             self.num_queued += 1
 
     def promote(self, operation: Operation, priority: Priority) -> None:
-        """Give a queued operation a higher priority; its old place is skipped when its turn comes there."""
+        """Give a queued operation a higher priority."""
         if operation.state is _QUEUED:
+            # It stays in its old deque, where removal would be a search: _choose() skips it there.
             self._queues[priority].append(operation)
         operation.priority = priority
 
     def withdraw(self, operation: Operation) -> None:
-        """Hand nothing more of an operation over; its transfers at the backend still complete."""
+        """Submit nothing more of an operation; its transfers at the backend still complete."""
         operation.retries = ()
         if operation.state is _QUEUED:
-            operation.state = _RUNNING
+            operation.state = _RUNNING  # _choose() skips it from now on
             self.num_queued -= 1
 
     def pop_ready(self, tick: int, taken: deque[Operation | Transfer]) -> None:
-        """Take the next transfers, as many as the backend has room for.
+        """Append the next transfers to ``taken``, as many as the backend has room for.
 
         Args:
-            tick: The watchdog's time.
-            taken: Where they are put.
+            tick: The watchdog's tick.
+            taken: The transfers to be submitted.
         """
         while self.num_queued and not (len(self.inflight) >= self.limit and self.is_full):
             if self.inflight_bytes > self._most_bytes:
@@ -149,7 +152,7 @@ class TransferQueue:
             if operation is None:
                 break
             transfer: Operation | Transfer
-            if operation.retries:
+            if operation.retries:  # before new pieces: their deadline is running already
                 *operation.retries, transfer = operation.retries
             else:
                 transfer = self._cut(operation)
@@ -171,13 +174,13 @@ class TransferQueue:
             self.busy.begin(self.direction)
 
     def on_idle(self) -> None:
-        """Nothing is at the backend, for now: the time at work ends."""
+        """End the busy time: no transfer is at the backend."""
         if self._is_busy:
             self._is_busy = False
             self.busy.end(self.direction)
 
     def end(self, transfer: Operation | Transfer, transferred_bytes: int, error: OSError | None) -> bool | None:
-        """A transfer is not at the backend any more; whether it has moved all of its bytes. None: it was not there."""
+        """Remove a completed transfer; return whether it has moved all its bytes, or None if it was not there."""
         num_bytes = self.inflight.pop(transfer, None)
         if num_bytes is None:
             return None
@@ -191,7 +194,7 @@ class TransferQueue:
         return True
 
     def count_part(self, transfer: Operation | Transfer, num_bytes: int, *, is_again: bool) -> None:
-        """What a transfer has moved that has not moved all; ``is_again``: it will be tried again."""
+        """Count the bytes of a short or failed transfer; ``is_again``: it will be tried again."""
         self.num_retries += is_again
         self.num_bytes += num_bytes
         self._count(transfer, num_bytes)
@@ -206,11 +209,12 @@ class TransferQueue:
             )
 
     def _choose(self) -> Operation | None:
-        """Return the operation whose turn it is, and leave it at the head of its queue."""
+        """Return the operation to be served next, and leave it at the head of its deque."""
+        # With max_overtakes=64 and an endless supply of demand reads, a write-back gets every 65th transfer.
         chosen = -1
         for priority, queue in enumerate(self._queues):
             while queue and (queue[0].state is not _QUEUED or queue[0].priority != priority):
-                queue.popleft()
+                queue.popleft()  # withdrawn, or promoted to another queue
             if not queue:
                 self._overtaken[priority] = 0
             elif chosen < 0 or self._overtaken[priority] >= self._max_overtakes:
@@ -223,13 +227,10 @@ class TransferQueue:
         return self._queues[chosen][0]
 
     def _cut(self, operation: Operation) -> Operation | Transfer:
-        """Return the next piece of an operation: to the end, the next boundary, or as much as the backend takes.
-
-        The first piece ends on a block, so that only the two ends of an operation can be unaligned.
-        """
+        """Return the next piece of an operation: to its end, the next boundary, or as long as the backend takes."""
         num_bytes, cursor = operation.num_bytes, operation.cursor
         start, length = operation.offset + cursor, self._longest_bytes
-        if not cursor:
+        if not cursor:  # the first piece ends on a block: only the two ends of an operation may be unaligned
             length -= start % ALIGNMENT
         if self._boundary_bytes:
             length = min(length, self._boundary_bytes - start % self._boundary_bytes)

@@ -1,4 +1,4 @@
-"""Who wants to know how operations ended: threads that wait, callbacks, and whoever calls next."""
+"""Ticks of the watchdog, and errors that nobody has waited for."""
 
 from __future__ import annotations
 
@@ -9,33 +9,31 @@ from swapper.errors import SwapperError
 from swapper.scheduling.handle import observe
 from swapper.scheduling.operation import Operation
 
+# A transfer is late after so many ticks of the watchdog. A clock would go on in a stopped process (SIGSTOP, a
+# debugger), and its transfers would all be late when it continues. The watchdog stops together with the process.
 TICKS_PER_DEADLINE = 16
-"""What has lasted for so many ticks of the watchdog is late. Counting ticks instead of reading a clock makes a stopped process
-(SIGSTOP, a debugger) lose no time: the watchdog stands still with it."""
 
 
 def tick_seconds(deadline_seconds: float) -> float:
-    """Return the time between two ticks: a little less than a whole part of the deadline.
-
-    So ``TICKS_PER_DEADLINE`` ticks after any moment, between 7/8 of the deadline and all of it has passed, with some
-    time in hand for a watchdog that wakes up late.
-    """
+    """Return the time between two ticks of the watchdog."""
+    # 120 s: a tick is 7.27 s. The 16th tick after a moment comes 15 to 16 intervals later, after 109 to 116 s. So at
+    # least 7/8 of the deadline (105 s) has passed, and a watchdog that wakes up late is still within it.
     return deadline_seconds / (TICKS_PER_DEADLINE + 0.5)
 
 
 class PendingErrors:
-    """Failed operations in the order of their failure, until somebody has seen each error once. Thread safe."""
+    """Failed operations in the order of their failure, until their errors are seen. Thread safe."""
 
     def __init__(self) -> None:
         self.operations: deque[Operation] = deque()
 
     def add(self, operation: Operation) -> None:
-        """Remember an operation that has failed, unless somebody has seen its error or waits and will."""
+        """Remember a failed operation, unless somebody has seen its error or waits for it."""
         if not operation.is_observed and not operation.num_observers:
             self.operations.append(operation)
 
     def pop(self) -> SwapperError | None:
-        """Return the first error that nobody has seen; from now on it is seen."""
+        """Return the first error that nobody has seen, and mark it as seen."""
         with contextlib.suppress(IndexError):
             while True:
                 error = observe(self.operations.popleft())

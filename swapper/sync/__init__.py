@@ -1,1 +1,1 @@
-"""How threads wake each other, Ctrl-C, and what is done about code that comes in between. Knows threads only."""
+"""How threads wake each other, and how Ctrl-C, signal handlers and finalizers are handled."""

@@ -1,4 +1,4 @@
-"""Calling functions of users on threads that others need."""
+"""Calls of users' functions on threads that must survive them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def call_back(function: Callable[[], object], what: str) -> None:
-    """Call a function of somebody else's; whatever it raises, also what would end a thread, is only logged.
-
-    Args:
-        function: What to call.
-        what: Names it in the log.
-    """
+    """Call a function and log what it raises, SystemExit included. ``what`` names it in the log."""
     try:
         function()
     except BaseException as error:
@@ -26,18 +21,16 @@ def call_back(function: Callable[[], object], what: str) -> None:
 
 
 def log_raised(error: BaseException, what: str) -> None:
-    """Log what a function has raised that others must not hear of. To be called where it is caught.
-
-    On the main thread an interrupt or an exit goes on: a signal handler may have raised it.
-    """
+    """Log an exception instead of raising it. Call it in the ``except`` clause."""
+    # On the main thread a signal handler may have raised it: then it is not the callback's, and must end the program.
     if isinstance(error, KeyboardInterrupt | SystemExit) and threading.current_thread() is threading.main_thread():
         raise error
     logger.error("%s raised", what, exc_info=error)
 
 
 def fulfil(future: Future[_T], function: Callable[..., _T], *args: Any) -> None:
-    """Call a function for whoever waits for the future."""
+    """Store a function's result, or what it raises, in a future."""
     try:
         future.set_result(function(*args))
-    except BaseException as error:
+    except BaseException as error:  # also KeyboardInterrupt: a future without a result would be waited for forever
         future.set_exception(error)

@@ -1,10 +1,11 @@
-"""Ctrl-C, which has one rule: `uninterrupted` work is ended first, everything else is cut off at once.
+"""Ctrl-C: `uninterrupted` work is completed first, everything else is cut off at once.
 
 [Note: interrupts]
-Python raises KeyboardInterrupt on the main thread between any two calls. While states are half updated, or a transfer is being
-handed to a drive, that would leave what nobody can put in order: there the main thread ends its work, waiting for the workers if
-it has to, and then raises. Everywhere else it passes at once. Waits are cut off too: to acquire a lock lets signals through.
-What an interrupt in a forward, a backward, a step or a save leaves behind is what any exception leaves there.
+Python raises KeyboardInterrupt on the main thread, between any two bytecodes. In the middle of an update of states, or
+of the submission of a transfer, that would leave a state that cannot be repaired. There the main thread completes its
+work, waiting for workers if it must, and raises then. Elsewhere the interrupt raises at once. It also ends waits, since
+acquiring a lock lets signals through. An interrupt in a forward, a backward, a step or a save has the effect of any
+exception.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any
 
+# The C module under `signal`, whose functions wrap each result in an enum. That takes several times as long, and the
+# main thread comes here with each read and write.
 _signal: Any = importlib.import_module("_signal")
-"""What ``signal`` makes enums of, which takes several times as long."""
 
 POLL_SECONDS = 1.0
-"""How often a wait looks up, in case whoever was to wake it has gone."""
+"""How often a wait checks whether the thread that should wake it is gone, and lets Ctrl-C through."""
 
 
-main = threading.main_thread().ident
-"""The only thread that is interrupted."""
+main = threading.main_thread().ident  # the only thread in which Python runs signal handlers
 
 
 def _find_main() -> None:
-    global main
+    global main  # in a forked child, the thread that called fork() is the main thread
     main = threading.main_thread().ident
 
 
@@ -37,14 +38,15 @@ os.register_at_fork(after_in_child=_find_main)
 
 
 class uninterrupted:
-    """Ctrl-C that comes inside the ``with`` block does what it does, raise KeyboardInterrupt as a rule, at its end."""
+    """A context manager that delays the handler of SIGINT, by default KeyboardInterrupt, to the end of its block."""
 
-    _before: Any = None
-    _came: tuple[int, FrameType | None] | None = None
+    _before: Any = None  # the handler that was set before
+    _came: tuple[int, FrameType | None] | None = None  # arguments for it, if a signal came
 
     def __enter__(self) -> None:
-        if get_ident() == main:  # no other thread is interrupted
+        if get_ident() == main:  # no other thread is interrupted, or may set a handler
             handler = _signal.getsignal(SIGINT)
+            # Not callable: SIG_IGN, SIG_DFL, or one that was set in C. A handler of ours: this block is inside another.
             if callable(handler) and not isinstance(getattr(handler, "__self__", None), uninterrupted):
                 self._before = handler
                 _signal.signal(SIGINT, self._on_signal)

@@ -1,4 +1,4 @@
-"""What has to be done for objects that own threads, files or memory when they go, when the process ends, and after a fork."""
+"""Cleanup of objects that own threads, files or memory: when they are collected, at exit, and after a fork."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
 
-EXIT_SECONDS = 2.0
-"""How long threads may take at the end of the process, which a drive that hangs must not keep."""
+EXIT_SECONDS = 2.0  # how long the process waits at exit for threads, which a hung drive may block
 
 
 def call_when_collected(owner: object, function: Callable[..., object], *args: object) -> weakref.finalize[..., object]:
-    """Call a function when nobody refers to ``owner`` any more; not at the end of the process, nor in a forked child."""
+    """Call a function when ``owner`` is garbage-collected; not at the end of the process, nor in a forked child."""
+    # `function` and `args` must not refer to `owner`: it would never be collected.
     finalizer = weakref.finalize(owner, _call_here, os.getpid(), function, *args)
     finalizer.atexit = False
     return finalizer
 
 
 def _call_here(pid: int, function: Callable[..., object], *args: object) -> None:
-    if os.getpid() == pid:
+    if os.getpid() == pid:  # a forked child has a copy of the object, and not its threads
         function(*args)
 
 
 class LiveObjects(Generic[_T]):
-    """Knows objects as long as they live, without keeping them alive. A forked child forgets them.
+    """A weak set of objects. A forked child forgets them.
 
     Args:
         at_exit: Called with each that is left when the process ends.
@@ -47,7 +47,7 @@ class LiveObjects(Generic[_T]):
 
     def _call_all(self, function: Callable[[_T], object]) -> None:
         for member in list(self._members):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the others still have to be called
                 function(member)
 
     def _leave(self, in_child: Callable[[_T], object] | None) -> None:

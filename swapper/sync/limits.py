@@ -1,4 +1,4 @@
-"""What a limit of the system refuses, in words: threads, memory, open files."""
+"""Errors for the system's limits on threads, memory and open files."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterator
 
 from swapper.errors import LimitError
 
-_JOIN_SECONDS = 1.0
+_JOIN_SECONDS = 1.0  # for each started thread that has to end because a later one could not start
 
 
 @contextlib.contextmanager
 def limits_in_words() -> Iterator[None]:
-    """In here, what a limit of the system refuses becomes a `LimitError`; all other errors stay as they are."""
+    """Inside the block, an error that is due to a limit of the system becomes a `LimitError`."""
     try:
         yield
-    except (OSError, MemoryError, RuntimeError) as error:
+    except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: "can't start new thread"
         limit = LimitError.of(error)
         if limit is None:
             raise
         try:
             raise limit from error
         finally:
-            del limit  # its traceback has this frame, and would keep what failed alive
+            del limit  # a cycle: its traceback refers to this frame. It would keep files and memory of the failure
 
 
 def start_threads(*threads: threading.Thread, stop: Callable[[], object] = lambda: None) -> None:
@@ -31,7 +31,7 @@ def start_threads(*threads: threading.Thread, stop: Callable[[], object] = lambd
 
     Args:
         threads: Those to start.
-        stop: Makes those end that have been started, if one cannot be.
+        stop: Makes the started ones end if one cannot be started.
 
     Raises:
         LimitError: The system gives no more.

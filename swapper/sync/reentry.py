@@ -1,13 +1,14 @@
-"""Calls from code that came in between: signal handlers and finalizers.
+"""Calls from signal handlers and finalizers in the middle of another call.
 
 [Note: coming in between]
-A signal handler runs on the main thread between any two instructions; a finalizer (``__del__``, ``weakref.finalize``) does on
-any thread, whenever the garbage collector comes. It may find this very thread with one of our locks, or half way through a
-change. Locks are therefore of the kind that a thread can take twice, so that nobody waits for himself, and what is not safe in
-the midst of a change is refused: set a flag, and act on it between steps. Our own finalizers only put work on a list.
+A signal handler runs on the main thread between any two bytecodes. A finalizer (``__del__``, ``weakref.finalize``) runs
+on any thread, whenever the garbage collector does. The thread that it interrupts may hold one of our locks, in the
+middle of a change. So our locks are re-entrant: with a plain lock, such a thread would wait for itself. Calls that
+would spoil a change raise a `ReentryError`. Our own finalizers only queue work.
 
-Where such code came only into the user's own code, everything works. The stack tells: a handler is called with the frame that
-it came into, which no ordinary call gets. It is looked at only where a call comes inside another one.
+A handler that interrupts the user's own code may call everything. The stack shows the difference: Python passes a
+handler the frame that it interrupted, which no ordinary call gets. The engine walks the stack only if a call comes
+inside another one.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from swapper.errors import ReentryError
 
 
 def _folder_of_package(module: str) -> str:
-    """The folder of the outermost package in which a module lies, wherever in it that is."""
+    """The folder of a module's outermost package."""
     return os.path.dirname(os.path.abspath(str(sys.modules[module.partition(".")[0]].__file__))) + os.sep
 
 
-_own: tuple[str, ...] = (_folder_of_package(__name__),)
-_FINALIZER = weakref.finalize.__call__.__code__
+_own: tuple[str, ...] = (_folder_of_package(__name__),)  # frames of files in these folders are ours
+_FINALIZER = weakref.finalize.__call__.__code__  # runs when a finalized object is collected
 
 
 def watch(module: str) -> None:
-    """Code in the outermost package of this module (its ``__name__``) has states that nobody may come into, too."""
+    """Count frames of this module's outermost package as ours, too."""
     global _own
     _own = (*_own, _folder_of_package(module))
 
 
 def refuse_owned(lock: Any, what: str) -> None:
-    """Raise if this thread has the lock already. The cheap way to know, for what is called often.
+    """Raise if this thread holds the lock already; needs no look at the stack.
 
     Args:
         lock: A ``threading.RLock``.
@@ -47,14 +48,17 @@ def refuse_owned(lock: Any, what: str) -> None:
     Raises:
         ReentryError: It has, so this is a signal handler or finalizer.
     """
-    if lock._is_owned():
+    if lock._is_owned():  # of RLock in C, without documentation; threading.Condition uses it too
         raise ReentryError(what, "a change that is not complete")
 
 
 def interrupted_frame() -> FrameType | None:
-    """Return our frame on this thread's stack that a signal handler or finalizer came into, if there is one."""
+    """Return our frame on this thread's stack that a signal handler or finalizer interrupted, if there is one."""
     frame: FrameType | None = sys._getframe(1)
     between: list[FrameType] = []  # of others, since the last frame of ours
+    # From the innermost frame outwards. Example: lease() of ours < on_signal() of the user < step() of ours < the
+    # script. When the walk is at step(), `between` is [on_signal], whose argument `frame` is step(): that one is
+    # returned.
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_own):
             between.append(frame)
@@ -72,6 +76,8 @@ def _came_between(frame: FrameType) -> bool:
     if code is _FINALIZER or code.co_name == "__del__":
         return True
     has_more = bool(code.co_flags & inspect.CO_VARARGS)
+    # Without CO_OPTIMIZED it is a module or class body. A handler gets two arguments: the signal's number and the
+    # frame.
     if not code.co_flags & inspect.CO_OPTIMIZED or (code.co_argcount < 2 and not has_more):
         return False
     values = frame.f_locals

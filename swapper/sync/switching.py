@@ -1,9 +1,9 @@
-"""How soon a thread of ours gets the interpreter while another one runs Python.
+"""A short switch interval of the interpreter while a swapper is open.
 
 [Note: switch interval]
-A thread that runs Python gives the interpreter away only if it is asked to, after ``sys.getswitchinterval()``: 5 ms, unless
-somebody has set it. Each completed transfer needs it for some ten microseconds, to hand the next one to the drive; a drive that
-takes a few hundred for a transfer would wait most of the time. So the interval is shorter while any swapper is open.
+A thread that runs Python keeps the interpreter's lock for ``sys.getswitchinterval()`` while another one waits for it:
+5 ms by default. After each transfer, a worker needs the lock for some ten microseconds to submit the next one. A drive
+that takes a few hundred microseconds for a transfer would idle most of the time. So the interval is shorter here.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from __future__ import annotations
 import os
 import sys
 
-_SECONDS = 0.0002
+_SECONDS = 0.0002  # about what a drive takes for a transfer; each switch costs the running thread a little
 
-_holders: set[int] = set()
+_holders: set[int] = set()  # id() of each open swapper
 _before: float | None = None  # what it was, if we have changed it
-_set: float = 0.0
+_set: float = 0.0  # what it became, as Python rounds it
 
 
 def acquire(holder: int) -> None:
-    """Switch fast from now on, until everybody who holds it has called `release`. An interval that is shorter stays.
-
-    There is no lock, because a finalizer may let go: each step is a single one, and in whatever order two threads come, the
-    interval is in the end what somebody has set.
-    """
+    """Shorten the interval until all holders have called `release`. A shorter one stays."""
+    # No lock, because a finalizer calls release(). If two threads come at once, the interval ends as one of them set
+    # it.
     global _before, _set
     _holders.add(holder)
     if _before is None:
@@ -35,12 +33,12 @@ def acquire(holder: int) -> None:
 
 
 def release(holder: int) -> None:
-    """The counterpart of `acquire`: the last one restores what was there before, unless somebody else has changed it."""
+    """End a holder's `acquire`; the last one restores the interval of before."""
     global _before
     _holders.discard(holder)
     if not _holders and _before is not None:
         seconds, _before = _before, None
-        if sys.getswitchinterval() == _set:
+        if sys.getswitchinterval() == _set:  # else the user has changed it meanwhile
             sys.setswitchinterval(seconds)
 
 

@@ -1,4 +1,1 @@
-"""Files and the drives under them: scratch space, stripes, free room, and files that appear all at once.
-
-Knows file systems; must not know transfers.
-"""
+"""Files and their drives: scratch space, stripes, free space, durable runs, and atomic publication of files."""

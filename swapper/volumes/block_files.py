@@ -1,7 +1,7 @@
-"""Large files that are written or read once, from front to end, in blocks that go past the page cache.
+"""Large files that are written or read once, from front to end, in blocks, with direct I/O.
 
-A few blocks are under way at a time, each in a thread, so that a drive has enough to do; memory is that of the blocks. What
-was written still has to be synced: see ``swapper.volumes.publish``.
+A few threads each transfer a block at a time, so memory is that of the blocks. Written files still have to be synced:
+see ``swapper.volumes.publish``.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class BlockFile:
-    """One open file. It is closed when its owner and all blocks under way have released it."""
+    """One open file, with a count of its users: its owner, and each block on its way. The last `release` closes it."""
 
     def __init__(self, path: Path, num_bytes: int | None = None) -> None:
         """
         Args:
             path: which file.
-            num_bytes: make it, and reserve so many bytes for it; None: it is there, and is read.
+            num_bytes: make it, and reserve this space for it; None: read an existing file.
 
         Raises:
             OSError: it cannot be opened, or there is no room.
         """
         self.path = path
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _num_users
         self._num_users = 1
         self._fd = _open(path, os.O_RDONLY if num_bytes is None else os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         if num_bytes:
@@ -53,7 +53,7 @@ class BlockFile:
             self._num_users += 1
 
     def release(self) -> None:
-        """The counterpart of `use`, and of making it."""
+        """End a `use`, or the owner's use of it."""
         with self._lock:
             self._num_users -= 1
             is_last = self._num_users == 0
@@ -88,25 +88,27 @@ def _open(path: Path, flags: int) -> int:
 
 
 class BlockThreads(Closable):
-    """Threads and memory for blocks. A context manager: in its end nothing is under way any more."""
+    """Threads and memory for blocks. A context manager whose end waits for all transfers."""
 
     def __init__(self, block_bytes: int, num_threads: int = 8) -> None:
         """``block_bytes``: the largest block; rounded up to a multiple of 4096."""
         self.block_bytes = round_up(block_bytes, ALIGNMENT)
         self._pool = ThreadPool(num_threads)
         self._num_threads = num_threads
+        # Blocks are made on demand and reused. write() lets at most num_threads be on their way, and the caller fills
+        # one more; reads are limited by their caller.
         self._free: list[Bytes] = []
         self._regions: list[AlignedRegion] = []
         self._writes: deque[Future[None]] = deque()
 
     def close(self) -> None:
-        """Return when nothing is under way, and release the memory."""
+        """Wait for all transfers, and release the memory."""
         self._pool.close()
         self._free.clear()
-        self._regions.clear()  # each goes when nobody looks at it
+        self._regions.clear()  # each is unmapped when the last array over it is gone
 
     def acquire_block(self) -> Bytes:
-        """Memory for a block, with whatever was in it; for the caller until he gives it to `write` or `release_block`."""
+        """Return memory for a block, with undefined contents. The caller owns it until `write` or `release_block`."""
         try:
             return self._free.pop()
         except IndexError:
@@ -115,11 +117,11 @@ class BlockThreads(Closable):
             return region.array()
 
     def release_block(self, block: Bytes) -> None:
-        """The counterpart of `acquire_block`."""
+        """Give a block of `acquire_block` or `read` back."""
         self._free.append(block)
 
     def write(self, file: BlockFile, block: Bytes, num_bytes: int, offset: int, prepare: Callable[[], None]) -> None:
-        """Start to write the first bytes of a block, after ``prepare``; returns when few enough blocks are under way.
+        """Start to call ``prepare`` and write the first bytes of a block; first wait while too many writes are running.
 
         Raises:
             OSError: this or an earlier one could not be written.
@@ -128,7 +130,7 @@ class BlockThreads(Closable):
             self._writes.popleft().result()
         file.use()
 
-        def run() -> None:
+        def run() -> None:  # prepare() computes a checksum, say: on the worker, beside other transfers
             try:
                 prepare()
                 file.write(block[:num_bytes], offset)
@@ -139,12 +141,12 @@ class BlockThreads(Closable):
         self._writes.append(self._pool.submit(run))
 
     def finish(self) -> None:
-        """Return when all is written; raises OSError if something was not."""
+        """Wait until all is written; raise OSError if something was not."""
         while self._writes:
             self._writes.popleft().result()
 
     def read(self, file: BlockFile, num_bytes: int, offset: int, check: Callable[[Bytes], None]) -> Future[Bytes]:
-        """Start to read a block; the result is its memory, of ``block_bytes``, after ``check`` has seen what was read."""
+        """Start to read a block and call ``check`` with its bytes; the result is its memory, of ``block_bytes``."""
         block = self.acquire_block()
         file.use()
 
@@ -161,9 +163,9 @@ class BlockThreads(Closable):
 
 
 def free_bytes(directory: Path) -> int:
-    """What the file system of a directory, which need not be there yet, has free for this user.
+    """Return the free bytes for this user in the file system of a directory, which need not exist yet.
 
-    A file system that reports no sizes (some FUSE ones) has no limit that anybody knows.
+    For a file system that reports no sizes (some FUSE ones) this is ``sys.maxsize``.
     """
     while not directory.exists():
         directory = directory.parent

@@ -1,4 +1,4 @@
-"""Where scratch space may lie, as a user gives it."""
+"""Directories for scratch space, as a user names them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Directory:
 
     Attributes:
         path: The directory; it must exist.
-        capacity_bytes: Take no more space than this there; as much as is free by default.
-        bytes_per_second: How fast the drive is, for sharing the work out with others; `Swapper.open` measures
-            it by default.
+        capacity_bytes: Limit on the space used there; by default all free space.
+        bytes_per_second: Speed of the drive, which decides its part of the stripes; by default `Swapper.open` measures
+            it.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""What lies under a directory: the kind of file system, and the drive."""
+"""The file system and the drive of a directory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _BLOCK_DEVICES = Path("/sys/dev/block")
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """What is known of the storage under a directory.
+    """The storage of a directory.
 
     Attributes:
         path: The directory, as it was given.
-        file_system: Kind of file system as the kernel calls it, such as ``"ext4"``; ``"unknown"`` where it does not say.
-        device: Name of the whole block device, such as ``"nvme0n1"``, the same for all its partitions; ``None`` if there
-            is none (memory, network, overlay).
+        file_system: Kind of file system as the kernel calls it, such as ``"ext4"``, or ``"unknown"``.
+        device: Name of the whole block device, such as ``"nvme0n1"``, the same for all its partitions; ``None`` if
+            there is none (memory, network, overlay).
         device_number: Directories with the same number lie in one file system and share its free space.
         is_tmpfs: The bytes lie in RAM (or swap).
         is_network: Another machine or another process (FUSE) serves the bytes.
@@ -47,7 +47,7 @@ class Drive:
 
     @property
     def identity(self) -> str:
-        """The same for two directories exactly if they share one drive, whose speed they then share too."""
+        """Equal for two directories exactly if they are on one drive, and so share its speed."""
         return self.device or f"device {os.major(self.device_number)}:{os.minor(self.device_number)}"
 
     def words(self) -> str:
@@ -56,7 +56,7 @@ class Drive:
 
 
 def describe_drive(path: str | os.PathLike[str]) -> Drive:
-    """Return what lies under an existing path. Nothing is written and no byte of the drive is read.
+    """Return the storage of an existing path. Nothing is written, and no file is read from the drive.
 
     Raises:
         VolumeError: The path does not exist; this user may not go there; the drive does not answer properly.
@@ -74,7 +74,7 @@ def describe_drive(path: str | os.PathLike[str]) -> Drive:
         raise VolumeError(
             path, f"cannot look at {str(path)!r}: {error_words(error)}; choose another directory"
         ) from error
-    kind, source = _mount_of(path)
+    kind, source = _mount_of(path)  # "ext4", "/dev/nvme0n1p2"
     number = _device_number(status.st_dev, source)
     return Drive(
         path=path,
@@ -91,7 +91,7 @@ def describe_drive(path: str | os.PathLike[str]) -> Drive:
 def _mount_of(path: Path) -> tuple[str, str]:
     """Return the kind and the source of the mounted file system that holds a path: of the deepest one above it."""
     deepest, kind, source = -1, "unknown", ""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # without /proc (in a sandbox): "unknown"
         path = path.resolve()
         for mount in psutil.disk_partitions(all=True):
             point = Path(mount.mountpoint)
@@ -102,7 +102,8 @@ def _mount_of(path: Path) -> tuple[str, str]:
 
 
 def _device_number(made_up: int, source: str) -> int:
-    """Return ``st_dev`` or, where each part of a file system makes one up (btrfs), the number of its drive."""
+    """Return ``st_dev`` or, if the file system made that up, the number of its drive."""
+    # btrfs has an own st_dev for each subvolume, with major number 0: they would count as different drives.
     if not os.major(made_up) and source.startswith("/dev/"):
         with contextlib.suppress(OSError):
             return os.stat(source).st_rdev
@@ -111,7 +112,7 @@ def _device_number(made_up: int, source: str) -> int:
 
 def _block_device(number: int) -> str | None:
     """Return the name of the whole drive with a device number, or the whole drive that a partition lies on."""
-    entry = _BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}"
+    entry = _BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}"  # a link: 259:2 -> .../nvme0n1/nvme0n1p2
     try:
         return _whole_drive(entry.resolve(strict=True)).name
     except OSError:
@@ -119,7 +120,8 @@ def _block_device(number: int) -> str | None:
 
 
 def _whole_drive(entry: Path) -> Path:
-    # Of a partition the disk; of an encrypted or logical volume that lies on one drive, that drive.
+    # A partition's parent is its disk. An encrypted or logical volume (dm-0) lists its drives in `slaves`; with
+    # several, as in a RAID, it is its own identity.
     if (entry / "partition").exists():
         return entry.parent
     below = list((entry / "slaves").iterdir()) if (entry / "slaves").is_dir() else []

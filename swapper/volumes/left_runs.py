@@ -1,4 +1,4 @@
-"""What durable runs and killed saves have left in a directory: looked at, and removed."""
+"""Files that durable runs and killed saves have left in a directory: found, and removed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from swapper.volumes.run_directory import MAGIC, PART_OF_COMMIT, RunDirectory, f
 _LOCK = "lock"
 _COMMIT = re.compile(r"commit-\d{10,}")
 _STATES = re.compile(r"states-\d+-of-\d+")
+# A run is in DIRECTORY/durable; with several processes, each has a directory of its own below that. You may also name a
+# parent of DIRECTORY.
 _DEPTH = 3
-"""A run lies in `durable` below a directory for states; with several processes, each has one of its own below that."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class LeftRun:
 
     Attributes:
         path: The directory.
-        num_bytes: What its files take on the drive.
-        num_commits: How many commits one could go on from; 0 also for what lies on a run's other drives.
+        num_bytes: Space that its files take on the drive.
+        num_commits: Number of commits that can be resumed from; 0 also for directories on a run's other drives.
         changed_at: When the newest of its files was written, in seconds since 1970.
-        is_in_use: A process has it at the moment.
+        is_in_use: A process has its lock now.
     """
 
     path: Path
@@ -46,8 +47,8 @@ class LeftRun:
             DurableRunError: A process has it. Nothing has been removed.
             OSError: Something cannot be removed.
         """
-        with contextlib.closing(RunDirectory(self.path)):
-            # Commits first: where this is interrupted, what is left is no run.
+        with contextlib.closing(RunDirectory(self.path)):  # its lock keeps a process from resuming meanwhile
+            # Commits first: if this is interrupted, no commit is left whose states are gone.
             for file in _files(self.path):
                 file.unlink(missing_ok=True)
         if not any(self.path.iterdir()):
@@ -55,10 +56,10 @@ class LeftRun:
 
 
 def left_runs(directory: Path) -> list[LeftRun]:
-    """Those in a directory, and in what lies below it.
+    """Return the runs in a directory and below it.
 
     Raises:
-        OSError: It cannot be looked into.
+        OSError: It cannot be read.
     """
     found = []
     for path in _folders(directory, _DEPTH):
@@ -69,17 +70,18 @@ def left_runs(directory: Path) -> list[LeftRun]:
 
 
 def bytes_of_run(directory: Path) -> int:
-    """What the run that lies in a directory has there for its states, which it has again when it goes on."""
+    """Return the space that a run's states take in a directory: a resumed run needs no other space for them."""
+    # st_blocks counts units of 512 bytes. lstat: the size of a link's target is not in this directory.
     return sum(file.lstat().st_blocks * 512 for file in directory.glob("states-*") if _STATES.fullmatch(file.name))
 
 
 @dataclass(frozen=True)
 class LeftSave:
-    """What a save whose process is gone has left. `remove_abandoned` of the directory that it lies in removes it.
+    """A hidden directory of a killed save. `remove_abandoned` of its parent directory removes it.
 
     Attributes:
-        path: A hidden directory.
-        num_bytes: What its files take on the drive.
+        path: The hidden directory.
+        num_bytes: Space that its files take on the drive.
     """
 
     path: Path
@@ -87,10 +89,10 @@ class LeftSave:
 
 
 def left_saves(directory: Path) -> list[LeftSave]:
-    """Those in a directory, and in what lies below it.
+    """Return the killed saves in a directory and below it.
 
     Raises:
-        OSError: It cannot be looked into.
+        OSError: It cannot be read.
     """
     found = [path for folder in _folders(directory, _DEPTH) for path in abandoned(folder)]
     return [LeftSave(path, _bytes_below(path)) for path in found]
@@ -100,7 +102,7 @@ def _bytes_below(folder: Path) -> int:
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # another process is removing it
                 total += os.lstat(os.path.join(place, name)).st_blocks * 512
     return total
 
@@ -125,10 +127,11 @@ def _run(path: Path, files: list[Path]) -> LeftRun:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """A run's files, commits first and the lock last; none where no run has the directory."""
+    """Yield a run's files, commits first and the lock last; none if the directory is not a run's."""
     claimed = files_of_run(path)
     if claimed is None:
         return
+    # Only files that the run has marked or claimed: another program's file may have such a name.
     found = [file for file in sorted(path.iterdir()) if file.is_file() and not file.is_symlink()]
     yield from (file for file in found if PART_OF_COMMIT.fullmatch(file.name) or _is_commit(file))
     yield from (file for file in found if file.name in claimed and _STATES.fullmatch(file.name))

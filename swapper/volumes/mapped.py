@@ -1,8 +1,7 @@
-"""Large arrays that need no memory of their own: bytes of files, looked at through the page cache.
+"""Large arrays that need no memory of their own: private mappings of files.
 
-What is written to such an array stays in this process (a private mapping), so it behaves like any array. Its pages can be
-dropped and read again by the kernel, as those of a program's code: they are no part of what a process cannot do without. Nor is
-memory set aside for them: else the kernel would refuse a file that is larger than all of it.
+Writes to such an array stay in this process, so it behaves like any array. The kernel can drop its unchanged pages and
+read them again, like those of a program's code.
 """
 
 from __future__ import annotations
@@ -21,11 +20,13 @@ from swapper.memory.mapping import map_memory, owned_array, unmap
 from swapper.uncopyable import closed_unless_made
 from swapper.volumes.scratch_file import extend, open_nameless, write_all
 
-_PRIVATE = mmap.MAP_PRIVATE | 0x4000  # MAP_NORESERVE, on all of Linux but Alpha, MIPS and PA-RISC
+# 0x4000 is MAP_NORESERVE, on all of Linux but Alpha, MIPS and PA-RISC. Without it, the kernel reserves memory for a
+# copy of each page, and refuses a file that is larger than all memory.
+_PRIVATE = mmap.MAP_PRIVATE | 0x4000
 
 
 class MappedFile:
-    """One file of a fixed size: written once, then given out as an array. It goes when that does.
+    """One file of a fixed size: written once, then returned as an array. Its space is freed with the array.
 
     Raises:
         OSError, VolumeError: there is no room in the directory, or it cannot be written to.
@@ -42,13 +43,13 @@ class MappedFile:
         write_all(self._fd, data.data, offset)
 
     def array(self) -> npt.NDArray[np.uint8]:
-        """All bytes, 1-D and writable; what is written reaches nobody else. To be called once, in the end."""
+        """Return all bytes as a 1-D array; writes stay in this process. Call it once, at the end."""
         array = _map(self._fd, self._num_bytes)
-        self.close()
+        self.close()  # the mapping keeps the nameless file
         return array
 
     def close(self) -> None:
-        """Give the file up, unless an array looks at it."""
+        """Close the file; its space is freed unless an array maps it."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -61,14 +62,14 @@ def _map(fd: int, num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def map_file(path: Path) -> npt.NDArray[np.uint8]:
-    """The bytes of a file that somebody else wrote, 1-D and writable; what is written reaches nobody else, nor the file.
+    """Return the bytes of an existing file as a 1-D array; writes stay in this process, and do not change the file.
 
     Raises:
         OSError: it cannot be opened or looked at.
     """
     with path.open("rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
-        if not num_bytes:
+        if not num_bytes:  # mmap(2) refuses length 0
             return np.empty(0, dtype=np.uint8)
         return _map(file.fileno(), num_bytes)
 
@@ -81,7 +82,7 @@ def mapped_file(directories: Sequence[Path], num_bytes: int) -> Iterator[MappedF
         try:
             found = MappedFile(directory, num_bytes)
             break
-        except (OSError, VolumeError):
+        except (OSError, VolumeError):  # the next directory may have room; without any, the caller uses memory
             continue
     try:
         yield found

@@ -1,13 +1,14 @@
-"""Memory that lies on drives: arrays over nameless files, written out and dropped behind whoever fills them.
+"""Arrays on drives: shared mappings of nameless files, which are written out and dropped while they are filled.
 
-Such an array is read and written like any other (a shared mapping), so whatever computes with memory computes with it; but
-it needs hardly any memory of its own. One thread per process looks how much of all arrays is in memory, and writes them out
-and lets their pages go when that exceeds `WINDOW_BYTES`. A page that is used again is read again by the kernel.
+Such an array works like any other, and needs hardly any memory. One thread per process watches how many bytes of all
+these arrays are in memory. Above `WINDOW_BYTES` it writes them out and drops their pages. The kernel reads a dropped
+page again when it is used.
 
-[Note: who waits] Pages can be made faster than a drive takes them. A writer that is far ahead waits: the thread then keeps
-the interpreter's lock while it writes, so that nobody begins another operation.
-[Note: nothing is lost] What a mapping shows and what the page cache holds is one memory. Only pages whose bytes have reached
-the file are dropped, so this may happen at any moment, while others write as well.
+[Note: who waits] A program can fill pages faster than a drive writes them. If it is far ahead, the thread keeps the
+interpreter's lock while it writes, so that no Python thread begins another operation.
+
+[Note: nothing is lost] A mapping and the page cache are the same memory, and only pages that have reached the file are
+dropped. So pages may be dropped at any moment, also while other threads write to them.
 """
 
 from __future__ import annotations
@@ -31,35 +32,33 @@ from swapper.sync.limits import start_threads
 from swapper.volumes.scratch_file import CANNOT_RESERVE, FULL, fallocate, open_nameless, write_in_place
 
 WINDOW_BYTES = 64 << 20
-"""Of all arrays together, what may be in memory before it is written out."""
-_AHEAD_BYTES = 2 * WINDOW_BYTES
-"""From here on whoever writes has to wait."""
-_SEGMENT_BYTES = 16 << 30
-_SECONDS_BETWEEN_LOOKS = 0.01
-_FILL_BYTES = 8 << 20
+"""Bytes of all arrays together that may be in memory before they are written out."""
+_AHEAD_BYTES = 2 * WINDOW_BYTES  # from here on, writing out keeps the interpreter's lock: see [Note: who waits]
+_SEGMENT_BYTES = 16 << 30  # of addresses; space on the drive is reserved for each array
+_SECONDS_BETWEEN_LOOKS = 0.01  # a program that fills 6.7 GB/s fills one window between two looks
+_FILL_BYTES = 8 << 20  # of zeros, in one write
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_*
-_WRITE_AND_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_*
+_WRITE_AND_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_*: wait for writes that are running, write, and wait again
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc_with_lock = ctypes.PyDLL(None, use_errno=True)
-"""The same functions, but nobody else's Python runs meanwhile."""
+_libc_with_lock = ctypes.PyDLL(None, use_errno=True)  # the same functions, called with the interpreter's lock
 for _library in (_libc, _libc_with_lock):
     _library.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _MAP_FIXED = 0x10
 
 
 class MappedMemory:
-    """Gives out arrays in files of some directories, each in the next one that has room.
+    """Allocates arrays in nameless files, in one directory after the other that has room.
 
-    The space of an array goes back to the file system when nobody looks at the array any more. Nothing has a name, so
-    nothing is left after any kind of exit.
+    The space of an array is freed when its last view is gone.
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self._directories = list(directories)
+        # By directory, the segment with space left. Weak: a segment is closed when its last array is gone.
         self._open: dict[Path, weakref.ref[_Segment]] = {}
-        self._num_given = 0
-        self._lock = threading.RLock()
+        self._num_given = 0  # arrays: the next one begins with the next directory
+        self._lock = threading.RLock()  # guards all above, and the segments' allocate()
 
     def allocate(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         """An array of zeros, 1-D, at the beginning of a page.
@@ -89,11 +88,12 @@ class MappedMemory:
             self._open[directory] = weakref.ref(segment)
             _writer.add(segment)
         offset = segment.allocate(num_bytes)
+        # The array's finalizer holds the bound method, and so the segment with its mapping.
         return owned_array(segment.address + offset, num_bytes, segment.free, offset, num_bytes)
 
 
 class _Segment:
-    """One file and its mapping, given out from the beginning to the end. It goes when all of it has been given back."""
+    """One file and its mapping, allocated from the beginning to the end. It is closed when its last array is gone."""
 
     def __init__(self, owner: MappedMemory, directory: Path, num_bytes: int) -> None:
         self.owner = owner
@@ -101,11 +101,11 @@ class _Segment:
         self._num_bytes = num_bytes
         self._taken_bytes = 0
         self._process = os.getpid()
-        self.address, self._fd = 0, -1
+        self.address, self._fd = 0, -1  # for __del__, if the constructor fails
         self._fd = open_nameless(directory)
         try:
             write_in_place(self._fd)
-            os.ftruncate(self._fd, num_bytes)
+            os.ftruncate(self._fd, num_bytes)  # a sparse file: allocate() reserves space
             self.address = map_memory(num_bytes, mmap.MAP_SHARED, self._fd)
         except OSError as error:
             raise VolumeError(
@@ -121,7 +121,7 @@ class _Segment:
             os.close(self._fd)
 
     def has_place(self, num_bytes: int) -> bool:
-        """Whether so much of it has not been given out yet."""
+        """Whether so many bytes are left at its end."""
         return self._taken_bytes + num_bytes <= self._num_bytes
 
     def holds(self, address: int) -> bool:
@@ -129,7 +129,8 @@ class _Segment:
         return self.address <= address < self.address + self._num_bytes
 
     def allocate(self, num_bytes: int) -> int:
-        """The offset of a new part, whose space on the drive is reserved: a write to it cannot fail for want of room."""
+        """Reserve space for a new part, and return its offset."""
+        # A write to a mapped page without space on the drive would end the process with SIGBUS.
         offset = self._taken_bytes
         length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         stat = os.fstatvfs(self._fd)
@@ -144,7 +145,7 @@ class _Segment:
                     raise
                 self._fill(offset, length)
         except OSError as error:
-            self.free(offset, num_bytes)
+            self.free(offset, num_bytes)  # what it got before it failed
             if error.errno in FULL:
                 raise VolumeTooSmallError(self._directory, length, free_bytes, error_words(error)) from error
             problem = f"cannot reserve {length} bytes in {str(self._directory)!r}: {error_words(error)}"
@@ -159,22 +160,23 @@ class _Segment:
             offset += os.pwrite(self._fd, memoryview(zeros)[: stop - offset], offset)
 
     def free(self, offset: int, num_bytes: int) -> None:
-        """Nobody looks at a part any more. Takes no lock: finalizers call this."""
+        """Free the space of a part. Takes no lock: finalizers call this."""
         if os.getpid() == self._process:  # a forked child has only released its own view
             length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # without holes, the space is freed together with the file
                 fallocate(self._fd, length, offset, _PUNCH_HOLE | _KEEP_SIZE)
 
     def write_out(self, *, keeps_lock: bool) -> None:
-        """Write what is new, and let all pages go.
+        """Write changed pages to the drive, and drop all pages.
 
         Raises:
             VolumeError: the drive fails.
         """
         library = _libc_with_lock if keeps_lock else _libc
         try:
-            _check(library.sync_file_range(self._fd, 0, 0, _WRITE_AND_WAIT))
-            # Page tables go, too: 2 MB per GB.
+            _check(library.sync_file_range(self._fd, 0, 0, _WRITE_AND_WAIT))  # 0, 0: the whole file
+            # Mapped again at the same address. fadvise drops only pages that are not mapped; and the page tables, 2 MB
+            # per GB, are freed as well.
             map_memory(self._num_bytes, mmap.MAP_SHARED | _MAP_FIXED, self._fd, self.address)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
@@ -185,17 +187,19 @@ class _Segment:
 
 
 class _Writer:
-    """Writes all segments out whenever much of them is in memory; has a thread as long as there are any."""
+    """Writes all segments out whenever much of them is in memory. Its thread runs as long as there are segments."""
 
     def __init__(self) -> None:
         self._segments: weakref.WeakSet[_Segment] = weakref.WeakSet()
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # guards _segments and _thread
         self._thread: threading.Thread | None = None
+        # Mapped bytes just after the last writing out: code of libraries, above all. What exceeds them is counted as
+        # ours.
         self._floor_bytes = 0
-        self._failure: VolumeError | None = None
+        self._failure: VolumeError | None = None  # the first one; allocate() raises it from then on
 
     def add(self, segment: _Segment) -> None:
-        """A new one."""
+        """Watch a new segment."""
         with self._lock:
             self._segments.add(segment)
             if self._thread is None or not self._thread.is_alive():  # not after a fork
@@ -204,17 +208,17 @@ class _Writer:
                 start_threads(self._thread)
 
     def segments(self) -> list[_Segment]:
-        """Those that there are."""
+        """Return the segments that are still in use."""
         with self._lock:
             return list(self._segments)
 
     def check(self) -> None:
-        """Raise what writing has met with."""
+        """Raise the first error of writing out."""
         if self._failure is not None:
             raise self._failure
 
     def write_out(self, *, keeps_lock: bool = False) -> None:
-        """Write all of them, and let their pages go. A failure is noted, and stays."""
+        """Write all segments out, and drop their pages. `check` raises a failure."""
         for segment in self.segments():
             try:
                 segment.write_out(keeps_lock=keeps_lock)
@@ -228,8 +232,8 @@ class _Writer:
             mapped_bytes = _mapped_bytes()
             if mapped_bytes - self._floor_bytes >= WINDOW_BYTES:
                 self.write_out(keeps_lock=mapped_bytes - self._floor_bytes >= _AHEAD_BYTES)
-            self._floor_bytes = min(self._floor_bytes, mapped_bytes)
-            with self._lock:
+            self._floor_bytes = min(self._floor_bytes, mapped_bytes)  # the kernel may have dropped pages by itself
+            with self._lock:  # add() must see either a running thread or None
                 if not self._segments:
                     self._thread = None
                     return
@@ -239,7 +243,7 @@ _writer = _Writer()
 
 
 def write_out() -> None:
-    """Write all mapped memory of this process out, and let its pages go.
+    """Write all mapped memory of this process out, and drop its pages.
 
     Raises:
         VolumeError: a drive fails, now or since the beginning.
@@ -249,17 +253,17 @@ def write_out() -> None:
 
 
 def owner_of(address: int) -> MappedMemory | None:
-    """The memory in which an address lies."""
+    """The `MappedMemory` that an address belongs to."""
     return next((segment.owner for segment in _writer.segments() if segment.holds(address)), None)
 
 
 def is_in_use() -> bool:
-    """Whether anything looks at any mapped memory."""
+    """Whether any array of mapped memory is in use."""
     return bool(_writer.segments())
 
 
 def touched(address: int, num_bytes: int, piece_bytes: int = 1 << 20) -> Iterator[tuple[int, int]]:
-    """The parts of ordinary memory that somebody has written to or read, as offsets; all where the kernel does not tell."""
+    """Yield the parts of ordinary memory that were ever touched, as offsets; all if the kernel does not say."""
     with contextlib.ExitStack() as stack:
         try:
             pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
@@ -273,15 +277,16 @@ def touched(address: int, num_bytes: int, piece_bytes: int = 1 << 20) -> Iterato
 
 
 def _is_touched(pagemap: int, start: int, stop: int) -> bool:
+    # pagemap has 8 bytes for each page of the address space. Bit 63: in memory; bit 62: swapped out.
     first, last = start // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)
     data = os.pread(pagemap, (last - first) * 8, first * 8)
     entries = np.frombuffer(data, dtype=np.uint64)
-    return len(entries) < last - first or bool((entries >> np.uint64(62)).any())  # in memory, or swapped out
+    return len(entries) < last - first or bool((entries >> np.uint64(62)).any())
 
 
 def _mapped_bytes() -> int:
-    """Pages of files that this process has in its memory."""
-    with open("/proc/self/statm", "rb") as file:
+    """Bytes of mapped files and shared memory in this process's memory."""
+    with open("/proc/self/statm", "rb") as file:  # the third number, in pages
         return int(file.read().split()[2]) * mmap.PAGESIZE
 
 

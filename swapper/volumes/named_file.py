@@ -1,4 +1,4 @@
-"""One file that outlives its process: of a durable run."""
+"""A file that outlives its process: of a durable run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from swapper.volumes.scratch_file import ScratchFile
 
 
 class NamedFile(ScratchFile):
-    """Knows one file with a name and reserved space, which only its owner may read; must not know what is stored in it.
+    """A file with a name and reserved space, which only its owner may read.
 
     Args:
-        drive: What lies under the directory in which it is, or is made.
-        file_name: Its name there. What it holds stays.
-        is_there: It must be there already; else it is made, and its name is on the drive from then on.
+        drive: The drive and directory of the file.
+        file_name: Its name there. An existing file keeps its contents.
+        is_there: It must exist already; else it is made, and its name is synced to the drive.
 
     Raises:
         VolumeError: The file is not this user's alone; or the directory is missing, or cannot be used.
@@ -40,6 +40,8 @@ class NamedFile(ScratchFile):
     def _open(self) -> int:
         path = self.directory / self.file_name
         try:
+            # "states-2-of-3" must not appear beside "states-1-of-2": then directories were added, or are in another
+            # order.
             others = [other.name for other in self.directory.glob(f"{self.file_name.split('-')[0]}-*-of-*")]
             if others and path.name not in others:
                 raise VolumeError(

@@ -1,7 +1,8 @@
-"""Files and directories with names that others can guess.
+"""Checks of files and directories whose names other users can guess.
 
-Another user of the machine can make them first: to read or change what a run keeps there, or to have this process write to a
-file of its own behind a link. So they are used only if this user owns them and nobody else can write to the directory.
+Another user can make them first, to read or change what a run stores there. By a link, this process could be made to
+write to one of its user's own files. So they are used only if this user owns them, and nobody else can write to the
+directory.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from swapper.uncopyable import closed_unless_made
 
 
 def require_own_directory(directory: Path) -> None:
-    """See that this user owns a directory, and that nobody else can make or replace files in it.
+    """Check that this user owns a directory, and that nobody else can make or replace files in it.
 
     Raises:
         VolumeError: Somebody else owns it or a link to it, or others can write to it.
         OSError: It cannot be looked at.
     """
     link = os.lstat(directory)
-    if stat.S_ISLNK(link.st_mode) and link.st_uid != os.geteuid():
+    if stat.S_ISLNK(link.st_mode) and link.st_uid != os.geteuid():  # its owner could point it elsewhere at any time
         raise VolumeError.not_own(directory, f"is a symbolic link of user {link.st_uid}")
     found = os.stat(directory)
     if found.st_uid != os.geteuid():
@@ -48,7 +49,8 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
     """
     if path.is_symlink():
         raise VolumeError.not_own(path, "is a symbolic link")
-    # A pipe would be waited for. The flag is taken back, for io_uring reads it as "do not wait for the drive".
+    # O_NONBLOCK: to open a pipe would wait for its other end. It is cleared below, because io_uring would then fail a
+    # transfer with EAGAIN instead of waiting for the drive.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
     with closed_unless_made(os.close, descriptor):
         found = os.fstat(descriptor)
@@ -57,7 +59,7 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
         if found.st_uid != os.geteuid():
             problem = f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
             raise VolumeError.not_own(path, problem)
-        if found.st_nlink > 1:
+        if found.st_nlink > 1:  # by a hard link, too, a write would change another file
             raise VolumeError.not_own(path, "has a second name elsewhere (a hard link)")
         os.set_blocking(descriptor, True)
     return descriptor

@@ -1,15 +1,18 @@
-"""Files that appear in a directory all at once: after a crash at any moment it holds the old ones or the new ones, whole.
+"""Atomic publication of files: after a crash at any moment, a directory holds all old files or all new ones.
 
-[Note: durable order] New files are written in a hidden directory beside the old ones, each synced to the drive. They are
-moved into place under names that nothing refers to, and the directory is synced. Then one rename makes the file that refers
-to them the present one, the directory is synced again, and only now are older files removed. Two processes that write to
-one directory take turns at that, by a lock on it.
-[Note: whose it is] Each hidden directory has a file that says so, and its writer keeps that file locked. (Network file systems
-do not pass on a lock of a directory. NFS passes on that of a file, and so does Lustre with -o flock.) The writer takes the lock
-first and then writes the mark. So a directory with the mark and without a lock was left by a killed process, and only such a
-directory is removed. A directory that merely has such a name is somebody else's.
-[Note: no exchange] Where two directories cannot change places in one step, the old one first goes into the hidden directory.
-Until the new one has its name, it is the only whole one: `put_back` gives it its own again before that directory goes.
+[Note: durable order] New files are written to a hidden directory beside the old ones, and each is synced to the drive.
+They are renamed to names that nothing refers to, and the directory is synced. Then one rename replaces the file that
+refers to them, and the directory is synced again. Only now are older files removed. A lock on the directory keeps a
+second process from doing the same meanwhile.
+
+[Note: whose it is] Each hidden directory contains a lock file with a mark. Its writer locks the file first and writes
+the mark then. So if the mark is there and nobody has the lock, a killed process has left the directory, and it is
+removed. A directory without the mark only has a similar name, and belongs to somebody else. The lock is on a file,
+because network file systems do not pass locks of directories on to other machines. NFS does so for files, and Lustre
+with ``-o flock``.
+
+[Note: no exchange] If the system cannot exchange two directories in one step, the old one first moves into the hidden
+directory. Until the new one has its name, the old one is the only whole one. `put_back` then restores its name.
 """
 
 from __future__ import annotations
@@ -28,19 +31,19 @@ from typing import IO
 
 from swapper.volumes.thread_pool import ThreadPool
 
-_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-_NUM_THREADS = 8
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # missing in libc before glibc 2.28
+_NUM_THREADS = 8  # files that are synced or removed at a time
 _HIDDEN = ".*.saving-*"
-_LOCK, _REPLACED = ".lock", "replaced"
+_LOCK, _REPLACED = ".lock", "replaced"  # names in a hidden directory
 _MARK = b"swapper: files that are being saved\n"
 _OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
 
 
 class Staging:
-    """A hidden directory for what is being written; it goes when the ``with`` block ends, whatever became of it.
+    """A context manager: a hidden directory for new files, removed when the ``with`` block ends.
 
-    Where that fails, directories that were made for it go as well, unless somebody else has put something there.
+    After an error it also removes parent directories that it has made, if they are empty.
 
     Attributes:
         path: where to write.
@@ -95,7 +98,7 @@ class Staging:
             os.fsync(file.fileno())
 
     def sync(self, name: str) -> None:
-        """A file that somebody else wrote into `path` is on the drive when this returns."""
+        """Sync a file in `path` that was not written by `file`."""
         _sync(self.path / name)
 
     def publish(
@@ -114,11 +117,14 @@ class Staging:
             is_old: whether a name in the directory is that of an older file, which goes in the end.
         """
         is_done = False
+        # Example: weights in two shards. unknown are the shards under new names, replacing has config.json, head is the
+        # index. A crash before the last rename leaves the old index with its shards; after it, the new index with its
+        # own.
         try:
             for name, target in unknown:
                 rename(self.path / name, self._directory / target)
-            sync_directory(self._directory)
-            for name, target in (*(pair for pair in replacing if pair != head), head):
+            sync_directory(self._directory)  # their names are on the drive before the head is
+            for name, target in (*(pair for pair in replacing if pair != head), head):  # the head last
                 place = self._directory / target
                 if place.parent != self._directory:
                     make_directory(place.parent)
@@ -126,11 +132,11 @@ class Staging:
                     rename(self.path / name, place)
             is_done = True
         finally:
-            if not is_done and (self.path / head[0]).exists():  # nothing refers to them
+            if not is_done and (self.path / head[0]).exists():  # the head was not renamed: nothing refers to them
                 for name, target in unknown:
-                    if not (self.path / name).exists():
+                    if not (self.path / name).exists():  # it was renamed
                         remove(self._directory / target)
-        sync_directory(self._directory)
+        sync_directory(self._directory)  # before the old files go: else a crash could leave neither head nor old files
         new = {target for _, target in (*unknown, *replacing, head)}
         for path in list(self._directory.iterdir()):
             if path.name not in new and is_old(path.name):
@@ -139,8 +145,9 @@ class Staging:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Remove what killed processes have left of files they were writing here, as far as that can be done."""
+    """Remove hidden directories of killed processes, as far as possible."""
     with contextlib.suppress(OSError):
+        # Else no lock is taken, in a directory that may be read-only.
         if next(directory.glob(_HIDDEN), None) is not None:
             with locked(directory):
                 _remove_abandoned(directory)
@@ -155,6 +162,7 @@ def _remove_abandoned(directory: Path) -> None:
 
 def _remove_hidden(path: Path, lock: int | None) -> None:
     try:
+        # The prefix is the name of the directory to be replaced: ".step-7.saving-0f3a..." -> "step-7".
         put_back(path, path.parent / path.name[1:].rpartition(".saving-")[0])
         _empty(path)
     finally:
@@ -164,8 +172,8 @@ def _remove_hidden(path: Path, lock: int | None) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Remove what is in a marked directory, and the mark last: what a kill leaves of it is still known as ours."""
-    with contextlib.suppress(OSError):
+    """Remove the contents of a marked directory."""
+    with contextlib.suppress(OSError):  # the mark last: if this process is killed meanwhile, the rest is known as ours
         for entry in list(os.scandir(folder)):
             if entry.is_dir(follow_symlinks=False):
                 remove_tree(Path(entry.path))
@@ -176,21 +184,22 @@ def _empty(folder: Path) -> None:
 
 
 def _are_equal(source: Path, target: Path) -> bool:
+    # A config that did not change stays as it is. Files from 1 MiB on are replaced without a comparison.
     size = source.stat().st_size
     return target.is_file() and target.stat().st_size == size < 1 << 20 and target.read_bytes() == source.read_bytes()
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file, open for writing, that takes the place and the mode of ``path`` when the ``with`` block ends well.
+    """Open a new file that replaces ``path``, with its mode, when the ``with`` block ends without an error.
 
-    Whoever looks sees the old file or the new one, whole, also after a crash. A link stays a link.
+    A reader sees the old file or the new one, whole, also after a crash. A link stays a link.
 
     Raises:
         OSError: it cannot be written; ``path`` is as it was.
     """
-    path = path.resolve()
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    path = path.resolve()  # the target of a link is replaced, and not the link
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # beside it: a rename works in one file system
     try:
         with partial.open("xb") as file:
             yield file
@@ -201,7 +210,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             shutil.copymode(path, partial)
         partial.replace(path)
     finally:
-        remove(partial)
+        remove(partial)  # of a failure; after success it has moved
 
 
 def rename(source: Path, target: Path) -> None:
@@ -229,21 +238,21 @@ def remove(path: Path) -> None:
 
 
 def make_directory(directory: Path, mode: int = 0o755) -> None:
-    """Make it, with ``mode``, and its parents, so that it is still there after a crash."""
-    for path in reversed(_missing(directory)):
+    """Make a directory with ``mode``, and its parents, so that it is still there after a crash."""
+    for path in reversed(_missing(directory)):  # each name is on the drive when its parent is synced
         path.mkdir(mode if path == directory else 0o755, exist_ok=True)
         sync_directory(path.parent)
     directory.mkdir(exist_ok=True)  # raises if it is no directory
 
 
 def _missing(directory: Path) -> list[Path]:
-    """What would have to be made, the innermost first."""
+    """The directory and its parents that do not exist, the innermost first."""
     return [path for path in (directory, *directory.parents) if not path.exists()]
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:
     for path in directories:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # ENOTEMPTY: somebody else uses it
             path.rmdir()
 
 
@@ -254,25 +263,25 @@ def sync_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """One process at a time is inside the ``with`` block, where the file system has locks for directories."""
+    """Let one process at a time into the ``with`` block, if the file system can lock directories."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        with contextlib.suppress(
-            OSError
-        ):  # a child that was forked meanwhile has the descriptor, too, and would keep the lock
+        # Before the close: a child that was forked meanwhile has the descriptor too, and would keep the lock.
+        with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 def mark(folder: Path) -> int:
-    """Say in a new directory that it is ours; returns a descriptor that holds its lock. See [Note: whose it is]."""
+    """Mark a new directory as ours; return a descriptor that holds its lock. See [Note: whose it is]."""
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        with contextlib.suppress(OSError):  # without locks, nobody can take them, and nothing is removed
+        # A file system without locks: _try_lock() fails there, and nothing is removed.
+        with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         os.write(lock, _MARK)
         os.fsync(lock)
@@ -291,8 +300,9 @@ def is_marked(folder: Path) -> bool:
 
 
 def is_locked(file: Path) -> bool:
-    """Whether another process has a file locked, or nobody may look."""
+    """Whether another process has a file locked, or it cannot be opened."""
     try:
+        # O_NOFOLLOW, O_NONBLOCK: another user may have put a link or a pipe there, which open() would wait for.
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return True
@@ -306,7 +316,7 @@ def is_locked(file: Path) -> bool:
 
 
 def abandoned(directory: Path) -> list[Path]:
-    """What `remove_abandoned` removes."""
+    """The directories that `remove_abandoned` removes."""
     return [path for path in sorted(directory.glob(_HIDDEN)) if is_marked(path) and not is_locked(path / _LOCK)]
 
 
@@ -331,6 +341,7 @@ def _open_marked(folder: Path, access: int) -> int | None:
     except OSError:
         return None
     try:
+        # One byte more than the mark: a longer file is not ours.
         is_ours = stat.S_ISREG(os.fstat(descriptor).st_mode) and os.pread(descriptor, len(_MARK) + 1, 0) == _MARK
     except OSError:
         is_ours = False
@@ -341,17 +352,17 @@ def _open_marked(folder: Path, access: int) -> int | None:
 
 
 def sync_tree(folder: Path) -> None:
-    """All files and directories in it are on the drive when this returns, and only their owner may write to them."""
-    # Many at a time: a file system's journal takes all that ask meanwhile in one go (measured, ext4: 16 to 23 times faster).
+    """Sync all files and directories below a folder, and let only their owner write to them."""
+    # Many at a time: a journal commits all requests that wait for it together (measured, ext4: 16 to 23 times faster).
     paths = [Path(place, name) for place, _, names in os.walk(folder) for name in ("", *names)]
     with ThreadPool(_NUM_THREADS) as pool:
         pool.map(_sync_target, paths)
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a directory (no link) with all that is in it, as far as that can be done."""
+    """Remove a directory (no link) with its contents, as far as possible."""
     found = list(os.walk(folder))
-    depths: dict[int, list[str]] = {}
+    depths: dict[int, list[str]] = {}  # directories by depth: the deepest are removed first
     for place, _, _ in found:
         depths.setdefault(place.count("/"), []).append(place)
     with ThreadPool(_NUM_THREADS) as pool:  # as in `sync_tree`
@@ -362,7 +373,7 @@ def remove_tree(folder: Path) -> None:
         with ThreadPool(_NUM_THREADS) as pool:
             for place in depths[depth]:
                 pool.submit(os.rmdir, place)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)  # what came meanwhile; usually nothing is left
 
 
 def _sync_target(path: Path) -> None:
@@ -379,9 +390,9 @@ def _sync(path: Path) -> None:
 
 
 def exchange(source: Path, target: Path) -> None:
-    """Give a directory its place; what was there before is then beside the place where the new one was, or in it.
+    """Move a directory to ``target``, in one step if the system can: see [Note: no exchange].
 
-    In one step, where the system can: see [Note: no exchange].
+    The old directory is then at ``source``, or beside it under the name ``replaced``.
 
     Raises:
         OSError: it cannot get it; what was there before is there.
@@ -399,7 +410,7 @@ def exchange(source: Path, target: Path) -> None:
 
 
 def put_back(aside: Path, target: Path) -> None:
-    """Give back its name to what `exchange` has moved into ``aside``, if it was cut off before another one got that.
+    """Undo an `exchange` that was cut off: move the old directory from ``aside`` back, if ``target`` is missing.
 
     Raises:
         OSError: it stays in ``aside``.

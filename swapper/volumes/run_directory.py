@@ -1,11 +1,15 @@
-"""The directory of a durable run: a lock, and small files that each say all about one commit.
+"""The directory of a durable run: a lock, and one small file for each commit.
 
-DIRECTORY/lock                  held by the process that uses the run, as long as it lives; one in each of its directories.
-                                Its first line is the mark of a run, and each further one the name of a file that the run made
+DIRECTORY/lock                  locked by the process that uses the run; one in each of its directories. Its first line
+                                is the mark of a run, each further one the name of a file that the run made
 DIRECTORY/commit-0000000007     appears when it is whole and on the drive
 DIRECTORY/...                   the files that the lock names
 
-a commit's file: magic, format | number of parts | who made it | length of each part | parts | crc32c of all before it
+A commit's file with two parts of 100 and 5 bytes, little-endian, 173 bytes in all:
+
+     0  6 bytes   b"INFRUN"          16  32 bytes  maker, padded with zeros     64  100 bytes  part 0
+     6  uint16    format             48  uint64    100                         164    5 bytes  part 1
+     8  uint64    2 parts            56  uint64    5                           169  uint32     crc32c of bytes 0 to 168
 """
 
 from __future__ import annotations
@@ -36,22 +40,21 @@ from swapper.volumes.publish import make_directory, replacing, sync_directory
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-MAGIC = b"INFRUN"
-"""What the file of a commit begins with."""
-_HEAD = struct.Struct("<6sHQ32s")
+MAGIC = b"INFRUN"  # the first bytes of a commit's file
+_HEAD = struct.Struct("<6sHQ32s")  # magic, format, number of parts, maker
 _PREFIX = "commit-"
 _MARK = "infinity durable run"
-_MOST_MARK_BYTES = 1 << 16
+_MOST_MARK_BYTES = 1 << 16  # of the lock that are read: room for thousands of names
+# The name of a commit while it is written: `replacing` in swapper.volumes.publish makes it.
 PART_OF_COMMIT = re.compile(r"\.commit-\d{10,}\.[0-9a-f]{16}")
-"""What a commit is called while it is written."""
 
 
 class RunDirectory(Uncopyable):
-    """Knows the locks and the files of commits; must not know what is in them.
+    """The locks of a durable run, and its commits.
 
     Args:
         directory: Made, with its parents, if it is missing; only its owner may enter it then.
-        maker: Program and version, which commits name for those of other versions.
+        maker: Program and version, written into commits for the errors of other versions.
 
     Raises:
         DurableRunError: Another process, or somebody else in this one, uses it.
@@ -61,13 +64,12 @@ class RunDirectory(Uncopyable):
     def __init__(self, directory: Path, maker: str = "") -> None:
         self.path = directory
         self._maker = maker
-        self._locks: dict[Path, int] = {}
-        """By directory, the descriptor that holds its lock."""
+        self._locks: dict[Path, int] = {}  # by directory, the descriptor that holds its lock
         _open_runs.add(self)
         self.lock(directory)
         try:
             with closed_unless_made(self.close):
-                for left in directory.glob(f".{_PREFIX}*"):
+                for left in directory.glob(f".{_PREFIX}*"):  # of a process that was killed while it wrote them
                     if PART_OF_COMMIT.fullmatch(left.name):
                         left.unlink(missing_ok=True)
         except OSError as error:
@@ -77,7 +79,7 @@ class RunDirectory(Uncopyable):
         self.close()
 
     def lock(self, directory: Path) -> None:
-        """Keep others from a directory of the run until `close`. Made, with its parents, if it is missing.
+        """Lock a directory of the run until `close`. Made, with its parents, if it is missing.
 
         Raises:
             DurableRunError: Somebody else uses it.
@@ -94,7 +96,7 @@ class RunDirectory(Uncopyable):
             raise VolumeError.unwritable(directory, error) from error
         try:
             with closed_unless_made(os.close, descriptor):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel unlocks it when the process ends
         except BlockingIOError as error:
             raise DurableRunError.in_use(directory) from error
         except OSError as error:
@@ -108,7 +110,7 @@ class RunDirectory(Uncopyable):
         self._locks[directory] = descriptor
 
     def claim(self, directory: Path, name: str) -> None:
-        """Note in a directory that is locked that this file in it is the run's.
+        """Record in the lock of a directory that this file belongs to the run. Call it before the file is made.
 
         Raises:
             VolumeError: It cannot be noted; the file is there, and no run has made it.
@@ -136,7 +138,7 @@ class RunDirectory(Uncopyable):
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def newest(self) -> tuple[int, list[bytes]] | None:
-        """Return the newest commit that is what was written; None without any.
+        """Return the number and parts of the newest commit that is not damaged; None without any.
 
         Raises:
             DurableRunError: There are some, and none of them is; or another version wrote the newest.
@@ -155,10 +157,10 @@ class RunDirectory(Uncopyable):
         return None
 
     def write(self, number: int, parts: Sequence[bytes]) -> None:
-        """Have a commit appear; when this returns, it is on the drive.
+        """Write a commit and sync it to the drive.
 
         Raises:
-            OSError: It cannot be written; all others are as they were.
+            OSError: It cannot be written; the other commits are unchanged.
         """
         head = _HEAD.pack(MAGIC, FORMAT, len(parts), self._maker.encode()[:32]) + b"".join(
             struct.pack("<Q", len(part)) for part in parts
@@ -174,10 +176,10 @@ class RunDirectory(Uncopyable):
         sync_directory(self.path)
 
     def read(self, number: int) -> list[bytes]:
-        """Return what was written.
+        """Return the parts of a commit.
 
         Raises:
-            DurableRunError: It holds something else; another version wrote it.
+            DurableRunError: It is damaged, or another version wrote it.
         """
         path = self._path(number)
         try:
@@ -194,7 +196,7 @@ class RunDirectory(Uncopyable):
                 path, version, FORMAT, maker.rstrip(b"\0").decode(errors="replace") if version > 1 else ""
             )
         place = _HEAD.size + 8 * num_parts
-        if num_parts > 64 or place > len(data):
+        if num_parts > 64 or place > len(data):  # commits have a handful; the checksum was right, so a bug wrote it
             raise DurableRunError.damaged(path, f"it cannot have {num_parts} parts")
         parts = []
         for length in struct.unpack_from(f"<{num_parts}Q", data, _HEAD.size):
@@ -205,11 +207,11 @@ class RunDirectory(Uncopyable):
         return parts
 
     def remove(self, number: int) -> None:
-        """Let a commit go."""
+        """Remove a commit."""
         self._path(number).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let others use the directories. Idempotent."""
+        """Release the locks. Idempotent."""
         while self._locks:
             os.close(self._locks.popitem()[1])
 
@@ -233,8 +235,8 @@ def files_of_run(directory: Path) -> set[str] | None:
 
 
 def _open_lock(path: Path) -> tuple[int, bool]:
-    """A descriptor of the file, and whether it is new."""
-    with contextlib.suppress(FileExistsError):
+    """Return a descriptor of the file, and whether it is new."""
+    with contextlib.suppress(FileExistsError):  # O_EXCL tells which of several processes made it
         return open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), True
     return open_own(path, os.O_RDWR), False
 
@@ -245,7 +247,8 @@ def _mark(directory: Path, lock: int, is_new: bool) -> None:
         lines = _lines(lock)
         if lines[0] == _MARK:
             return
-        # Without a mark, only what a process has left that was killed before it could write it is ours.
+        # An empty lock alone in its directory: a process was killed before it wrote the mark. Other files beside it
+        # mean that another program uses the name.
         if lines == [""] and (is_new or os.listdir(directory) == ["lock"]):
             _append(lock, _MARK)
             sync_directory(directory)
@@ -260,7 +263,7 @@ def _mark(directory: Path, lock: int, is_new: bool) -> None:
 
 
 def _lines(lock: int) -> list[str]:
-    """Of a lock; at least one. A line without its end was cut off, and is none."""
+    """Return the lines of a lock, at least one. A last line without "\\n" was cut off by a crash, and is dropped."""
     if not stat.S_ISREG(os.fstat(lock).st_mode):
         raise OSError(errno.EINVAL, "'lock' in it is no file")
     text = os.pread(lock, _MOST_MARK_BYTES, 0).decode(errors="replace")

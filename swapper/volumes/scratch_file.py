@@ -1,7 +1,7 @@
 """One file of scratch space: reserved when it is opened, gone when the process is gone.
 
-It never has a name that outlives its creation: it is made without one (O_TMPFILE), or unlinked at once where the file
-system cannot do that. So nothing is left after any kind of exit, and two processes that use one directory cannot meet.
+It is made without a name (O_TMPFILE), or unlinked at once if the file system cannot do that. So nothing is left after
+any kind of exit, and two processes that use one directory never use the same file.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ logger = logging.getLogger(__name__)
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
-_FILL_BYTES = 8 << 20
-_FILL_CHECK_BYTES = 64 << 20
-_FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_NOCOW_FL = 0x80086601, 0x40086602, 0x00800000
+_NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})  # of a transfer: the file system has no direct I/O
+CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})  # fallocate does not work here
+_FILL_BYTES = 8 << 20  # of zeros, in one write
+_FILL_CHECK_BYTES = 64 << 20  # written before it is checked whether they took any space
+_FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_NOCOW_FL = 0x80086601, 0x40086602, 0x00800000  # of <linux/fs.h>, 64 bits
 
 
 class ScratchFile(Uncopyable):
-    """Knows one nameless file with reserved space; must not know what is stored in it.
+    """One nameless file with reserved space.
 
     Args:
-        drive: What lies under the directory in which it is made.
+        drive: The drive and directory in which it is made.
 
     Raises:
         VolumeError: A subclass says what is wrong with the directory.
@@ -59,7 +59,7 @@ class ScratchFile(Uncopyable):
         self.num_bytes = 0
         self.name = f"the scratch file in {str(drive.path)!r} on {drive.words()}"
         self.buffered_because = "not tried yet"
-        self.fd = -1
+        self.fd = -1  # for __del__, if _open() raises
         self.fd = self._open()
         _open_files.add(self)
 
@@ -83,7 +83,7 @@ class ScratchFile(Uncopyable):
             VolumeError: It cannot be reserved for another reason.
         """
         try:
-            if num_bytes < self.num_bytes:
+            if num_bytes < self.num_bytes:  # a smaller share of a volume, after another drive gave more
                 os.ftruncate(self.fd, num_bytes)
             elif num_bytes > self.num_bytes:
                 self._grow(num_bytes)
@@ -99,10 +99,11 @@ class ScratchFile(Uncopyable):
         directory = self.directory
         stat = os.fstatvfs(self.fd)
         free_bytes = stat.f_bavail * stat.f_frsize + self.num_bytes
-        # Asked first, because a reservation that fails half way would fill the drive for a moment, for everybody on it.
+        # First, because a reservation that fails half way would fill the drive for a moment, for all its users.
+        # f_blocks is 0 on file systems that report no sizes.
         if stat.f_blocks and free_bytes < num_bytes:
             raise VolumeTooSmallError(directory, num_bytes, free_bytes)
-        if not self.num_bytes and self.drive.file_system == "btrfs":
+        if not self.num_bytes and self.drive.file_system == "btrfs":  # it takes the flag for empty files only
             write_in_place(self.fd)
         try:
             try:
@@ -112,7 +113,7 @@ class ScratchFile(Uncopyable):
                     raise
                 self._fill(num_bytes)
         except OSError as error:
-            if error.errno in FULL or error.errno == errno.EFBIG:
+            if error.errno in FULL or error.errno == errno.EFBIG:  # return the space that it got before it failed
                 os.ftruncate(self.fd, self.num_bytes)
             if error.errno in FULL:
                 raise VolumeTooSmallError(directory, num_bytes, free_bytes, error_words(error)) from error
@@ -133,7 +134,8 @@ class ScratchFile(Uncopyable):
             length = min(_FILL_BYTES, num_bytes - offset)
             offset += os.pwrite(self.fd, zeros[:length], offset)
             if not is_checked and (offset - first >= _FILL_CHECK_BYTES or offset >= num_bytes):
-                # Some keep no zeros, or no blocks at all: then writing on would be of no use.
+                # Some file systems compress zeros away, or count no blocks: if less than half of the zeros took space,
+                # more of them reserve nothing. st_blocks counts units of 512 bytes.
                 os.fsync(self.fd)
                 if os.fstat(self.fd).st_blocks * 512 < offset - (offset - first) // 2:
                     os.ftruncate(self.fd, num_bytes)
@@ -148,7 +150,7 @@ class ScratchFile(Uncopyable):
         os.fsync(self.fd)  # a network file system may say only now that there is no room
 
     def bypass_page_cache(self, direct: bool) -> None:
-        """Use direct transfers if they are wanted and work; else ``buffered_because`` says why they are not used.
+        """Use direct transfers if they are wanted and work; else set ``buffered_because`` to the reason.
 
         Raises:
             VolumeError: The drive fails.
@@ -164,8 +166,8 @@ class ScratchFile(Uncopyable):
                 ) from error
 
     def close(self) -> None:
-        """Close the file, with which its space goes back to the file system. Idempotent."""
-        fd, self.fd = self.fd, -1
+        """Close the file, which returns its space to the file system. Idempotent."""
+        fd, self.fd = self.fd, -1  # first: a second close, of __del__, must not close another file of this number
         if fd >= 0:
             try:
                 os.close(fd)
@@ -178,13 +180,13 @@ def fallocate(fd: int, num_bytes: int, offset: int = 0, mode: int = 0) -> None:
     ``posix_fallocate`` never by writing into each block.
 
     Raises:
-        OSError: There is no room, or the file system cannot do that (EOPNOTSUPP), or there is no such call here (ENOSYS).
+        OSError: There is no room; the file system cannot do that (EOPNOTSUPP); there is no such call here (ENOSYS).
     """
     if _fallocate is None:
         raise OSError(errno.ENOSYS, "this platform has no fallocate")
     while _fallocate(fd, mode, offset, num_bytes):
         code = ctypes.get_errno()
-        if code != errno.EINTR:
+        if code != errno.EINTR:  # ctypes does not repeat a call that a signal cut off, as functions of `os` do
             raise OSError(code, os.strerror(code))
 
 
@@ -231,7 +233,7 @@ def open_nameless(directory: Path) -> int:
             problem = f"{str(directory)!r} is not a directory; scratch files need a directory of their drive"
             raise VolumeError(directory, problem)
         with tempfile.TemporaryFile(buffering=0, prefix=".swapper-", dir=directory) as file:
-            return os.dup(file.fileno())
+            return os.dup(file.fileno())  # a descriptor of our own, since the block closes the other
     except OSError as error:
         if error.errno in FULL:
             raise VolumeTooSmallError(directory, ALIGNMENT, _free_bytes(directory), "no room for a file") from error
@@ -244,7 +246,8 @@ def _free_bytes(directory: Path) -> int:
 
 
 def write_in_place(fd: int) -> None:
-    """Turn copy-on-write off for an empty file: its reserved space would not hold a second copy of what is rewritten."""
+    """Turn copy-on-write off for an empty file, if its file system has that (btrfs)."""
+    # With it, each write takes new space, and the reserved space does not count.
     with contextlib.suppress(OSError):
         flags = struct.unpack("i", fcntl.ioctl(fd, _FS_IOC_GETFLAGS, bytes(4)))[0]
         fcntl.ioctl(fd, _FS_IOC_SETFLAGS, struct.pack("i", flags | _FS_NOCOW_FL))
@@ -270,7 +273,7 @@ def _try_direct(fd: int) -> str:
         memory = region.array().data
         if os.fstat(fd).st_size >= ALIGNMENT:
             os.preadv(fd, [memory], 0)
-            os.pwritev(fd, [memory], 0)  # what lies there stays
+            os.pwritev(fd, [memory], 0)  # the same bytes: a durable run's file keeps its contents
     except OSError as error:
         if error.errno not in _NOT_DIRECT:
             raise

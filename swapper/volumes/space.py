@@ -1,4 +1,4 @@
-"""How much room several directories have together, and how it is shared out."""
+"""The free space of several directories, and its division into stripes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from swapper.volumes.striping import StripeMap, were_full
 
 
 class Space:
-    """Knows how much each directory can give, in stripes; must not know how fast anything is.
+    """The number of stripes that each directory can give.
 
     Args:
-        directories: What was asked for.
-        drives: What lies under them, in the same order.
+        directories: As the user named them.
+        drives: Their storage, in the same order.
         num_bytes: Size of the address space; a multiple of ``stripe_bytes``.
         stripe_bytes: Length of a stripe.
-        own_bytes: What each file has already, of files that outlive the process: see [Note: what stays] in
-            ``swapper/volumes/striping.py``.
-        stays: That is the beginning of the address space, and stays where it is.
+        own_bytes: Current lengths of named files: see [Note: what stays] in ``swapper/volumes/striping.py``.
+        stays: The contents of these files keep their addresses.
 
     Raises:
         VolumeTooSmallError: They have too little together.
@@ -39,13 +38,18 @@ class Space:
         self._drives = drives
         self._num_stripes = num_bytes // stripe_bytes
         self._stripe_bytes = stripe_bytes
-        # Directories of one file system take from the same free space. One of 0 bytes has no limit (ramfs).
+        # Directories of one file system share its free space: a pool. A file system of 0 bytes has no limit (ramfs).
+        # Example: a and b are on one file system with 10 free stripes, c on another with 7.
+        #   _pools = [0, 0, 1], _pool_rooms = [10, 7], and with capacity_bytes of 3 stripes for b: _rooms = [10, 3, 7]
+        # Together they give min(10 + 3, 10) + min(7, 7) = 17 stripes: see _check.
         free = {d.device_number: d.free_bytes // stripe_bytes if d.total_bytes else self._num_stripes for d in drives}
         self._pools = [list(free).index(drive.device_number) for drive in drives]
         self._pool_rooms = list(free.values())
-        self._held = [0 for _ in drives]
+        self._held = [0 for _ in drives]  # stripes that must stay in each file
         is_full = [False for _ in drives]
         if own_bytes is not None:
+            # Each file is a pool of its own here, with an equal part of the free space: where a stripe is must follow
+            # from the lengths of the files alone.
             own = [num_bytes // stripe_bytes for num_bytes in own_bytes]
             sharing = Counter(self._pools)
             self._pool_rooms = [
@@ -72,17 +76,18 @@ class Space:
         return self._rooms[column] * self._stripe_bytes
 
     def lessen(self, column: int, num_bytes: int, reason: str) -> None:
-        """Take note that a directory can give less than it seemed.
+        """Lower what a directory can give, after a reservation that failed.
 
         Raises:
             VolumeTooSmallError: Now they have too little together.
         """
+        # At least one stripe less, so that the caller's loop ends; but never less than what must stay.
         self._rooms[column] = max(self._held[column], min(num_bytes // self._stripe_bytes, self._rooms[column] - 1))
         self._limits[column] = reason
         self._check()
 
     def share_out(self, speeds: Sequence[float]) -> StripeMap:
-        """Return which address lies where, for drives of such speeds."""
+        """Return the map from addresses to drives, for these speeds."""
         return StripeMap(self._num_stripes, self._stripe_bytes, speeds, self._rooms, self._pools, self._pool_rooms)
 
     def _check(self) -> None:

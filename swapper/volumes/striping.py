@@ -1,20 +1,21 @@
-"""Where each byte of an address space lies when it is dealt to several drives in stripes.
+"""The map from an address space to stripes on several drives.
 
 [Note: zones]
-Stripes are dealt in a short cycle in which every drive has as many turns as its speed is worth, spread evenly, so that
-even a small extent lies on all drives. When a drive is full, a new zone begins, in which the others go on:
+Stripes are dealt in a short cycle. Each drive has turns in proportion to its speed, spread evenly, so that even a small
+extent is on all drives. When a drive is full, a new zone begins with a cycle of the others:
 
     address   | 0 1 2 3 | 4 5 6 7 | 8 | 9 10 11
     drive     | A A B A | A A B A | A | B  B  B     (A is three times as fast as B, and then full)
               |<------- zone 0 ------>|<-zone 1->
 
-In a zone, the place of a stripe follows from one division.
+In a zone, the place of a stripe follows from one division: see `_Zone`.
 
 [Note: what stays]
-How the stripes of files that outlive a process were dealt is written nowhere: it follows from their lengths, if all drives
-count as equally fast and none shares its room with another. Dealt again with rooms of just these lengths, each stripe comes to
-where it is. What is dealt behind them must leave that so: a drive that others went on without gets nothing more, though it
-may have room again.
+No file records how the stripes of a durable run were dealt. It follows from the lengths of its files, if all drives
+count as equally fast and none shares its space with another. Dealt again with exactly these lengths as limits, each
+stripe comes to its old place. New stripes must not change that. So a drive that was full while others went on gets no
+more stripes, even if it has space again. Example: A, B and C hold 4, 4 and 2 stripes. C was full after A B C A B C, and
+the rest is A B A B. If C now took a stripe, lengths of 4, 4 and 3 would mean A B C A B C A B C A B, another order.
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MOST_TURNS = 32
-"""Of a drive in a cycle."""
-_EQUAL_WITHIN = 0.1
-_GOOD_SHARE = 0.9
+MOST_TURNS = 32  # of the fastest drive in a cycle; ends the search in `deal` if no cycle reaches _GOOD_SHARE
+_EQUAL_WITHIN = 0.1  # of a turn: added before turns are rounded down, since measured speeds are not exact
+_GOOD_SHARE = 0.9  # of the sum of all bandwidths: `deal` takes the shortest cycle that reaches it
 
 
 class _Zone(NamedTuple):
-    """How the stripes of one part of the address space are dealt.
+    """A part of the address space with one cycle.
 
     Attributes:
-        first_stripe: Its first one.
-        columns: By turn of a cycle: which drive it goes to.
-        turns: How many turns of a cycle that drive has.
-        firsts: In which stripe of the drive's file this turn of the first cycle lies.
+        first_stripe: The first stripe of the zone.
+        columns: By turn of the cycle: the drive.
+        turns: By turn: how many turns in a cycle that drive has.
+        firsts: By turn: the stripe of the drive's file for this turn of the first cycle.
     """
+
+    # Zone 0 of the picture: columns (A, A, B, A), turns (3, 3, 1, 3), firsts (0, 1, 0, 2). Stripe 7 is turn 3 of cycle
+    # 1: on A, at stripe firsts[3] + 1 * turns[3] = 5 of its file.
 
     first_stripe: int
     columns: tuple[int, ...]
@@ -46,22 +49,22 @@ class _Zone(NamedTuple):
 
     @classmethod
     def of(cls, first_stripe: int, cycle: Sequence[int], used: Sequence[int]) -> _Zone:
-        """The zone of a cycle, from where so many stripes of each drive are used."""
+        """The zone of a cycle; ``used``: stripes of each drive that earlier zones have."""
         turns = tuple(cycle.count(column) for column in cycle)
         firsts = tuple(used[column] + cycle[:turn].count(column) for turn, column in enumerate(cycle))
         return cls(first_stripe, tuple(cycle), turns, firsts)
 
 
 class StripeMap:
-    """Knows which drive and which place on it belong to an address; must not know files. See [Note: zones].
+    """The drive, and the place on it, of each address. See [Note: zones].
 
     Args:
         num_stripes: Length of the address space.
         stripe_bytes: Length of a stripe.
-        speeds: How fast each drive is; only their ratios count.
-        rooms: So many stripes each drive may take.
-        pools: For each drive, which pool its space comes from: drives that share their free space have the same one.
-        pool_rooms: So many stripes there are in each pool.
+        speeds: Speed of each drive; only their ratios count.
+        rooms: The most stripes that each drive may take.
+        pools: By drive: the pool that its space comes from. Drives that share free space have the same one.
+        pool_rooms: Stripes in each pool.
 
     Raises:
         ValueError: All drives together have too little room.
@@ -89,14 +92,15 @@ class StripeMap:
             self.first_cycle = self.first_cycle or cycle
             firsts = list(self._used)
             turns = [pools[column] for column in cycle]
-            # Whole cycles at one go, the rest turn by turn up to the first drive that has no room for its next one.
+            # All whole cycles at once, then the rest turn by turn, up to the first drive without room for its next one.
+            # So the time, and the number of zones, do not grow with the address space.
             num_cycles = min(
                 (num_stripes - first_stripe) // len(cycle),
                 *(rooms_left[column] // cycle.count(column) for column in cycle),
                 *(pools_left[pool] // turns.count(pool) for pool in turns),
             )
             stop = first_stripe
-            for num_turns in (num_cycles, 1):
+            for num_turns in (num_cycles, 1):  # each turn of the cycle gets num_cycles stripes, then the rest one each
                 for column in cycle:
                     if stop + num_turns > num_stripes or min(rooms_left[column], pools_left[pools[column]]) < num_turns:
                         break
@@ -109,7 +113,7 @@ class StripeMap:
         self._starts = [zone.first_stripe for zone in self._zones]
 
     def file_bytes(self, column: int) -> int:
-        """Return how much of a drive is used."""
+        """Return the used bytes of a drive's file."""
         return self._used[column] * self.stripe_bytes
 
     def locate(self, offset: int) -> tuple[int, int]:
@@ -118,8 +122,7 @@ class StripeMap:
         return column, file_offset
 
     def file_ranges(self, offset: int, num_bytes: int) -> list[tuple[int, int, int, int]]:
-        """Return where bytes of the address space lie, stripe by stripe: the drive, the offset in its file, and which of the
-        bytes these are, from where to where."""
+        """Return the places of bytes, stripe by stripe: drive, offset in its file, first and last + 1 of the bytes."""
         zones, stripe_bytes, found = self._zones, self.stripe_bytes, []
         stripe, within = divmod(offset, stripe_bytes)
         low = 0
@@ -134,9 +137,11 @@ class StripeMap:
 
 
 def were_full(num_held: Sequence[int]) -> list[bool]:
-    """Return which drives others went on without when so many stripes were dealt to each; see [Note: what stays]."""
+    """Return which drives were full when these numbers of stripes were dealt; see [Note: what stays]."""
     num_drives, num_stripes = len(num_held), sum(num_held)
 
+    # Dealt again with room for everything on one drive: if the numbers differ, its room was what limited it.
+    # [4, 4, 2]: with room on the third one, 10 stripes are dealt as 4, 3, 3. So it was full.
     def is_moved(column: int) -> bool:
         rooms = [*num_held[:column], num_stripes, *num_held[column + 1 :]]
         stripes = StripeMap(num_stripes, 1, [1.0] * num_drives, rooms, range(num_drives), rooms)
@@ -148,20 +153,22 @@ def were_full(num_held: Sequence[int]) -> list[bool]:
 def deal(speeds: Sequence[float]) -> list[int]:
     """Return the order in which drives take turns: the shortest cycle that uses nearly all of their bandwidth.
 
-    Speeds that differ by less than a tenth count as equal. A drive that is so slow that the others would wait for it has
-    no turn at all; neither has one of speed 0.
+    Speeds that differ by less than a tenth count as equal. A drive so slow that the others would wait for it gets no
+    turn; neither does one of speed 0.
     """
+    # Speeds 3 and 1. One turn of the fastest: counts [1, 0], since int(1 / 3 + 0.1) = 0; 3 of 4 units of bandwidth.
+    # Two: [2, 0]. Three: [3, 1], since int(3 / 3 + 0.1) = 1, and all 4 units. The cycle is [0, 0, 1, 0].
     fastest = max(speeds, default=0.0)
     best: list[int] = []
     best_share = 0.0
     for num_turns in range(1, MOST_TURNS + 1) if fastest else ():
         counts = [int(num_turns * speed / fastest + _EQUAL_WITHIN) for speed in speeds]
-        seconds = max(count / speed for count, speed in zip(counts, speeds, strict=True) if speed)
-        share = sum(counts) / seconds / sum(speeds)
+        seconds = max(count / speed for count, speed in zip(counts, speeds, strict=True) if speed)  # of one cycle
+        share = sum(counts) / seconds / sum(speeds)  # of all bandwidth
         if share > best_share:
             best, best_share = counts, share
         if share >= _GOOD_SHARE:
             break
-    # Each drive's turns are spread evenly over the cycle.
+    # Each drive's turns are spread evenly over the cycle: [3, 1] gives A at 1/6, 3/6 and 5/6, and B at 1/2 behind A's.
     turns = sorted(((turn + 0.5) / count, column) for column, count in enumerate(best) for turn in range(count))
     return [column for _, column in turns]

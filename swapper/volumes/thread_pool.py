@@ -1,8 +1,8 @@
-"""Threads for work on files that also has to be done while the interpreter ends.
+"""Threads for work on files, also while the interpreter ends.
 
-``ThreadPoolExecutor`` refuses work then, and has a lock that all executors of a process share: an interrupt inside of it
-can leave that taken, and the next save waits for ever. Here what the caller does takes locks for one step only; see
-[Note: bells] in `swapper.sync.bell`.
+``ThreadPoolExecutor`` refuses work at that time. All executors of a process also share a lock, which an interrupt can
+leave taken: then the next save waits forever. Here the caller takes no lock for longer than a step; see [Note: bells]
+in `swapper.sync.bell`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ _Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class ThreadPool(Closable):
-    """A context manager: in its end, all that was given to it is done."""
+    """A context manager whose end waits until all submitted work is done."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._jobs: _Jobs = queue.SimpleQueue()
-        self._given: deque[Future[Any]] = deque()
-        """What may not be over."""
-        self._num_begun = 0
-        """Of threads. An interrupt may leave one out."""
+        self._given: deque[Future[Any]] = deque()  # from the first one on that may not be over; close() waits for them
+        self._num_begun = 0  # threads started; an interrupt between start and count makes it one too few
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Do ``function(*args)``, at once if no thread can be had, as when the interpreter ends."""
@@ -39,9 +37,10 @@ class ThreadPool(Closable):
         job = partial(fulfil, future, function, *args)
         if self._num_begun < self._num_threads:
             try:
+                # Not threading.Thread: its start() waits on an Event, see [Note: bells].
                 _thread.start_new_thread(_serve, (self._jobs,))
                 self._num_begun += 1
-            except RuntimeError:
+            except RuntimeError:  # the interpreter ends, or there are too many threads
                 if not self._num_begun:
                     job()
                     return future
@@ -56,8 +55,8 @@ class ThreadPool(Closable):
         return [future.result() for future in [self.submit(function, item) for item in items]]
 
     def close(self) -> None:
-        """Return when all has been done. May be called again."""
-        while self._given:
+        """Wait until all work is done. Idempotent."""
+        while self._given:  # removed only afterwards: a close that an interrupt cuts off can be repeated
             self._given[0].exception()
             self._given.popleft()
         self._jobs.put(None)
@@ -67,4 +66,4 @@ def _serve(jobs: _Jobs) -> None:
     while (job := jobs.get()) is not None:
         job()
         del job  # an idle thread keeps nothing alive
-    jobs.put(None)  # for the next one
+    jobs.put(None)  # for the next thread: one None ends them all

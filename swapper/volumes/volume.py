@@ -1,4 +1,4 @@
-"""Scratch space on drives: reserved when it is opened, and shared out to several by their speed and their room."""
+"""Scratch space on drives: reserved when it is opened, and striped by the drives' speed and free space."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ logger = logging.getLogger(__name__)
 
 
 FileRange = tuple[int, int, int, int]
-"""Which of the files, the offset in it, and which of the bytes that were asked for lie there: from where to where."""
+"""Index of a file, offset in it, and the first and last + 1 of the requested bytes that are stored there."""
 
 
 class Volume(Uncopyable):
-    """Knows scratch files and how one address space is striped over them; must not know extents.
+    """One address space over scratch files, striped if there are several directories.
 
-    With several directories, stripes are dealt to the drives in proportion to their speeds, as far as they are given;
-    ``swapper/volumes/striping.py`` draws it. A directory takes no more than its capacity, or than what is free
-    in it: the others take the rest. What is reserved is exactly what addresses need.
+    Drives get stripes in proportion to their speeds, if these are given: see ``swapper/volumes/striping.py``. A
+    directory gives at most its capacity or its free space, and the others give the rest. Exactly the used space is
+    reserved.
 
     Args:
-        directories: One directory per drive, at least one; a single one is taken as it is.
+        directories: One directory per drive, at least one.
         capacity_bytes: Size of the address space; rounded up to whole stripes, or to 4096 in a single directory.
         stripe_bytes: Length of a stripe. Multiple of 4096.
-        direct: Bypass the page cache where the file system can.
-        file_name: Name of the file in each directory, to which its number is added; it then outlives the process, and all
-            drives count as equally fast. Without, files have no names.
-        is_there: Such files must be there already; what is in them stays, at the same addresses, and they are never made
+        direct: Bypass the page cache if the file system can.
+        file_name: Prefix of the file's name in each directory. Named files outlive the process, and all drives then
+            count as equally fast. By default, files have no names.
+        is_there: The named files must exist already. They keep their contents at the same addresses, and never get
             shorter.
 
     Raises:
@@ -62,9 +62,9 @@ class Volume(Uncopyable):
             raise ArgumentError(f"capacity_bytes cannot be negative, got {capacity_bytes}")
         if stripe_bytes <= 0 or stripe_bytes % ALIGNMENT:
             raise ArgumentError(f"stripe_bytes must be a positive multiple of {ALIGNMENT}, got {stripe_bytes}")
-        self.stripe_bytes = stripe_bytes if len(wanted) > 1 else 0
+        self.stripe_bytes = stripe_bytes if len(wanted) > 1 else 0  # 0: one file, and no stripes
         self.capacity_bytes = round_up(capacity_bytes, self.stripe_bytes or ALIGNMENT)
-        self._map: StripeMap | None = None
+        self._map: StripeMap | None = None  # None without stripes
         self.files: tuple[ScratchFile, ...] = ()
         with closed_unless_made(self.close):
             for column, directory in enumerate(wanted, 1):
@@ -75,6 +75,7 @@ class Volume(Uncopyable):
                 self.files = (*self.files, file)
             _refuse_duplicates(self.files)
             _warn_of_shared_drives(self.files)
+            # A run that asks for less than before keeps its size: the place of each stripe follows from the lengths.
             held_bytes = sum(file.num_bytes for file in self.files) if is_there else 0
             self.capacity_bytes = max(self.capacity_bytes, round_up(held_bytes, self.stripe_bytes or ALIGNMENT))
             if self.stripe_bytes:
@@ -82,7 +83,7 @@ class Volume(Uncopyable):
             else:
                 self._take_all(wanted[0])
             for file in self.files:
-                file.bypass_page_cache(direct)
+                file.bypass_page_cache(direct)  # after the reservation: it is tried on the file's first block
         for file in self.files:
             _warn(file, direct)
 
@@ -104,20 +105,20 @@ class Volume(Uncopyable):
         return self.files[column], file_offset
 
     def file_ranges(self, offset: int, num_bytes: int) -> list[FileRange]:
-        """Return where bytes of the address space lie, in their order; one range at least."""
+        """Return where bytes of the address space are stored, in their order; one range at least."""
         if self._map is None or not num_bytes:
             return [(0, offset, 0, num_bytes)]
         return self._map.file_ranges(offset, num_bytes)
 
     def column_of(self, offset: int) -> int:
-        """Return which of ``files`` holds a byte of the address space."""
+        """Return the index in ``files`` of the file that stores a byte of the address space."""
         return self.file_ranges(offset, 1)[0][0]
 
     def sync(self) -> None:
-        """Whatever was written is on the drives when this returns, all of which work at it at once.
+        """Sync all files to their drives, at once.
 
         Raises:
-            OSError: One of them failed. What was written may be lost, also if it is tried again.
+            OSError: A drive failed. Written bytes may be lost, also if another sync succeeds.
         """
         with ThreadPool(len(self.files)) as pool:
             pool.map(os.fdatasync, [file.fd for file in self.files])
@@ -133,7 +134,7 @@ class Volume(Uncopyable):
         return f"{self.capacity_bytes} bytes in {ways}"
 
     def close(self) -> None:
-        """Close all files; their space goes back to the file systems. Idempotent."""
+        """Close all files, which frees their space. Idempotent."""
         for file in self.files:
             file.close()
 
@@ -147,7 +148,7 @@ class Volume(Uncopyable):
         self.files[0].reserve(self.capacity_bytes)
 
     def _share_out(self, directories: Sequence[Directory], *, is_named: bool, stays: bool) -> None:
-        """Decide what lies where, and reserve exactly that."""
+        """Decide which drive stores which stripes, and reserve exactly their space."""
         drives = [file.drive for file in self.files]
         own_bytes = [file.num_bytes for file in self.files]
         held_bytes = own_bytes if stays else [0 for _ in self.files]
@@ -158,20 +159,22 @@ class Volume(Uncopyable):
         default = sum(known) / len(known) if known else 1.0  # only ratios count
         speeds = [1.0 if is_named else each.bytes_per_second or default for each in directories]
         try:
-            while True:
+            while True:  # each failure takes at least one stripe from a drive, until space.lessen() raises
                 stripes = space.share_out(speeds)
                 try:
                     self._reserve(stripes, held_bytes)
                     break
                 except _NoRoomError as error:
-                    # File systems need some space for their own books, quotas are not shown, and others write meanwhile.
+                    # File systems need space for metadata, quotas are not shown, and other processes write meanwhile.
+                    # So the next try asks for what is free now, and for at least 3 % less: few tries reach any size.
                     asked_bytes = error.cause.needed_bytes
                     less_bytes = min(error.cause.free_bytes, asked_bytes - asked_bytes // 32)
                     space.lessen(error.column, less_bytes, "found when reserving")
         except BaseException:
             for file, num_bytes in zip(self.files, held_bytes, strict=True):
                 with contextlib.suppress(VolumeError):
-                    file.reserve(min(num_bytes, file.num_bytes))  # their lengths tell what lies where
+                    # Back to the lengths that the run's stripes follow from.
+                    file.reserve(min(num_bytes, file.num_bytes))
             raise
         self._map = stripes
         self._log_capacities(stripes, speeds)
@@ -184,7 +187,7 @@ class Volume(Uncopyable):
                     f"{file.name} holds {held_bytes[column]} bytes of a run, and only {stripes.file_bytes(column)} of it would "
                     "be used now: name the same directories, with room for as much on each",
                 )
-        # First what gives space back, for those that share a file system with it.
+        # Files that shrink come first: others may need their space, on the same file system.
         for grows in (False, True):
             for column, file in enumerate(self.files):
                 num_bytes = stripes.file_bytes(column)
@@ -205,7 +208,7 @@ class Volume(Uncopyable):
 
 
 class _NoRoomError(Exception):
-    """Knows which file could not have its space."""
+    """A file could not get its space."""
 
     def __init__(self, column: int, cause: VolumeTooSmallError) -> None:
         super().__init__(column)
@@ -214,13 +217,14 @@ class _NoRoomError(Exception):
 
 
 def _refuse_duplicates(files: Sequence[ScratchFile]) -> None:
-    """Refuse a directory that is named twice, also if that is by another path, a link or a bind mount."""
+    """Refuse a directory that is named twice, also by another path, a link or a bind mount."""
     seen: dict[tuple[int, int], ScratchFile] = {}
     for file in files:
         try:
             status = os.stat(file.directory)
         except OSError as error:
             raise VolumeError(file.directory, f"directory {str(file.directory)!r} is gone: {error}") from error
+        # A bind mount has the device and inode of its directory, so it is found as well.
         other = seen.setdefault((status.st_dev, status.st_ino), file)
         if other is not file:
             raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Backends around another one: the same bytes, seen or changed on their way."""
+"""The base class of backends that wrap another one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from swapper.memory.region import AlignedRegion
 
 
 class BackendWrapper:
-    """Passes everything on to another backend; subclasses change what they are about. Its attributes are those of `IOBackend`.
+    """Passes all calls on to another backend; subclasses override some. Its attributes are those of `IOBackend`.
 
     Args:
         inner: The backend that does the work; closed together with this one.
     """
 
     def __init__(self, inner: IOBackend) -> None:
+        # Without `run_bytes`: transfers through a wrapper have at most request_bytes.
         self.inner = inner
         self.capacity_bytes = inner.capacity_bytes
         self.block_bytes = inner.block_bytes

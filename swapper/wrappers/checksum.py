@@ -1,11 +1,15 @@
 """Checksums of what was written, by address.
 
 [Note: segments]
-The address space is cut into pages of equal size, and each page holds segments: ranges that were written in one piece, or
-what is left of such a range, with the crc32c of their bytes. Segments of a page are sorted and do not overlap; bytes
-between them were never written, and nothing is known of them. A write that covers whole pages, which is nearly all that
-happens when requests are large, leaves one segment per page: those cost five bytes of memory each, in arrays. Only
-pages with other segments have a list of them.
+The address space is cut into pages of equal size. A page holds segments: ranges that were written in one piece, or what
+is left of such a range, each with its crc32c. Segments are sorted and do not overlap. Bytes between them were never
+written.
+
+    page 0 of 64 KiB    [0 ------------------------------------ 64)   written whole: one segment
+    write 8 to 24 KiB   [0 -- 8) [8 ------ 24) [24 ------------ 64)   three segments, each with a checksum of its own
+
+Large requests write whole pages, which leaves one segment per page. These take five bytes each, in two arrays: 76 MB
+per TB. Only other pages have a list of segments.
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ import numpy.typing as npt
 
 from swapper.errors import ArgumentError
 
+# Large enough that a checksum's time is spent in C and not in Python; small enough that it costs little to read a page
+# back because a request covers a part of it.
 PAGE_BYTES = 64 << 10
-"""Of pages this long, the time that a checksum takes is the processor's, not Python's, and a page read a second time
-because a request covers a part of it costs little."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -37,7 +41,7 @@ class Segment(NamedTuple):
 def crc32c(*pieces: Bytes, after: int = 0) -> int:
     """Return the checksum of contiguous arrays, as if they were one. It holds the interpreter lock: keep them short.
 
-    ``after``: the checksum of what stands before them.
+    ``after``: the checksum of the bytes before them.
     """
     checksum = after
     for piece in pieces:
@@ -51,19 +55,16 @@ def is_fast() -> bool:
 
 
 class ChecksumTable:
-    """Knows the checksums of the written bytes of an address space; must not know where the bytes lie. Its owner locks.
-
-    See [Note: segments].
-    """
+    """The checksums of an address space; see [Note: segments]. Not thread safe: `IntegrityBackend` locks."""
 
     def __init__(self, capacity_bytes: int, page_bytes: int = PAGE_BYTES) -> None:
         self.capacity_bytes = capacity_bytes
         self.page_bytes = page_bytes
         num_pages = -(-capacity_bytes // page_bytes)
-        # Memory that is not touched costs nothing, so a large address space is cheap until it is used.
+        # np.zeros maps pages that take memory when they are first written: a large address space is cheap until then.
         self._checksums = np.zeros(num_pages, dtype=np.uint32)
-        self._is_whole = np.zeros(num_pages, dtype=np.bool_)
-        self._others: dict[int, tuple[Segment, ...]] = {}
+        self._is_whole = np.zeros(num_pages, dtype=np.bool_)  # one segment covers the page: `_checksums` has its crc32c
+        self._others: dict[int, tuple[Segment, ...]] = {}  # by page: the segments of all other pages with any
 
     def bounds(self, page: int) -> tuple[int, int]:
         """Return the first address of a page and the one behind its last."""
@@ -92,7 +93,7 @@ class ChecksumTable:
         return self._checksums[first:stop].tolist() if self._is_whole[first:stop].all() else None
 
     def replace_whole(self, first: int, checksums: Sequence[int]) -> None:
-        """Change what is known of pages that were written whole: their checksums, from page ``first`` on."""
+        """Set the checksums of pages that were written whole, from page ``first`` on."""
         stop = first + len(checksums)
         self._checksums[first:stop] = checksums
         self._is_whole[first:stop] = True
@@ -101,7 +102,8 @@ class ChecksumTable:
                 self._others.pop(page, None)
 
     def replace(self, page: int, segments: Sequence[Segment]) -> None:
-        """Change what is known of a page; ``segments`` must be sorted and must not overlap."""
+        """Set the segments of a page; they must be sorted and must not overlap."""
+        # A damaged segment (checksum None) stays in the list: the array has no value for it.
         if len(segments) == 1 and segments[0][:2] == self.bounds(page) and segments[0].checksum is not None:
             self._checksums[page] = segments[0].checksum
             self._is_whole[page] = True
@@ -114,8 +116,8 @@ class ChecksumTable:
             self._others.pop(page, None)
 
     def dump(self) -> dict[str, npt.NDArray[Any]]:
-        """Return all that is known, for `load`."""
-        rows = [
+        """Return all checksums, for `load`."""
+        rows = [  # int64, so that -1 for "damaged" is no crc32c
             (segment.start, segment.stop, -1 if segment.checksum is None else segment.checksum)
             for segments in self._others.values()
             for segment in segments
@@ -127,7 +129,7 @@ class ChecksumTable:
         }
 
     def load(self, known: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Know what `dump` returned, and nothing else."""
+        """Replace all checksums by those that `dump` returned."""
         is_whole = np.unpackbits(known["is_whole"], count=self._is_whole.size).astype(np.bool_)
         if known["checksums"].shape != self._checksums.shape:
             raise ArgumentError(f"checksums of {known['checksums'].size} pages, not of {self._checksums.size}")
@@ -137,6 +139,6 @@ class ChecksumTable:
             self.add(Segment(start, stop, None if checksum < 0 else checksum))
 
     def add(self, segment: Segment) -> None:
-        """Take in a segment, inside one page, where nothing is known."""
+        """Add a segment inside one page. It must not overlap others."""
         page = segment.start // self.page_bytes
         self.replace(page, sorted((*self.segments(page), segment)))

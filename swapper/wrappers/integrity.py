@@ -1,18 +1,16 @@
-"""A backend that notices when a drive gives back other bytes than it was given.
+"""A backend that detects when a drive returns other bytes than were written.
 
 [Note: partial segments]
-A checksum says something about all bytes of its segment (see :mod:`swapper.wrappers.checksum`) or about none. So a read of a part
-of a segment also needs the rest of it; and a write into a segment must first see that the rest is still right, because
-the rest gets a new checksum. Either is read back first. Large requests that are always cut at the same places seldom
-need that.
+A checksum covers all bytes of its segment (see :mod:`swapper.wrappers.checksum`). So a read of a part of a segment also
+needs the rest. A write into a segment must first verify the rest, because the rest gets a new checksum. In both cases
+the segment is read back first. Large requests that are always cut at the same places seldom need that.
 
-Nobody has to wait for anybody. Before a write is handed on, what it will change is no longer part of any segment; so
-the bytes of a segment do not change while it is in the table, and what was read back of them stays true, even if others
-write between and beside.
+Requests need no locks against each other. Before a write is passed on, the bytes that it will change leave their
+segment. So the bytes of a segment in the table never change, and bytes that were read back stay valid while others
+write.
 
-A write that is not made of whole blocks rewrites the rest of the blocks at its two ends (see ``IOBackend.block_bytes``),
-and if it fails, that rest may be torn. So segments are cut at the ends of these blocks as well: what lies behind them
-keeps a checksum of its own, and stays readable.
+A write of partial blocks also rewrites the rest of the blocks at its two ends (see ``IOBackend.block_bytes``). If it
+fails, that rest may be torn. So segments are cut at the ends of these blocks, too, and bytes behind them stay readable.
 """
 
 from __future__ import annotations
@@ -41,15 +39,20 @@ logger = logging.getLogger(__name__)
 
 
 class _Job:
-    """Knows one request on its way, and what was read back for it.
+    """One request on its way, and the bytes that were read back for it.
 
     Attributes:
         cuts: Addresses at which segments have to end.
-        drops: Of these addresses nothing is known once a write has begun.
+        drops: The range of addresses whose checksums are forgotten once a write has begun.
         edges: Pages of which the request covers a part, at most two.
-        to_read: Ranges to be read back before it can go on.
+        to_read: Ranges to be read back before the transfer.
         read_back: By page, the first address and the bytes of such a range.
     """
+
+    # Example: blocks of 4 KiB, pages of 64 KiB, page 0 written whole. A write of bytes [100, 5000):
+    #   edges = (0,), drops = (100, 5000), cuts = (0, 8192, 100, 5000), to_read = [(0, 65536)]
+    # The page is read back and verified. Its segments are then [0, 100), [5000, 8192) and [8192, 65536); the write adds
+    # [100, 5000). A write of [4096, 65536) would have drops = cuts = (4096, 65536).
 
     __slots__ = ("cuts", "drops", "edges", "read_back", "request", "start", "stop", "to_read")
 
@@ -61,6 +64,7 @@ class _Job:
         self.cuts: tuple[int, ...] = (start, stop)
         if request.direction is Direction.WRITE and (start | stop) % block_bytes:
             blocks = start // block_bytes * block_bytes, min(round_up(stop, block_bytes), table.capacity_bytes)
+            # may_pad: the rest of these blocks was never written, and holds anything after the write.
             self.drops = blocks if request.may_pad else self.drops
             self.cuts = blocks if request.may_pad else (*blocks, start, stop)
         size = table.page_bytes
@@ -81,16 +85,16 @@ class _Job:
 
 
 class IntegrityBackend(BackendWrapper):
-    """Knows a checksum of everything that was written through it, and compares it with what is read.
+    """Keeps a checksum of all bytes that are written through it, and verifies reads.
 
-    A read that does not match is completed with a :class:`CorruptedDataError`. Bytes that were never written through it
-    pass. Checksums are computed where the inner backend completes its transfers, not where they are submitted.
+    A read that does not match completes with a :class:`CorruptedDataError`. Bytes that were never written through it
+    pass.
 
     Args:
         inner: The backend that does the work.
-        page_bytes: Bytes per checksum; fewer are used if the inner backend's boundaries ask for it.
-        boundary_bytes: Have requests end at multiples of this many bytes if the inner backend does not care: requests
-            that are cut at the same places whenever they are made seldom cover a part of a page. Multiple of 4096.
+        page_bytes: Bytes per checksum; fewer if the inner backend's boundaries require it.
+        boundary_bytes: Where requests are cut if the inner backend has no boundaries, so that they seldom cover a part
+            of a page. Multiple of 4096.
     """
 
     def __init__(self, inner: IOBackend, page_bytes: int = PAGE_BYTES, boundary_bytes: int = 0) -> None:
@@ -99,13 +103,13 @@ class IntegrityBackend(BackendWrapper):
             if value % ALIGNMENT or value < 0 or not page_bytes:
                 raise ArgumentError(f"{name} must be a positive multiple of {ALIGNMENT}, got {value}")
         self.boundary_bytes = inner.boundary_bytes or boundary_bytes
-        # A page is read back in one request, which must not cross a boundary.
+        # A page is read back in one request, which must not cross a boundary. gcd(n, 0) = n: without boundaries.
         self.page_bytes = math.gcd(page_bytes, inner.boundary_bytes)
         """Bytes per checksum."""
         self._table = ChecksumTable(inner.capacity_bytes, self.page_bytes)
-        self._lock = threading.RLock()  # guards all that follows, and the table
+        self._lock = threading.RLock()  # guards the table and _preparing; never held while a request is submitted
         self._changed = threading.Condition(self._lock)  # entered by its lock: see [Note: bells] in swapper.sync.bell
-        self._preparing: set[_Job] = set()  # what is still read back for
+        self._preparing: set[_Job] = set()  # jobs with bytes to be read back; close() waits for them
         if not is_fast():
             logger.warning("checksums are computed in Python, which is slow; reinstall google-crc32c from its wheel")
 
@@ -119,7 +123,7 @@ class IntegrityBackend(BackendWrapper):
             return self._table.dump()
 
     def restore(self, checksums: Mapping[str, npt.NDArray[Any]]) -> None:
-        """The inner backend holds what had these checksums. No request may be on its way."""
+        """Take these checksums for the bytes of the inner backend. No request may be on its way."""
         with self._lock:
             self._table.load(checksums)
 
@@ -129,7 +133,7 @@ class IntegrityBackend(BackendWrapper):
             self.inner.submit(request)
             return
         job = _Job(request, self.inner.block_bytes, self._table)
-        if not job.edges:
+        if not job.edges:  # whole pages: nothing is read back
             self._transfer(job)
             return
         try:
@@ -149,20 +153,21 @@ class IntegrityBackend(BackendWrapper):
             raise
 
     def close(self, timeout_seconds: float) -> bool:
-        """Let requests go on for which something is read back, and close the inner backend."""
+        """Wait until all jobs have read back what they need, and close the inner backend."""
         started = time.monotonic()
         with self._lock:
+            # After its reads, a job submits one more request: the inner backend must still be open.
             wait_in_parts(lambda seconds: self._changed.wait_for(lambda: not self._preparing, seconds), timeout_seconds)
-        # At least half of it, also of a process that was stopped.
+        # At least half of the timeout, also if the process was stopped meanwhile.
         return self.inner.close(max(timeout_seconds / 2, timeout_seconds - (time.monotonic() - started)))
 
-    # -- the way of a request ----------------------------------------------------------------------------------------
+    # -- the steps of a request, from one completion to the next -----------------------------------------------------
 
     def _advance(self, job: _Job) -> None:
         """Read back what is still missing, then carry out the request itself."""
-        if job.to_read:
+        if job.to_read:  # its completion comes back here, for the other edge or for the request
             start, stop = job.to_read.pop()
-            array = AlignedRegion(stop - start).array()
+            array = AlignedRegion(stop - start).array()  # at most one page
             job.read_back[start // self.page_bytes] = (start, array)
             address: int = array.__array_interface__["data"][0]
             self.inner.submit(IORequest(Direction.READ, start, array.data, address, partial(self._on_read_back, job)))
@@ -184,7 +189,7 @@ class IntegrityBackend(BackendWrapper):
             try:
                 self._advance(job)
                 return
-            except Exception as found:  # no memory for one more page: whoever waits must hear of it
+            except Exception as found:  # no memory for one more page, say: the waiter must get the error
                 error = as_os_error(found)
         self._is_prepared(job)
         job.request.complete(0, error)  # without an error this is a short transfer, to be tried again
@@ -197,19 +202,20 @@ class IntegrityBackend(BackendWrapper):
 
     def _on_transferred(self, job: _Job, inner: IORequest, transferred_bytes: int, error: OSError | None) -> None:
         inner.release_memory()
+        # Checksums are computed here, on the thread that completed the transfer: submit() must not take long.
         try:
             if job.request.direction is Direction.WRITE:
                 self._remember(job, transferred_bytes if error is None else 0)
             elif error is None:
                 transferred_bytes = self._verify(job, transferred_bytes)
-        except Exception as found:  # whoever waits must hear of it
+        except Exception as found:  # also the CorruptedDataError of _verify
             transferred_bytes, error = 0, as_os_error(found)
         job.request.complete(transferred_bytes, error)
 
     # -- checksums ---------------------------------------------------------------------------------------------------
 
     def _cut(self, job: _Job, page: int) -> None:
-        """Take what a write is about to change out of a page, and give what stays of cut segments new checksums."""
+        """Remove the bytes that a write will change from a page, and give the rest of cut segments new checksums."""
         kept: list[Segment] = []
         for segment in self._table.segments(page):
             if not job.is_cutting(segment):
@@ -234,7 +240,7 @@ class IntegrityBackend(BackendWrapper):
         return False
 
     def _remember(self, job: _Job, written_bytes: int) -> None:
-        """Note the checksums of what was written; of the rest of a failed or short write, nothing is known."""
+        """Store the checksums of written bytes, and forget those of the rest of a failed or short write."""
         start, stop = job.start, job.stop
         array = np.frombuffer(job.request.memory, dtype=np.uint8)
         if written_bytes < stop - start:
@@ -247,6 +253,8 @@ class IntegrityBackend(BackendWrapper):
         size = self.page_bytes
         first, last = -(-start // size), stop // size
         whole = [crc32c(array[page * size - start : (page + 1) * size - start]) for page in range(first, last)]
+        # What is in front of the whole pages, and behind them. A set: inside of one page both are the same. Bytes 8 to
+        # 24 KiB give first = 1 and last = 0, and twice (8 KiB, 24 KiB).
         ends = {(start, min(stop, first * size)), (max(start, last * size), stop)}
         parts = [Segment(low, high, crc32c(array[low - start : high - start])) for low, high in ends if low < high]
         with self._lock:
@@ -265,6 +273,7 @@ class IntegrityBackend(BackendWrapper):
         size = self.page_bytes
         first, last = -(-start // size), stop // size
         with self._lock:
+            # The usual case, all pages whole, makes no Segment objects but for the two ends.
             whole = self._table.whole(first, last) if first < last else None
             ranges = [(start, stop)] if whole is None else [(start, first * size), (last * size, stop)]
             segments = [segment for low, high in ranges for segment in self._table.segments_in(low, high)]
@@ -272,7 +281,7 @@ class IntegrityBackend(BackendWrapper):
             if crc32c(array[page * size - start : (page + 1) * size - start]) != expected:
                 raise CorruptedDataError(page * size, size)
         for low, high, checksum in segments:
-            if high > stop and stop < job.stop:
+            if high > stop and stop < job.stop:  # a short read ends in this segment: only bytes before it are verified
                 return max(low, start) - start
             if checksum is None:
                 raise CorruptedDataError(low, high - low)

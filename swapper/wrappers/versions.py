@@ -1,16 +1,19 @@
-"""A backend that never writes over what somebody may want to go back to.
+"""A copy-on-write backend: it never overwrites blocks that a kept snapshot names.
 
 [Note: versions]
-Whoever uses it sees one address space, as of any backend. Below, each of its blocks lies in some slot of a larger space: a
-write goes to free slots, and when it is over, these are where its blocks lie. So the same bytes are written as without
-versions, and what was there before is still there. A snapshot says which block lies in which slot. A slot is free when
-neither a kept snapshot nor the present names it.
+The address space of this backend consists of blocks, and each block is stored in a slot of the inner backend's larger
+space. A write goes to free slots. When it has ended, the map from blocks to slots points to these. So no more bytes are
+written than without versions, and the old ones are still there. A snapshot is a copy of the map. A slot is free when
+neither a kept snapshot nor the present map names it.
 
     address space      | 0 | 1 | 2 | 3 |                   blocks of 4096 bytes
     slots              | 0 | 1 | 2 | 3 | 1'| 2'|   |   |   1 and 2 were written again; a kept snapshot names 0 1 2 3
 
-Slots are taken in a circle, so what is written together lies together. Slots of a write that failed, or never ends, are
-not used again: nobody knows what the drive may still do to them.
+The map has slot + 1 for each block: [1, 5, 6, 4] here. As a snapshot it has three rows (first block, first slot,
+number): (0, 0, 1), (1, 4, 2) and (3, 3, 1).
+
+Slots are taken in a circle, so that bytes of one write are stored together. Slots of a write that the drive failed, or
+never ended, are not used again: it may still write to them.
 """
 
 from __future__ import annotations
@@ -31,19 +34,19 @@ from swapper.memory.region import AlignedRegion
 from swapper.wrappers.base import BackendWrapper
 
 Runs = npt.NDArray[np.uint32]
-"""A snapshot: one row (first block, first slot, number) for each run of blocks that lie one behind the other."""
+"""A snapshot: one row (first block, first slot, number) for each run of blocks in consecutive slots."""
 
-_TRANSIENT = frozenset({None, errno.EINTR, errno.EAGAIN})
+_TRANSIENT = frozenset({None, errno.EINTR, errno.EAGAIN})  # not of the drive: the slots can be used again
 _SHORT = "a transfer stayed short"
-_WINDOW_BLOCKS = 1 << 18
+_WINDOW_BLOCKS = 1 << 18  # blocks per step of snapshot(): 2 MiB for each of its temporary arrays of int64
 
 
 class VersionedBackend(BackendWrapper):
-    """Knows which slot each block lies in, and which slots are free; must not know what the blocks hold.
+    """Maps each block to a slot; see [Note: versions].
 
     Args:
-        inner: Where the slots are; its space must be larger than ``capacity_bytes`` by as much as is ever written between
-            two calls of :meth:`retain`, for each snapshot that is kept.
+        inner: Stores the slots. It must be larger than ``capacity_bytes``, for each kept snapshot by as many bytes as
+            are written between two calls of :meth:`retain`.
         capacity_bytes: Size of the address space. Multiple of 4096.
     """
 
@@ -58,20 +61,21 @@ class VersionedBackend(BackendWrapper):
         self.boundary_bytes = 0  # transfers are cut here as the inner backend wants it
         self._num_slots = inner.capacity_bytes // ALIGNMENT
         self._lock = threading.RLock()  # guards all that follows
-        self._slots = np.zeros(
-            capacity_bytes // ALIGNMENT, dtype=np.uint32
-        )  # by block: its slot + 1, 0 if never written
+        # By block: its slot + 1, 0 if never written.
+        self._slots = np.zeros(capacity_bytes // ALIGNMENT, dtype=np.uint32)
         self._is_kept = np.zeros(self._num_slots, dtype=np.bool_)  # by slot: a kept snapshot names it
         self._kept: Mapping[int, Runs] = {}
         self._taken = IntervalSet()  # slots of writes on their way, and of those that failed
-        self._free = IntervalSet()
+        self._free = IntervalSet()  # slots that are neither taken, nor kept, nor in the present map
         self._free.add(0, self._num_slots)
-        self._cursor = 0
+        self._cursor = 0  # the slot behind the one that was taken last
 
     @staticmethod
     def memory_bytes(capacity_bytes: int, inner_bytes: int) -> int:
-        """What the map takes, with what :meth:`retain` takes for a moment; but for snapshots, which are small."""
+        """Return the peak memory of the map, in :meth:`retain`, without snapshots, which are small."""
         num_blocks, num_slots = -(-capacity_bytes // ALIGNMENT), -(-inner_bytes // ALIGNMENT)
+        # Four bytes for an entry of _slots; one for an entry of _is_kept, and four for the temporary arrays of
+        # _recount.
         return 4 * num_blocks + 5 * num_slots
 
     def locate(self, offset: int) -> tuple[str, int]:
@@ -91,7 +95,7 @@ class VersionedBackend(BackendWrapper):
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Runs:
-        """Where everything lies now that was written; no write may be on its way."""
+        """Return the present map; no write may be on its way."""
         rows: list[Runs] = []
         with self._lock:
             for low in range(0, self._slots.size, _WINDOW_BLOCKS):
@@ -100,13 +104,14 @@ class VersionedBackend(BackendWrapper):
                 if not blocks.size:
                     continue
                 slots = window[blocks].astype(np.int64) - 1
+                # A run ends where blocks or slots are not consecutive. One that crosses a window becomes two rows.
                 starts = np.concatenate([[0], np.flatnonzero((np.diff(blocks) != 1) | (np.diff(slots) != 1)) + 1])
                 lengths = np.diff(np.concatenate([starts, [blocks.size]]))
                 rows.append(np.stack([blocks[starts] + low, slots[starts], lengths], axis=1).astype(np.uint32))
         return np.concatenate(rows) if rows else np.zeros((0, 3), dtype=np.uint32)
 
     def retain(self, snapshots: Mapping[int, Runs]) -> None:
-        """Keep what these snapshots name, by number, and nothing else but the present."""
+        """Keep the slots of these snapshots, by number, and free all others but those of the present."""
         for runs in snapshots.values():
             self._check(runs)
         with self._lock:
@@ -114,7 +119,7 @@ class VersionedBackend(BackendWrapper):
             self._recount()
 
     def restore(self, runs: Runs) -> None:
-        """What the snapshot names is the present from now on. No request may be on its way."""
+        """Make a snapshot the present. No request may be on its way."""
         self._check(runs)
         with self._lock:
             self._slots[:] = 0
@@ -147,6 +152,8 @@ class VersionedBackend(BackendWrapper):
         is_used[present - 1] = True
         for start, stop in self._taken:
             is_used[start:stop] = True
+        # Changes between used and free alternate, with a used slot before the first and behind the last. Example:
+        # is_used 1 0 0 1 0 gives edges 1 3 4 5: the free ranges [1, 3) and [4, 5).
         edges = np.flatnonzero(np.diff(np.concatenate([[True], is_used, [True]]).astype(np.int8)))
         self._free = IntervalSet()
         for start, stop in edges.reshape(-1, 2).tolist():
@@ -165,7 +172,7 @@ class VersionedBackend(BackendWrapper):
             if slot:
                 within = (request.offset + low) % ALIGNMENT
                 parts.append(((slot - 1) * ALIGNMENT + within, request.memory[low:high], request.address + low))
-            else:
+            else:  # never written: zeros, as in a new file
                 request.memory[low:high] = bytes(high - low)
         self._move(Direction.READ, parts, len(request.memory), request.complete)
 
@@ -173,6 +180,7 @@ class VersionedBackend(BackendWrapper):
         start, stop = request.offset, request.offset + len(request.memory)
         first, last = start // ALIGNMENT, -(-stop // ALIGNMENT)
         with self._lock:
+            # No other request changes these entries meanwhile: the scheduler orders requests that share a block.
             before = self._slots[first:last].tolist()
             ranges = self._allocate(last - first)
         if ranges is None:
@@ -182,7 +190,10 @@ class VersionedBackend(BackendWrapper):
             )
             request.complete(0, OSError(errno.ENOSPC, message))
             return
-        # Blocks at the ends that are not written whole get the rest of what they hold.
+        # Blocks at the ends that are not written whole are copied, with the new bytes, to their new slots: `old` is
+        # read into `edges`, put() adds the new bytes, and parts() writes all. Example: bytes [100, 12288) are blocks 0
+        # to 2, and edges = {0: its copy}. In consecutive slots these are two parts: block 0 from its copy, blocks 1 and
+        # 2 from the user's memory.
         cut = {block for block, address in ((first, start), (last - 1, stop)) if address % ALIGNMENT}
         edges = {block: AlignedRegion(ALIGNMENT).array() for block in cut}
         old = [
@@ -191,7 +202,7 @@ class VersionedBackend(BackendWrapper):
             if before[block - first] and not request.may_pad
         ]
 
-        def put(is_whole: int, error: OSError | None) -> None:
+        def put(is_whole: int, error: OSError | None) -> None:  # is_whole: the 1 that _move() gets below, or 0
             if error is None and not is_whole:
                 error = OSError(errno.EAGAIN, _SHORT)
             if error is not None:
@@ -233,9 +244,9 @@ class VersionedBackend(BackendWrapper):
         num_bytes: int,
         then: Callable[[int, OSError | None], None],
     ) -> None:
-        """Transfer parts of a request: their place in the slots, their memory, its address. They are taken out of the list.
+        """Transfer parts of a request: (offset in the inner backend, memory, its address). Empties the list.
 
-        ``num_bytes``: What ``then`` is told if all of them went well, and there may be none; else it is told 0.
+        ``num_bytes``: What ``then`` gets if all of them, or none at all, went well; else it gets 0.
         """
         batch = Batch(set(), num_bytes, then)
         requests = [
@@ -243,12 +254,13 @@ class VersionedBackend(BackendWrapper):
             for offset, memory, address in parts
             for low, high in split_at(offset, len(memory), self.inner.boundary_bytes)
         ]
-        parts.clear()  # it may be over before this thread is: who waits for it must find nobody looking at the memory
+        parts.clear()  # the request may be over before this thread returns: no view of its memory may be left then
         batch.submit(self.inner, requests)
 
     def _end_write(self, request: IORequest, first: int, ranges: list[tuple[int, int]], error: OSError | None) -> None:
         with self._lock:
             if error is None:
+                # The map changes only now: a read that comes earlier returns the last completed write.
                 slots = np.concatenate([np.arange(low + 1, high + 1, dtype=np.uint32) for low, high in ranges])
                 present = self._slots[first : first + slots.size]
                 released = present[present > 0] - 1
@@ -258,16 +270,16 @@ class VersionedBackend(BackendWrapper):
                     self._taken.remove(low, high)
                 for _, slot, number in _runs_of(released):
                     self._free.add(slot, slot + number)
-            elif error.errno in _TRANSIENT:
+            elif error.errno in _TRANSIENT:  # other errors: the slots stay in _taken for good
                 for low, high in ranges:
                     self._taken.remove(low, high)
                     self._free.add(low, high)
         request.complete(0 if error is not None else len(request.memory), error)
 
     def _allocate(self, number: int) -> list[tuple[int, int]] | None:
-        """Take so many free slots; None if there are not so many."""
+        """Take free slots, as ranges; None if there are not enough."""
         found: list[tuple[int, int]] = []
-        while number:
+        while number:  # the first free range from the cursor on, then from the beginning
             piece = self._free.first_overlap(self._cursor, self._num_slots) or self._free.first_overlap(0, self._cursor)
             if piece is None:
                 for low, high in found:
@@ -285,6 +297,7 @@ class VersionedBackend(BackendWrapper):
 
 def _runs_of(slots: list[int]) -> Iterator[tuple[int, int, int]]:
     """(place, first value, number) of each run in which values rise by one; zeros make runs of their own."""
+    # [5, 6, 0, 0, 9] -> (0, 5, 2), (2, 0, 2), (4, 9, 1)
     place = 0
     while place < len(slots):
         value, end = slots[place], place + 1

@@ -22,8 +22,8 @@ from swapper.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUE_DEPTH = 4096
-_NUM_BOUNCE_THREADS = 2
+MAX_QUEUE_DEPTH = 4096  # a ring has 2 x 4096 + 1 entries then, rounded up to 16384; the kernel allows 32768
+_NUM_BOUNCE_THREADS = 2  # few requests are unaligned
 
 
 class UringBackend(VolumeBackend):
@@ -42,11 +42,11 @@ class UringBackend(VolumeBackend):
             raise ArgumentError(f"queue_depth must be from 1 to {MAX_QUEUE_DEPTH}, got {queue_depth}")
         super().__init__(volume)
         self.concurrency = queue_depth
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # guards _bouncing
         self._bouncing: Workers | None = None
         self._has_complained = False
         self._loop = RingLoop([file.fd for file in volume.files], queue_depth)
-        call_when_collected(self, self._loop.stop)
+        call_when_collected(self, self._loop.stop)  # the loop does not refer to its backend
 
     @property
     def num_fixed(self) -> int:
@@ -60,6 +60,7 @@ class UringBackend(VolumeBackend):
     def submit(self, request: IORequest) -> None:
         """Hand the request to the ring; see [Note: bounced transfers] in `FileTransfer` for what it does not take."""
         file_ranges = self.volume.file_ranges(request.offset, len(request.memory))
+        # block_bytes > 1: a file is direct. The OR is aligned only if offset, address and length are.
         if self.block_bytes > 1 and (request.offset | request.address | len(request.memory)) % ALIGNMENT:
             with self._lock:
                 if self._bouncing is None:  # few need it
@@ -67,20 +68,19 @@ class UringBackend(VolumeBackend):
             if not self._bouncing.submit(partial(self._transfer, request, file_ranges, request.complete)):
                 request.complete(0, ended("the worker threads have"))
         else:
-            self._loop.submit(request, *file_ranges[0][:2])
+            self._loop.submit(request, *file_ranges[0][:2])  # the only range: no request crosses boundary_bytes
 
     def register_memory(self, region: AlignedRegion) -> Callable[[], None]:
         """Have the kernel pin memory once, instead of for each transfer of bytes inside it.
 
-        The region stays mapped until it is given back, even if it is released before; all of its pages are in memory from
-        now on. It must not be given back to the kernel with MADV_DONTNEED meanwhile. Where the kernel refuses, transfers
-        work as without, and one line in the log says why.
+        All pages of the region are in memory from now on. The region stays mapped until it is unregistered, also after
+        its release. If the kernel refuses, transfers work without it, and one line in the log says why.
 
         Returns:
-            What gives it back; calling it again, or after the backend was closed, does nothing.
+            A function that unregisters it. It does nothing if it is called again, or after the backend was closed.
         """
         registration = object()
-        region.registrations.add(registration)
+        region.registrations.add(registration)  # before the kernel pins pages: AlignedRegion.discard must spare them
         try:
             slots = self._loop.call(lambda memory: memory.add(region))
         except OSError as error:
@@ -90,7 +90,7 @@ class UringBackend(VolumeBackend):
 
         def unregister() -> None:
             if slots:
-                given, slots[:] = list(slots), []
+                given, slots[:] = list(slots), []  # emptied first: a second call does nothing
                 with contextlib.suppress(OSError):
                     self._loop.call(lambda memory: memory.remove(given))
                     region.registrations.discard(registration)
@@ -118,4 +118,4 @@ class UringBackend(VolumeBackend):
             self._bouncing.stop()
             threads += self._bouncing.threads
         has_ended = join_all(threads, timeout_seconds)
-        return self._loop.close(0.0) and has_ended
+        return self._loop.close(0.0) and has_ended  # no more waiting: the thread was joined above

@@ -1,11 +1,10 @@
 """A typed layer over io_uring as the ``liburing`` wheel brings it.
 
 [Note: the wheel's C functions]
-The wheel's own Python functions keep the interpreter's lock while they wait in the kernel: every other thread of the
-process would stand still until a transfer ends. They also take no memory but bytearrays. But the shared library inside
-the wheel exports liburing's C functions, whose binary interface is meant for other languages. They are called through
-ctypes: those that may block give the lock up (``CDLL``), the short ones keep it (``PyDLL``), because giving it up and
-getting it back costs more than they do.
+The wheel's own Python functions keep the interpreter's lock while they wait in the kernel, which would stop all other
+threads. They also accept no memory but bytearrays. But the shared library inside the wheel exports liburing's C
+functions, whose binary interface is meant for other languages. This module calls them through ctypes. Functions that
+may block release the lock (``CDLL``). Short ones keep it (``PyDLL``): to release and take it costs more than the call.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from collections.abc import Callable, Sequence
 
 from swapper.errors import BackendUnavailableError, error_words
 
+# IORING_SETUP_* and IOSQE_* of <linux/io_uring.h>.
 _SETUP_SUBMIT_ALL = 1 << 7  # one bad request does not hold up those behind it
-_SETUP_SINGLE_ISSUER = 1 << 12
+_SETUP_SINGLE_ISSUER = 1 << 12  # only the thread that made the ring submits; DEFER_TASKRUN needs it
 _SETUP_DEFER_TASKRUN = 1 << 13  # completions are processed when the ring's thread asks for them, not by interrupting it
-_FLAGS = (_SETUP_SINGLE_ISSUER | _SETUP_DEFER_TASKRUN | _SETUP_SUBMIT_ALL, 0)
-_FIXED_FILE = 1
-_BATCH = 256
+_FLAGS = (_SETUP_SINGLE_ISSUER | _SETUP_DEFER_TASKRUN | _SETUP_SUBMIT_ALL, 0)  # tried in this order, see _set_up
+_FIXED_FILE = 1  # `file` of a request is an index into the registered files
+_BATCH = 256  # completions that one call of peek_batch returns
 _MAX_TRANSFER_BYTES = 0x7FFF_F000  # what Linux moves at most at once; the rest is a short transfer
 
 _INSTALL = "install it with: pip install 'infinity-offload[uring]'"
@@ -42,10 +42,10 @@ _Function = Callable[..., int]
 
 
 class _RingState(ctypes.Structure):
-    """``struct io_uring``, with room for what later versions may append."""
+    """``struct io_uring``: 216 bytes in liburing 2, and room up to 1024 for what later versions may append."""
 
     _fields_ = (
-        ("queues", ctypes.c_uint64 * 24),
+        ("queues", ctypes.c_uint64 * 24),  # the structs sq (104 bytes) and cq (88), which only liburing reads
         ("flags", ctypes.c_uint),
         ("ring_fd", ctypes.c_int),
         ("reserved", ctypes.c_uint * 206),
@@ -65,7 +65,7 @@ class _Vector(ctypes.Structure):
 
 
 class Library:
-    """Knows the C functions; see [Note: the wheel's C functions]. Those that can fail return a negative error number.
+    """The C functions; see [Note: the wheel's C functions]. Those that can fail return a negative error number.
 
     Args:
         path: The wheel's shared library.
@@ -84,7 +84,7 @@ class Library:
             found.restype, found.argtypes = result, arguments
             return found  # type: ignore[no-any-return]
 
-        plain = (pointer, sint, pointer, uint, u64)
+        plain = (pointer, sint, pointer, uint, u64)  # sqe, file, address, length, offset
         self.queue_init = function(blocking, "queue_init", sint, uint, pointer, uint)
         self.queue_exit = function(blocking, "queue_exit", None, pointer)
         self.submit_and_wait = function(blocking, "submit_and_wait", sint, pointer, uint)
@@ -97,6 +97,7 @@ class Library:
         self.unregister_buffers = function(blocking, "unregister_buffers", sint, pointer)
         self.dontfork = function(quick, "ring_dontfork", sint, pointer)
         self.get_sqe = function(quick, "get_sqe", pointer, pointer)
+        # Pairs, indexed by Direction.
         self.prepare = (function(quick, "prep_read", None, *plain), function(quick, "prep_write", None, *plain))
         self.prepare_fixed = (
             function(quick, "prep_read_fixed", None, *plain, sint),
@@ -129,13 +130,13 @@ def library() -> Library:
 
 
 class Ring:
-    """Knows one io_uring and its registered files and memory; must not know what its requests mean.
+    """One io_uring with its registered files and memory.
 
     Only the thread that made it may use it, except :meth:`disown`. In a forked child its memory is not mapped.
 
     Args:
-        num_entries: So many requests can be prepared between two submissions, and twice as many be in flight.
-        fds: The files, from then on known by their place in this list.
+        num_entries: Number of requests that can be prepared between two submissions; twice as many can be in flight.
+        fds: The files. Requests name them by their place in this list.
 
     Raises:
         BackendUnavailableError: The system forbids it.
@@ -145,7 +146,7 @@ class Ring:
         self._library = library()
         self._state = _RingState()
         self._address = ctypes.addressof(self._state)
-        self._pointers = (ctypes.c_void_p * _BATCH)()
+        self._pointers = (ctypes.c_void_p * _BATCH)()  # peek_batch stores pointers to completions here
         self._set_up(num_entries)
         try:
             self._check(self._library.dontfork(self._address))
@@ -158,7 +159,7 @@ class Ring:
     def _set_up(self, num_entries: int) -> None:
         for flags in _FLAGS:
             result = self._library.queue_init(num_entries, self._address, flags)
-            if result != -errno.EINVAL:  # an older kernel does not know one of the flags
+            if result != -errno.EINVAL:  # EINVAL: an older kernel does not know one of the flags
                 break
         try:
             self._check(result)
@@ -197,7 +198,7 @@ class Ring:
         entry = functions.get_sqe(self._address)
         if not entry:
             return False
-        num_bytes = min(num_bytes, _MAX_TRANSFER_BYTES)
+        num_bytes = min(num_bytes, _MAX_TRANSFER_BYTES)  # the length of a request has 32 bits
         if slot < 0:
             functions.prepare[direction](entry, file, address, num_bytes, offset)
         else:
@@ -218,11 +219,11 @@ class Ring:
         """Give what is prepared to the kernel and sleep until so many completions are there, or a signal comes.
 
         Raises:
-            OSError: With ``EAGAIN`` and ``EBUSY`` the kernel is short of memory, or of room for completions: to be tried
-                again after reaping.
+            OSError: With ``EAGAIN`` and ``EBUSY`` the kernel is short of memory, or of room for completions: reap, and
+                try again.
         """
         result = self._library.submit_and_wait(self._address, num_awaited)
-        if result != -errno.EINTR:
+        if result != -errno.EINTR:  # a signal ended the sleep: the loop looks for work and sleeps again
             self._check(result)
 
     def reap(self) -> list[tuple[int, int]]:
@@ -231,6 +232,7 @@ class Ring:
         while True:
             count = self._library.peek_batch(self._address, self._pointers, _BATCH)
             for index in range(count):
+                # They lie in the kernel's ring, so their fields are copied before advance() gives the entries back.
                 completion = _Completion.from_address(self._pointers[index] or 0)
                 found.append((completion.user_data, completion.res))
             if not count:
@@ -240,7 +242,7 @@ class Ring:
     # -- registered memory -------------------------------------------------------------------------------------------
 
     def make_slots(self, num_slots: int) -> None:
-        """Make room for registered memory, once.
+        """Make an empty table for registered memory, once.
 
         Raises:
             OSError: The kernel cannot.
@@ -260,15 +262,15 @@ class Ring:
             OSError: ``ENOMEM``: more than the limit on locked memory.
         """
         vector = _Vector(address if num_bytes else None, num_bytes)
-        tag = ctypes.c_uint64(0)
+        tag = ctypes.c_uint64(0)  # 0: no completion when the kernel drops the buffer
         self._check(self._library.update_buffers(self._address, slot, ctypes.byref(vector), ctypes.byref(tag), 1))
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Release everything; nothing may be in flight."""
-        # By hand, because the kernel takes a ring down later and in the background: until then it would keep files open,
-        # and their space occupied.
+        # By hand: after queue_exit the kernel frees a ring later, in the background. Until then it would keep the files
+        # open, and their space occupied.
         self._library.unregister_files(self._address)
         self._library.unregister_buffers(self._address)
         self._library.queue_exit(self._address)

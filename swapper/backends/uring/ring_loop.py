@@ -1,14 +1,16 @@
 """The one thread that submits to a ring and reaps from it.
 
 [Note: sleeping and waking]
-With nothing to do, the thread sleeps in the kernel until a transfer completes or an eventfd, which the ring polls, is
-written to. Before it sleeps it says so (``_is_asleep``), and then looks once more for work; who brings work first leaves
-it and then looks whether the thread sleeps. So one of both always notices. Each sleep has a number (``_nap``), and who
-has written to the eventfd notes for which: others need not write again. Nobody but the thread itself says that it is
-awake: whoever said so and were delayed, or cut off by a signal, before he writes, would have the next one not wake it.
+An idle thread sleeps in the kernel until a transfer completes, or until another thread writes to an eventfd that the
+ring polls. Before it sleeps, it sets ``_is_asleep`` and then looks for work once more. A submitting thread first queues
+its work and then reads ``_is_asleep``. So at least one of both notices the other.
 
-In a busy period nobody has to wake anybody: the next requests come from the completions of earlier ones, on this very
-thread, and one call to the kernel submits all of them and waits for the next completion.
+Each sleep has a number (``_nap``). A thread that has written to the eventfd stores that number in ``_woken_nap``, so
+that others need not write again. Only the ring's thread clears ``_is_asleep``. If a submitting thread cleared it and
+were delayed or interrupted before its write, the next one would not write, and nobody would wake the ring.
+
+In a busy period no thread wakes another: the next requests come from completions of earlier ones, on this thread. One
+system call submits them all and waits for the next completion.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ from swapper.uncopyable import Uncopyable
 logger = logging.getLogger(__name__)
 
 _WAKE = 0  # the token of the poll; those of transfers count from 1
-_BACK_OFF_SECONDS = 0.001
-_BURST = 4
-_COMMAND_SECONDS = 60.0
-_LATER = frozenset({errno.EAGAIN, errno.EBUSY})
+_BACK_OFF_SECONDS = 0.001  # before another try when the kernel is short of memory
+_BURST = 4  # completions between two submissions: fewer cost more system calls, more let the drive's queue run empty
+_COMMAND_SECONDS = 60.0  # to pin a region, the kernel faults in each of its pages: long for a large one
+_LATER = frozenset({errno.EAGAIN, errno.EBUSY})  # short of memory, or of room for completions: see Ring.submit
 
 _Result = TypeVar("_Result")
 
-# As for worker threads: nothing may be inside native code when the interpreter goes away.
+# As for worker threads: no thread may be inside native code when the interpreter is finalized.
 _open_loops: LiveObjects[RingLoop] = LiveObjects(
     at_exit=lambda loop: loop.close(EXIT_SECONDS), in_child=lambda loop: loop.disown()
 )
@@ -58,7 +60,7 @@ class _RingQueue:
     """The transfers of one direction. Slow ones of the other direction cannot take its places in the ring."""
 
     limit: int
-    waiting: deque[tuple[IORequest, int, int]] = field(default_factory=deque)
+    waiting: deque[tuple[IORequest, int, int]] = field(default_factory=deque)  # request, file, offset in it
     num_inflight: int = 0
 
     @property
@@ -67,13 +69,11 @@ class _RingQueue:
 
 
 class RingLoop(Uncopyable):
-    """Knows a ring, its thread, and the transfers in flight, whose memory it keeps alive; must not know volumes.
-
-    The thread keeps the loop alive: whoever made it must stop it.
+    """A ring, its thread, and the transfers in flight. The thread keeps it alive until `stop`.
 
     Args:
         fds: The files. The kernel holds them open until the loop has ended.
-        limit: So many transfers of each direction are in flight at once; others wait.
+        limit: Number of transfers of each direction in flight at once; others wait.
 
     Raises:
         BackendUnavailableError: The system does not allow io_uring.
@@ -81,19 +81,19 @@ class RingLoop(Uncopyable):
 
     def __init__(self, fds: Sequence[int], limit: int) -> None:
         self.num_fixed = 0
-        self._queues = (_RingQueue(limit), _RingQueue(limit))
-        self._inflight: dict[int, IORequest] = {}
+        self._queues = (_RingQueue(limit), _RingQueue(limit))  # reads and writes: indexed by Direction
+        self._inflight: dict[int, IORequest] = {}  # by token; keeps the memory that the kernel uses
         self._tokens = itertools.count(_WAKE + 1)
         self._commands: deque[tuple[Future[Any], Callable[[MemorySlots], Any]]] = deque()
-        self._is_asleep = False
+        self._is_asleep = False  # these three: see [Note: sleeping and waking]
         self._nap = 0
         self._woken_nap = 0
-        self._is_polling = False
+        self._is_polling = False  # a poll of the eventfd is in the ring; it fires once and is then prepared again
         self._is_stopping = False
         self._is_over = False
         self._pid = os.getpid()
-        self._ring: Ring | None = None
-        self._wake_lock = threading.RLock()  # a finalizer may come in between, and stop the loop
+        self._ring: Ring | None = None  # made on its thread: with SINGLE_ISSUER no other may submit
+        self._wake_lock = threading.RLock()  # guards _wake_fd; re-entrant, since a finalizer may call stop()
         self._wake_fd = _make_eventfd()
         is_set_up: Future[None] = Future()
         self.thread = threading.Thread(target=self._run, args=(list(fds), is_set_up), name="swapper-ring", daemon=True)
@@ -119,7 +119,7 @@ class RingLoop(Uncopyable):
         self._queues[request.direction].waiting.append((request, file, offset))
         if self._is_asleep:
             self._wake()
-        if self._is_over:
+        if self._is_over:  # the thread ended after the first look: its _refuse() may have come before the append
             self._refuse()
 
     def call(self, function: Callable[[MemorySlots], _Result]) -> _Result:
@@ -130,7 +130,7 @@ class RingLoop(Uncopyable):
         """
         future: Future[_Result] = Future()
         self._commands.append((future, function))
-        if threading.current_thread() is self.thread:
+        if threading.current_thread() is self.thread:  # a completion callback: waiting for itself would never end
             self._run_commands()
         if self._is_over:
             self._refuse()
@@ -157,7 +157,7 @@ class RingLoop(Uncopyable):
     def disown(self) -> None:
         """In a forked child: use nothing of this any more; the parent's thread goes on there."""
         self._is_stopping = self._is_over = True
-        self._is_asleep = False
+        self._is_asleep = False  # nobody may write to the eventfd, which is the parent's too
         self._inflight.clear()
         if self._ring is not None:
             self._ring.disown()
@@ -174,15 +174,15 @@ class RingLoop(Uncopyable):
             self._woken_nap = nap
 
     def _close_wake_fd(self) -> None:
-        # Under the lock: whoever is about to wake the thread would otherwise write into another file of the same number.
+        # Under the lock: the kernel may give the number to another file, and _wake() would write into that.
         with self._wake_lock:
             fd, self._wake_fd = self._wake_fd, -1
             if fd >= 0:
                 os.close(fd)
 
     def _refuse(self) -> None:
-        """Answer what came too late; any number of threads may do so at the same time."""
-        with contextlib.suppress(IndexError):
+        """Complete commands and requests that came too late, with an error."""
+        with contextlib.suppress(IndexError):  # several threads may be here at once: popleft decides who gets which
             while True:
                 future, _ = self._commands.popleft()
                 future.set_exception(_ended())
@@ -196,7 +196,7 @@ class RingLoop(Uncopyable):
 
     def _run(self, fds: Sequence[int], is_set_up: Future[None]) -> None:
         try:
-            ring = self._ring = Ring(sum(queue.limit for queue in self._queues) + 1, fds)
+            ring = self._ring = Ring(sum(queue.limit for queue in self._queues) + 1, fds)  # one more for the poll
         except BaseException as error:
             self._is_over = True
             self._close_wake_fd()
@@ -212,7 +212,7 @@ class RingLoop(Uncopyable):
         finally:
             self._is_over = True
             self._ring = None
-            if self._inflight:
+            if self._inflight:  # the loop failed: closing the ring would not stop the kernel's writes
                 _abandoned.append(self)
             else:
                 ring.close()
@@ -225,11 +225,11 @@ class RingLoop(Uncopyable):
         while True:
             self._run_commands()
             self._prepare(ring)
-            is_stopping = self._is_stopping
+            is_stopping = self._is_stopping  # read once: a stop() from here on makes has_work true below
             if is_stopping and not self._inflight and not any(queue.waiting for queue in self._queues):
                 return
             self._nap += 1
-            self._is_asleep = True
+            self._is_asleep = True  # before the look below; submit() does both in the opposite order
             has_work = bool(self._commands) or any(queue.is_ready for queue in self._queues)
             has_work = has_work or self._is_stopping is not is_stopping
             self._submit(ring, num_awaited=0 if has_work else 1)
@@ -267,8 +267,7 @@ class RingLoop(Uncopyable):
             time.sleep(_BACK_OFF_SECONDS)
 
     def _finish(self, ring: Ring) -> None:
-        """Complete what the kernel has completed, and now and then submit what came of it: the drive must not run dry
-        while a long list is gone through."""
+        """Complete what the kernel has completed; callbacks may submit the next requests."""
         for index, (token, result) in enumerate(ring.reap(), 1):
             if token == _WAKE:
                 self._is_polling = False
@@ -278,7 +277,7 @@ class RingLoop(Uncopyable):
             request = self._inflight.pop(token)
             self._queues[request.direction].num_inflight -= 1
             request.complete(max(0, result), OSError(-result, os.strerror(-result)) if result < 0 else None)
-            if index % _BURST == 0:
+            if index % _BURST == 0:  # the drive must not idle while a long list of completions is gone through
                 self._prepare(ring)
                 self._submit(ring, num_awaited=0)
 

@@ -1,4 +1,4 @@
-"""What io_uring must prove before anybody trusts it with a model: bytes on a volume's own files, compared."""
+"""The test that io_uring must pass before it gets a model: bytes on a volume's own files, compared."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from swapper.memory.region import AlignedRegion
 from swapper.sync.bell import Latch
 from swapper.volumes.volume import Volume
 
-TEST_BYTES = 4 * ALIGNMENT
-"""So much of each file is written to."""
+TEST_BYTES = 4 * ALIGNMENT  # written to each file, and restored
 _MAX_STRIPES = 1024  # to look through for one of each file
-_TIMEOUT_SECONDS = 10.0
+_TIMEOUT_SECONDS = 10.0  # of each transfer
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -26,13 +25,12 @@ Bytes = npt.NDArray[np.uint8]
 def find_fault(backend: UringBackend) -> str:
     """Write and read a few blocks of each file through the ring, and check every byte by ordinary reads and writes.
 
-    Once with ordinary and once with registered memory, as far as memory can be registered. What lay in the files is put
-    back.
+    It does so with ordinary and with registered memory. The former contents of the files are restored.
 
     Returns:
-        What went wrong, in words; nothing if all is well.
+        A description of the fault; empty if there is none.
     """
-    region = AlignedRegion(2 * TEST_BYTES)
+    region = AlignedRegion(2 * TEST_BYTES)  # one half to write from, the other to read into
     memory = region.array()
     for is_registered in (False, True):
         unregister = backend.register_memory(region) if is_registered else None
@@ -51,7 +49,7 @@ def find_fault(backend: UringBackend) -> str:
 def _places(volume: Volume) -> list[tuple[int, int]]:
     """An address in each file, and how many bytes can be used there."""
     found: dict[int, tuple[int, int]] = {}
-    step = volume.stripe_bytes or volume.capacity_bytes or 1
+    step = volume.stripe_bytes or volume.capacity_bytes or 1  # one file: its beginning is the only place
     for offset in range(0, min(volume.capacity_bytes, step * _MAX_STRIPES), step):
         column = volume.column_of(offset)
         if column not in found:
@@ -69,6 +67,8 @@ def _try_place(backend: UringBackend, offset: int, data: Bytes, copy: Bytes) -> 
     except OSError as error:
         return f"{file.name} cannot be read: {error}"
     try:
+        # Each direction is checked by an ordinary system call: a ring that writes to a wrong place, and reads from the
+        # same one, would find its own bytes right.
         data[:] = _random_bytes(data.size, 1)
         fault = _transfer(backend, Direction.WRITE, offset, data)
         if not fault:
