@@ -31,7 +31,7 @@ def bytes_of(buffer: Buffer, *, for_read: bool) -> npt.NDArray[np.uint8]:
         if buffer.device.type != "cpu":
             raise ArgumentError(
                 f"a tensor on device {str(buffer.device)!r} cannot be transferred; "
-                "copy it to host memory, for instance a page"
+                "copy it to host memory, for instance a staging buffer"
             )
         if buffer.layout is not torch.strided or not buffer.is_contiguous():
             raise ArgumentError(

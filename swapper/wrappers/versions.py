@@ -38,6 +38,7 @@ Runs = npt.NDArray[np.uint32]
 
 _TRANSIENT = frozenset({None, errno.EINTR, errno.EAGAIN})  # not of the drive: the slots can be used again
 _SHORT = "a transfer stayed short"
+_MOST_BYTES = ALIGNMENT << 32  # numbers of slots and blocks have 32 bits, in memory and in snapshots, and slot + 1 too
 _WINDOW_BLOCKS = 1 << 18  # blocks per step of snapshot(): 2 MiB for each of its temporary arrays of int64
 
 
@@ -55,6 +56,11 @@ class VersionedBackend(BackendWrapper):
         if capacity_bytes % ALIGNMENT or capacity_bytes > inner.capacity_bytes:
             raise ArgumentError(
                 f"capacity_bytes must be a multiple of {ALIGNMENT} and at most {inner.capacity_bytes}, got {capacity_bytes}"
+            )
+        if inner.capacity_bytes >= _MOST_BYTES:  # a slot's number would be another one's, without a word
+            raise ArgumentError(
+                f"a durable volume has less than {_MOST_BYTES >> 40} TiB, got {inner.capacity_bytes} bytes. Keep fewer commits, "
+                "or divide the states among several processes"
             )
         self.capacity_bytes = capacity_bytes
         self.block_bytes = ALIGNMENT

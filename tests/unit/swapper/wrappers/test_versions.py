@@ -10,6 +10,8 @@ import pytest
 from swapper import ALIGNMENT, Swapper, SwapperConfig
 from swapper.backend import Direction
 from swapper.backends.memory import MemoryBackend
+from swapper.errors import ArgumentError
+from swapper.wrappers import versions
 from swapper.wrappers.versions import VersionedBackend
 from tests.faults import FaultInjectingBackend, FaultRule
 
@@ -28,3 +30,10 @@ def test_a_short_read_of_what_stays_is_made_again(fault: dict[str, int]) -> None
         swapper.read(extent, found).wait()
         assert faulty.num_faults == 1 and swapper.statistics().num_retries == 1
         assert found.tolist() == [2] * 100 + [1] * (ALIGNMENT - 100)
+
+
+def test_a_volume_with_more_slots_than_numbers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert versions._MOST_BYTES == 16 << 40  # 32 bits for a number, 4 KiB a slot
+    monkeypatch.setattr(versions, "_MOST_BYTES", 1 << 20)
+    with pytest.raises(ArgumentError, match=r"durable volume has less than .* Keep fewer commits"):
+        VersionedBackend(MemoryBackend(1 << 20), 1 << 18)
