@@ -27,6 +27,7 @@ from infinity.config.schema.quantities import (
 from swapper.config import LEAST_DEADLINE_SECONDS, BackendName
 from swapper.volumes.directory import Directory
 
+# A silent 0 would train differently than the same file under DeepSpeed.
 DEFAULT_GRADIENT_CLIPPING = 1.0
 """What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
 
@@ -41,14 +42,17 @@ def _steps_per_print(value: object) -> object:
     # accelerate writes Infinity to silence the line.
     if isinstance(value, float) and math.isinf(value):
         return None
+    # 0 means "no line", too.
     return parse_count(value) or None
 
 
 def _directory(value: object) -> str:
+    # "" is the default of DeepSpeed's monitors: the directory of the script.
     return "" if value in ("", None) else parse_path(value)
 
 
 def _strictness(value: object) -> object:
+    # `infinity.strict` may say "warn": the same as false.
     return False if value == "warn" else value
 
 
@@ -72,6 +76,7 @@ class SchedulerBlock(Block):
     """Its arguments; a wrong name is an error. Where `warmup_max_lr` is `"auto"`, it is the optimizer's rate."""
 
 
+# The texts under the fields of the models are printed into docs/reference/keys.md and the JSON schema.
 class InfinityBlock(Block):
     """`infinity`: what DeepSpeed has no key for."""
 
@@ -162,6 +167,7 @@ class InfinityBlock(Block):
     keeps it in memory within the budget, writes what exceeds that to the drives and reads it back in time. Together with
     `activation_checkpointing` that is the inputs of blocks. Not in it: what is smaller than 64 KiB, and losses that are
     computed outside of the model."""
+    # 120 seconds trade late news of a dead drive against false alarms of a busy one. The number is not measured.
     io_deadline_seconds: Annotated[Number, Field(ge=LEAST_DEADLINE_SECONDS)] = 120.0
     """A read or write that takes longer is an error instead of a hang."""
     direct_io: Flag = True
@@ -295,6 +301,7 @@ class RootBlock(Block):
     wandb: WandbBlock = WandbBlock()
     infinity: InfinityBlock = InfinityBlock()
 
+    # "expert_parallel" and others that need no code of their own are in inert.toml.
     # ---- what would change the numbers
 
     tensor_parallel: TensorParallelBlock = TensorParallelBlock()

@@ -27,6 +27,7 @@ def parse_directories(value: object) -> tuple[Directory, ...]:
 
     Paths are as the config has them, see `resolve_directories`.
     """
+    # Raises ValueError, which pydantic turns into its error for the key: all parsers of this package do so.
     values = value if isinstance(value, list | tuple) else [value]
     return tuple(_parse_directory(item) for item in values)
 
@@ -60,6 +61,7 @@ def _parse_path(value: object) -> str:
     if not isinstance(value, str | PurePath) or not str(value):
         raise ValueError('must be a text, an object {"path": ..., "capacity": ...}, or a list of those')
     text = str(value)
+    # A JSON escape can spell half of a surrogate pair ("\ud800"), which no file name can encode.
     if "\0" in text or any("\ud800" <= character <= "\udbff" for character in text):
         raise ValueError("has a character that no path can have")
     return text
@@ -75,6 +77,7 @@ def resolve_directories(named: Sequence[Directory], *, key: str) -> tuple[Direct
         problem = 'the device is "nvme", and no directory is given'
         raise ConfigError.value(key, None, problem, cure="Name a directory on a fast local drive, or a list of them")
     directories = tuple(replace(each, path=resolve_file(str(each.path), key=key)) for each in named)
+    # Two links to one directory would put two stripes on one drive, and count its space twice.
     paths = [os.path.realpath(directory.path) for directory in directories]
     for path in paths:
         if paths.count(path) > 1:
@@ -88,10 +91,12 @@ def check_capacities(one: Sequence[Directory], other: Sequence[Directory], *, ke
     Raises:
         ConfigError: it would not.
     """
+    # Equal lists share one volume, with one capacity: see the cure below.
     if one == other:
         return
     limits = {os.path.realpath(each.path): each.capacity_bytes for each in one}
     for each in other:
+        # 0 stands for "not in the other block". None means "without a limit": two of these agree.
         limit = limits.get(os.path.realpath(each.path), 0)
         if limit != 0 and (limit, each.capacity_bytes) != (None, None):
             problem = (
@@ -120,6 +125,7 @@ def check_directories(directories: Sequence[Path], *, key: str) -> None:
         StorageError: one of them is not a directory, not writable, or missing in one that is not; or its parent is missing.
     """
     for path in directories:
+        # The directory itself, or its nearest ancestor that exists, in which it would be made.
         directory = existing(path)
         # isdir and exists never raise, also where a parent may not be entered.
         if not os.path.exists(directory):
@@ -130,6 +136,7 @@ def check_directories(directories: Sequence[Path], *, key: str) -> None:
         if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
             cure = "Change its permissions, or set the key to a directory that you own"
             raise StorageError(directory, "is not writable", cure=cure, key=key)
+        # Only the last folder is made. A path with two missing folders is misspelt, or its drive is not mounted.
         if directory not in (path, path.parent):
             raise StorageError(path, _missing_words(directory), cure=_CURE_OF_MISSING, key=key)
 
@@ -140,6 +147,7 @@ def _missing_words(nearest: Path) -> str:
 
 def existing(path: Path) -> Path:
     """The path, or what there is of those above it, in which it would be made."""
+    # `lexists` and not `exists`: a dangling link counts as existing, and the caller names it.
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return path
@@ -165,6 +173,7 @@ def make_directories(directories: Iterable[Path]) -> list[Path]:
             cure = "Make it yourself, or name one that exists"
             raise StorageError(directory, f"cannot be made: {error.strerror}", cure=cure) from error
         if is_new:
+            # Innermost first, so that `remove_empty` can undo it in this order.
             made.insert(0, directory)
             logger.warning("directory %s did not exist and was made: is its drive mounted?", directory)
     return made
@@ -173,6 +182,7 @@ def make_directories(directories: Iterable[Path]) -> list[Path]:
 def remove_empty(directories: Iterable[Path]) -> None:
     """Remove those that are empty."""
     for directory in directories:
+        # ENOTEMPTY: somebody else uses it by now.
         with contextlib.suppress(OSError):
             directory.rmdir()
 
@@ -183,6 +193,7 @@ def resolve_file(name: str, *, key: str) -> Path:
     Raises:
         ConfigError: it names a variable that is not set, or an unknown home.
     """
+    # `expandvars` leaves unknown variables as they are: a path with a dollar sign would be made literally.
     expanded = os.path.expandvars(name)
     if unset := re.search(r"\$(\w+|\{[^}]*\})", expanded):
         cure = f"Set the environment variable {unset[1].strip('{}')}, or write the directory itself"

@@ -1,6 +1,6 @@
-"""Numbers, sizes and flags as people write them in config files, made exact or refused.
+"""Parsers of numbers, sizes and flags in config files.
 
-Every function takes whatever stands in the JSON, and raises `ValueError` with words that fit behind the key's name.
+Each accepts any JSON value, and raises `ValueError` with a message that continues the key's name ("must be ...").
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from pathlib import PurePath
 
 _SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+# "k" and "kb" are 1000 and "kib" is 1024, as drives are sold and as SI and IEC define them: "2GB" is 2e9 bytes.
 _FACTORS: dict[str, int] = {
     "": 1,
     "b": 1,
@@ -23,6 +24,7 @@ _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 def parse_number(value: object) -> float:
     """A finite number; texts such as "1e-4" count, since YAML front ends produce them."""
+    # Python's bool is an int: `true` would be the number 1.
     if isinstance(value, bool) or not isinstance(value, Real | str):
         raise ValueError("must be a number")
     try:
@@ -39,6 +41,7 @@ def parse_number(value: object) -> float:
 def parse_count(value: object) -> int:
     """A whole number; 4.0 and 1e9 are whole, 4.5 is not."""
     if not isinstance(value, bool) and isinstance(value, Integral):
+        # Before any float: an integer above 2^53 would lose its last digits.
         return int(value)
     number = parse_number(value)
     if number != int(number):
@@ -79,6 +82,7 @@ def parse_flag(value: object) -> bool:
 
 def parse_names(value: object) -> tuple[str, ...]:
     """A text (or path) or a list of them, always as a tuple."""
+    # A single name needs no brackets.
     values = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(item, str | PurePath) and str(item) for item in values):
         raise ValueError("must be a text or a list of texts")
@@ -94,6 +98,7 @@ def parse_frozen_dtype(value: object) -> str | tuple[tuple[str, str], ...] | Non
         return None
     if isinstance(value, str):
         return _frozen_dtype(value)
+    # Pairs are this function's own result: a validated block may be validated again.
     if isinstance(value, list | tuple) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
         value = dict(value)
     if not isinstance(value, Mapping) or not all(isinstance(pattern, str) and pattern for pattern in value):

@@ -1,4 +1,4 @@
-"""What the models of the JSON say of a key besides its type: the text under its field, and whether it has an effect."""
+"""Reads the models of the JSON for the reference page and the JSON schema: texts, choices and effects of keys."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from infinity.config.schema.block import Block, NoEffect, Refused
 
 def texts_of(block: type[Block]) -> dict[str, str]:
     """Field name -> the text that stands under the field in the source."""
+    # Python keeps no text under a field at run time, so it is read from the source of the class.
     tree = ast.parse(textwrap.dedent(inspect.getsource(block)))
     found: dict[str, str] = {}
     name = None
@@ -43,8 +44,10 @@ def has_effect(field: FieldInfo) -> bool:
 def leaves(annotation: Any) -> Iterator[Any]:
     """The types and the metadata in an annotation."""
     origin = get_origin(annotation)
+    # Example: Annotated[Literal["a"], reader] | None yields the union, then Annotated and reader, then the Literal.
     yield origin if origin is dict else annotation
     yield from getattr(annotation, "__metadata__", ())
+    # The arguments of Literal are values, and those of dict[str, Any] describe its content.
     if origin not in (Literal, dict):
         for inner in get_args(annotation):
             yield from leaves(inner)

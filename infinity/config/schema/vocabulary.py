@@ -1,4 +1,4 @@
-"""What a field of a block holds, and which key somebody may have meant."""
+"""The blocks and keys of the schema, and the key that a misspelt one may have meant."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from infinity.config.schema.block import Block, Keys, Untyped
 from infinity.config.schema.blocks import RootBlock
 
 _FORMER = {"page_bytes": "staging_buffer_bytes"}
-"""Keys that had another name: whoever still writes it is told the present one."""
+"""Former name of a key -> its present name, for the error about the former one."""
 
 
 def child_block(field: FieldInfo | None) -> type[Block] | None:
     """The block that a field holds, or None when it holds a value, or is not there."""
     annotation = None if field is None else field.annotation
+    # `OptimizerBlock | None` has its block among the arguments of the union.
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Block):
             return candidate
@@ -26,7 +27,7 @@ def child_block(field: FieldInfo | None) -> type[Block] | None:
 
 
 def opened(value: Any, field: FieldInfo | None) -> Any:
-    """What a field is given; a block that is written as a switch alone (`"bf16": true`) as an object."""
+    """Return the value of a field, with the short form of a switch (`"bf16": true`) written out as an object."""
     if not isinstance(value, bool) or field is None:
         return value
     child = child_block(field)
@@ -43,10 +44,12 @@ def suggest(path: str, name: str, known_here: Iterable[str]) -> str | None:
     everywhere = known_keys()
     if name in _FORMER:
         return path + _FORMER[name]
+    # A right key in the wrong block: "stage" at the top level is zero_optimization.stage.
     if name in everywhere:
         return _place(everywhere[name])
     if (near := nearest(name, known_here)) is not None:
         return path + near
+    # Among all keys something always looks similar: 0.8 of difflib's ratio needs a closer match than in one block.
     if (near := nearest(name, everywhere, cutoff=0.8)) is not None:
         return _place(everywhere[near])
     return None
@@ -63,6 +66,7 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 def known_keys() -> dict[str, str]:
     """For each key that stands in some block, its dotted path: the one nearest to the top when there are several."""
     paths: dict[str, str] = {}
+    # Sorted by depth, and `setdefault` keeps the first.
     for path in sorted(known_paths(), key=lambda path: path.count(".")):
         paths.setdefault(path.rpartition(".")[2], path)
     return paths
