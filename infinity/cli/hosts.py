@@ -1,4 +1,4 @@
-"""DeepSpeed's hostfile, and which of its hosts and slots take part. Knows texts; must not know processes."""
+"""Reads DeepSpeed's hostfile, and selects hosts and slots from it."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def read_hostfile(path: Path) -> Hosts:
 
 def largest_slot(choice: str) -> int:
     """Of those that `chosen` would be given; -1 if it names none."""
+    # "worker-1@worker-2:0,2" -> ["", "0", "2"]; a host without slots gives "", which is no number.
     numbers = [slot for part in choice.split("@") for slot in part.partition(":")[2].split(",")]
     return max((int(slot) for slot in numbers if slot.isdecimal()), default=-1)
 
@@ -60,6 +61,8 @@ def chosen(hosts: Hosts, include: str, exclude: str) -> Hosts:
         raise ConfigError("--include and --exclude are both given. Take one")
     if not include and not exclude:
         return hosts
+    # Example: hosts {"a": [0, 1], "b": [0, 1, 2]}, include "a@b:0,2". named is {"a": {0, 1}, "b": {0, 2}}, and so is
+    # the result. With the same text as exclude, the result is {"b": [1]}.
     named: dict[str, set[int]] = {}
     for part in (include or exclude).split("@"):
         host, _, slots = part.strip().partition(":")
@@ -74,9 +77,11 @@ def chosen(hosts: Hosts, include: str, exclude: str) -> Hosts:
             raise ConfigError(f"'{part}': {host} has the slots 0 to {len(known) - 1}. Name some of these")
         named[host] = named.get(host, set()) | numbers
     left = {
+        # include keeps the named slots, exclude all others.
         host: [slot for slot in slots if (slot in named.get(host, ())) == bool(include)]
         for host, slots in hosts.items()
     }
+    # A host without slots would start torchrun with no process.
     left = {host: slots for host, slots in left.items() if slots}
     if not left:
         raise ConfigError(f"--exclude {exclude}: no slot is left. Exclude fewer")

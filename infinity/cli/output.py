@@ -1,4 +1,4 @@
-"""How commands write: a table for people, JSON for programs, and never a traceback because nobody reads on."""
+"""Output of commands: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class PathType(click.Path):
-    """A `Path`. Not an empty text, which a shell makes of a variable that is not set: it would be the present directory."""
+    """A `Path` that may not be empty."""
 
     def __init__(self, **rules: Any) -> None:
         super().__init__(path_type=Path, **rules)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        # "$DIR" with an unset DIR. Path("") would be the present directory.
         if value == "":
             self.fail("it is empty; the present directory is '.'.", param, ctx)
         return super().convert(value, param, ctx)
@@ -47,11 +48,13 @@ def write_json(value: Any, path: Path) -> None:
     if path == Path(STDOUT):
         print_json(value)
     else:
+        # `opener`: only the owner may write a new file, whatever the umask.
         with open(path, "w", opener=opener) as file:
             file.write(f"{_as_json(value)}\n")
 
 
 def _as_json(value: Any) -> str:
+    # `allow_nan=False` raises if `_finite` has missed a number.
     return json.dumps(_finite(value), indent=2, default=str, allow_nan=False)
 
 
@@ -69,6 +72,7 @@ def table(*columns: str, has_header: bool = True, keeps_first: bool = False) -> 
 
     made = Table(box=None, pad_edge=False, show_header=has_header)
     for place, name in enumerate(columns):
+        # "fold" breaks long cells in place of cutting them off: paths stay whole.
         made.add_column(name, overflow="fold", header_style="bold", no_wrap=keeps_first and not place)
     return made
 
