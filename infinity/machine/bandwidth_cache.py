@@ -1,7 +1,4 @@
-"""What `infinity profile` measured on this machine's drives, kept from run to run in one small JSON file.
-
-The file is a help and never a condition: one that cannot be read or written costs a line in the log.
-"""
+"""Stores the results of `infinity profile` in one small JSON file. A file that cannot be used is only logged."""
 
 from __future__ import annotations
 
@@ -24,9 +21,12 @@ from swapper.volumes.publish import replacing
 
 logger = logging.getLogger(__name__)
 
+# A file of another format fails validation, and is measured and written anew.
 _FORMAT: Literal[2] = 2
+# The newest entries are kept. 1 MiB is far more than 64 entries take: a larger file is none of ours.
 _MAX_ENTRIES = 64
 _MAX_FILE_BYTES = 1 << 20
+# A random number that systemd writes at installation.
 _MACHINE_ID = Path("/etc/machine-id")
 
 
@@ -58,6 +58,7 @@ def load(directories: Sequence[Path]) -> BandwidthCache | None:
     """What was measured last on the drives under these directories, on this machine; None if they never were."""
     try:
         return _read().get(_key(directories))
+    # Without a result the defaults hold, so no error is worth an exception here.
     except (OSError, RuntimeError):  # a directory is missing, or links lead in a circle
         return None
 
@@ -73,8 +74,12 @@ def store(directories: Sequence[Path], measured: BandwidthCache) -> None:
     try:
         path, key = cache_path(), _key(directories)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Read again just before writing: another process may have stored a result meanwhile. A race between the two
+        # loses one entry, which is measured again.
         others = [(other, value) for other, value in _read().items() if other != key]
+        # The new entry and the last 63 others.
         entries = dict([*others[1 - _MAX_ENTRIES :], (key, measured)])
+        # Written beside it and renamed: readers see the old file or the new one, whole.
         with replacing(path) as file:
             file.write(_FILE.dump_json(_File(entries), indent=1) + b"\n")
     except (OSError, RuntimeError) as error:
@@ -122,6 +127,7 @@ def _read() -> Mapping[str, BandwidthCache]:
             return {}
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
+        # Strict, because the file may be damaged or edited by hand: no text becomes a number.
         return _FILE.validate_json(path.read_bytes(), strict=True).measured
     except (OSError, RuntimeError, ValueError) as error:
         logger.info("the file of measured I/O settings is not used: %s", " ".join(str(error).split())[:200])

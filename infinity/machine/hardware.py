@@ -1,4 +1,4 @@
-"""Where GPUs and drives sit: their NUMA nodes, PCIe links, and how an NVMe drive is doing. All from sysfs and one ioctl."""
+"""Reads NUMA nodes, PCIe links and the health of NVMe drives from sysfs and one ioctl; measures copies to the GPU."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ import torch
 
 from infinity.machine.finding import Finding, good, note, poor, size
 
+# Tests put a tree of files in its place.
 SYS = Path("/sys")
 _BYTES_PER_TRANSFER = {2.5: 0.1, 5.0: 0.1}
 """Of a lane, by GT/s: 8 of 10 bits are data. Faster links send 128 of 130."""
 HOT_CELSIUS = 70.0
 """NVMe drives begin to slow down at 70 to 85."""
+# Of the writes that the drive is rated for.
 _WORN_PERCENT = 80
+# NVME_IOCTL_ADMIN_CMD of <linux/nvme_ioctl.h>: _IOWR('N', 0x41, struct nvme_admin_cmd), a struct of 72 bytes.
 # NVMe: Get Log Page (admin command 2) of the log "SMART / Health Information" (2), 512 bytes.
 _NVME_ADMIN_COMMAND = 0xC0484E41
 _HEALTH_BYTES = 512
+# Large enough that the launch of a copy does not count, small enough for a GPU that is nearly full.
 _COPY_BYTES = 256 << 20
 
 
@@ -72,11 +76,15 @@ def _link(gigatransfers: float, lanes: int) -> str:
 
 def _link_rate(gigatransfers: float, lanes: int) -> float:
     """Bytes per second each way."""
+    # Example: 16 GT/s x 4 lanes: 16e9 * 4 * 128/130 bits = 63e9 bits, 7.9 GB/s. 2.5 and 5 GT/s send 8 of 10 bits: 0.1
+    # bytes per transfer.
     return gigatransfers * 1e9 * lanes * _BYTES_PER_TRANSFER.get(gigatransfers, 128 / 130 / 8)
 
 
 def pci_device(name: str, folder: Path) -> PciDevice | None:
     """The PCIe device that a folder of sysfs belongs to: itself, or the next one above. None if there is none."""
+    # sysfs nests devices: .../0000:00:01.0/0000:01:00.0/nvme/nvme0/nvme0n1. The first folder upwards with a link speed
+    # is the PCIe device.
     place = folder.resolve()
     while place != place.parent:
         if (place / "current_link_speed").is_file():
@@ -90,6 +98,7 @@ def pci_device(name: str, folder: Path) -> PciDevice | None:
         node = int(_text(place / "numa_node") or "-1")
     except (ValueError, IndexError):  # "Unknown": a virtual device
         return None
+    # -1: the machine has one node, or its firmware names none.
     return PciDevice(name, node if node >= 0 else None, speeds[0], lanes[0], speeds[1], lanes[1])
 
 
@@ -115,6 +124,7 @@ def gpu_devices() -> list[PciDevice]:
         domain, bus, device = (getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
         if bus is None:  # a build of torch that does not tell
             continue
+        # sysfs spells a PCI address in hexadecimal: domain:bus:device.function, as in 0000:3b:00.0.
         address = f"{domain or 0:04x}:{bus:02x}:{device or 0:02x}.0"
         found.append(pci_device(f"GPU {index}", SYS / "bus/pci/devices" / address))
     return [each for each in found if each is not None]
@@ -124,6 +134,7 @@ def link_finding(device: PciDevice, *, rests: bool) -> Finding:
     """What a device's link is. ``rests``: its speed now says nothing, only its lanes do."""
     speed, what = device.most_gigatransfers if rests else device.gigatransfers, f"link of {device.name}"
     now, most = _link_rate(speed, device.lanes), _link_rate(device.most_gigatransfers, device.most_lanes)
+    # A narrower or slower link loses half as a rule, so the tolerance is only for rounding.
     if now >= 0.9 * most:
         return good(what, device.words())
     text = f"{device.words()}, where the device can {_link(device.most_gigatransfers, device.most_lanes)}"
@@ -137,6 +148,7 @@ def node_finding(devices: Sequence[PciDevice]) -> Finding | None:
     ``devices``: GPUs before drives.
     """
     nodes = sorted(int(each.name.removeprefix("node")) for each in (SYS / "devices/system/node").glob("node[0-9]*"))
+    # One node: everything is next to everything.
     if len(nodes) < 2:
         return None
     own = [node for node in nodes if _processors(node) & os.sched_getaffinity(0)]
@@ -144,6 +156,7 @@ def node_finding(devices: Sequence[PciDevice]) -> Finding | None:
     known = [each for each in devices if each.numa_node is not None]
     if not known:
         return note("NUMA", f"{text}; the system does not say where devices sit")
+    # A GPU if there is one: drives and this process should be on its node.
     first = known[0]
     far = ", ".join(f"{each.name} on {each.numa_node}" for each in known if each.numa_node != first.numa_node)
     if far:
@@ -171,6 +184,7 @@ def health(block_device: str) -> Health:
     if not block_device.startswith("nvme"):
         return Health()
     controller = block_device[: block_device.index("n", 4)]  # nvme0n1 -> nvme0
+    # hwmon gives thousandths of a degree, to every user. The drive's own log has wear as well, and needs root.
     sensors = sorted((SYS / "class/nvme" / controller).glob("hwmon*/temp1_input"))
     celsius = next((int(text) / 1000 for each in sensors if (text := _text(each)).lstrip("-").isdigit()), None)
     try:
@@ -182,13 +196,18 @@ def health(block_device: str) -> Health:
 
 def parse_health(log: bytes, celsius: float | None = None) -> Health:
     """Read the log page as NVM Express defines it: kelvin at byte 1, spare at 3, used at 5."""
+    # 0: not reported.
     kelvin = struct.unpack_from("<H", log, 1)[0]
     return Health(kelvin - 273.0 if kelvin else celsius, log[5], log[3])
 
 
 def _health_log(controller: Path) -> bytes:
     log = ctypes.create_string_buffer(_HEALTH_BYTES)
+    # The NVMe command counts 4-byte words, and counts from 0: 127 for 512 bytes.
     number_of_dwords = _HEALTH_BYTES // 4 - 1
+    # struct nvme_admin_cmd: opcode, flags, rsvd1, nsid, cdw2, cdw3, metadata; addr, metadata_len, data_len, cdw10 to
+    # cdw15, timeout_ms, result. nsid 0xFFFFFFFF asks for the whole controller; cdw10 has the number of words and the
+    # log's id.
     command = struct.pack(
         "<BBHIIIQQIIIIIIIIII",
         *(2, 0, 0, 0xFFFFFFFF, 0, 0, 0),
@@ -211,6 +230,7 @@ def health_finding(block_device: str) -> Finding | None:
     if not told:
         return None
     text = ", ".join(told)
+    # Wear before heat: heat can be cured.
     if (found.used_percent or 0) >= _WORN_PERCENT:
         return poor("health", text, "Plan its replacement: paging writes much (`infinity plan` says how much a day)")
     if (found.celsius or 0) >= HOT_CELSIUS:
@@ -248,11 +268,13 @@ def measure_copies() -> Copies:
     Raises:
         RuntimeError: The GPU has no room for them.
     """
+    # Pageable memory first: registering pins the pages of `here` in place.
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
     here = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cpu")
     up, down = _copy_rate(there, here), _copy_rate(here, there)
     runtime: Any = torch.cuda.cudart()
     began = time.perf_counter()
+    # The call that the engine pins its staging memory with. torch's pin_memory would allocate other memory.
     code = int(runtime.cudaHostRegister(here.data_ptr(), _COPY_BYTES, 0))
     took = time.perf_counter() - began
     if code:
@@ -260,11 +282,13 @@ def measure_copies() -> Copies:
     try:
         return Copies(_copy_rate(there, here), _copy_rate(here, there), up, down, took)
     finally:
+        # A copy may still be under way after an error: its memory must stay registered until then.
         torch.cuda.synchronize()
         runtime.cudaHostUnregister(here.data_ptr())
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    # The median ignores a slow first copy.
     taken = []
     for _ in range(5):
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What plans need to know of this machine: free memory, room on its drives, and how fast they are."""
+"""Describes this machine for plans: free memory, room on its drives, and their speed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from swapper.volumes.directory import Directory
 from swapper.volumes.file_system import describe_drive
 from swapper.volumes.left_runs import bytes_of_run
 
+# For `infinity plan` without a profile: short, because it should answer at once.
 _SECONDS = 0.3
 
 
@@ -31,6 +32,7 @@ def this_machine(directories: Sequence[Path], *, asks_gpu: bool = True) -> Machi
     if asks_gpu and torch.cuda.is_available():
         on_gpu = torch.cuda.mem_get_info()[0]
         if is_unified():
+            # One pool of memory serves both sides. Counted twice, a plan would promise it twice.
             free = on_gpu = free // 2
     return Machine(
         host_free_bytes=free,
@@ -51,7 +53,9 @@ def room_bytes(directories: Sequence[Directory]) -> int | None:
 
 def _room(directory: Directory) -> Room:
     drive = describe_drive(existing(directory.path.absolute()))
+    # A file system that says 0 bytes has no limit.
     free = drive.free_bytes if drive.total_bytes else None
+    # A resumed run writes over its own files, so their bytes count as room.
     return Room(directory, drive.device_number, free, bytes_of_run(directory.path))
 
 
@@ -60,12 +64,14 @@ def bandwidth_of(config: InfinityConfig) -> Bandwidth | None:
     sections = (config.offload_param, config.offload_optimizer)
     found = [measured_bandwidth(paths) for paths in {s.nvme_paths: None for s in sections if s.device == "nvme"}]
     known = [bandwidth for bandwidth in found if bandwidth is not None]
+    # With one set of drives unknown, a sum would be too low.
     if not known or len(known) < len(found):
         return None
     return Bandwidth(
         sum(bandwidth.read_bytes_per_second for bandwidth in known),
         sum(bandwidth.write_bytes_per_second for bandwidth in known),
         sum(bandwidth.mixed_bytes_per_second for bandwidth in known),
+        # The older date: the sum is no newer than its oldest part.
         min(bandwidth.measured_at for bandwidth in known),
     )
 

@@ -1,4 +1,4 @@
-"""A drive over minutes: where its cache ends, how hot it gets, and the rate that a step of an hour's training can count on."""
+"""Measures a drive over minutes: where its write cache ends, how hot it gets, and the rate that it holds."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from infinity.machine.hardware import HOT_CELSIUS
 from swapper.measure.io_setting import IOSetting, Workload
 from swapper.measure.measurement import DriveTest, Sample
 
+# Long against the bursts of a drive, short against the minutes of a run. `_LEAST_SAMPLES` keeps the medians below
+# meaningful in a short run.
 _SAMPLE_SECONDS = 5.0
 _LEAST_SAMPLES = 12
 _FALL = 0.1
@@ -50,6 +52,7 @@ class LongRun:
     @property
     def first_rate(self) -> float:
         """Bytes per second at its begin."""
+        # The cache of the drive still takes all writes.
         return statistics.median(self._rates[:_AT_ONCE])
 
     @property
@@ -62,6 +65,8 @@ class LongRun:
         """From where on it is slower; None if it is not."""
         if self.rate > (1 - _FALL) * self.first_rate:
             return None
+        # The first place whose median of three is below the middle of both rates. Example: rates 3, 3, 3, 3, 1, 1, 1,
+        # ... have the middle 2. At n = 3 the samples 3, 1, 1 have the median 1, so the fall is reported at moment 2.
         middle, rates = (self.first_rate + self.rate) / 2, self._rates
         slow = (n for n in range(len(rates)) if statistics.median(rates[n : n + _AT_ONCE]) < middle)
         return self.moments[max(0, next(slow) - 1)]
@@ -82,6 +87,7 @@ class LongRun:
             f"It slows down from {self.first_rate / 1e9:.2f} to {self.rate / 1e9:.2f} GB/s after "
             f"{fall.written_bytes / 1e9:.1f} GB written ({fall.seconds / 60:.1f} minutes)"
         )
+        # Heat explains a fall as well as the end of a cache does, and can be cured.
         if heat and max(heat) >= HOT_CELSIUS:
             return f"{text}, hot.{warmth} Cool it (a heat sink, air that moves) and measure again. Plans take the lower rate."
         return (
