@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# A choice: no measurement says where a wait begins to matter.
 _SMALL_WAIT = 0.1
 """A step that waits for less than this share of its time would not be faster without any waiting worth the name."""
 _WORDS = {"read": "reads", "write": "writes", "compute": "compute", "optimizer": "the optimizer", "other": "other code"}
@@ -88,6 +89,7 @@ class StepReport:
     """The most host memory that the engine's buffers took in the step: what ``host_memory_budget`` limits. Python, its libraries
     and activations come on top. Several engines of a process count together."""
 
+    # Shares may add up to more than 1: drives, optimizer and model work side by side.
     compute_share = _share_of("compute_busy_seconds")
     drive_busy_share = _share_of("drive_busy_seconds")
     read_busy_share = _share_of("read_busy_seconds")
@@ -114,6 +116,7 @@ class StepReport:
     @property
     def other_seconds(self) -> float:
         """Neither computing nor waiting: the loop's own code, such as a data loader, and the engine's paging."""
+        # The two come from different clocks on a GPU, so the difference may be slightly negative.
         return max(0.0, self.compute_seconds - self.compute_busy_seconds)
 
     @property
@@ -134,6 +137,8 @@ class StepReport:
         Whatever was busy longest; or the training thread itself, when it hardly waited: then "compute", or "other" if it
         spent more of the step outside of forward and backward (a slow data loader, say).
         """
+        # Example: a step of 1.0 s that waits 0.4 s, with reads at a drive for 0.9 s and compute for 0.5 s: bound by
+        # "read". If it waits 0.05 s, drives cannot be the cause, however busy they are: bound by "compute".
         hardly_waits = self.wait_seconds < _SMALL_WAIT * self.seconds
         busy = self.busy_seconds
         return max(("compute", "other") if hardly_waits else busy, key=lambda name: busy[name])

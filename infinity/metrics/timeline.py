@@ -1,4 +1,4 @@
-"""Who was busy when: spans of computing, waiting, transfers and updates, in bounded memory; and their file.
+"""Records spans of computing, waiting, transfers and updates in bounded memory, and writes them as a trace.
 
 [Note: trace format] Perfetto (ui.perfetto.dev) and chrome://tracing open the file: a JSON object whose "traceEvents" are
 complete events ("ph": "X", a begin and a duration in microseconds) on threads, and metadata events ("ph": "M") that name
@@ -28,6 +28,7 @@ from swapper.volumes.publish import replacing
 
 logger = logging.getLogger(__name__)
 KEY = "infinity.timeline"
+# The newest spans and steps are kept, about 15 MB together.
 _MAX_SPANS = 1 << 16
 _MAX_STEPS = 1 << 14
 _THREADS_OF_A_ROW = 1000
@@ -67,7 +68,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """The last spans: each new one beyond a fixed number drops the oldest. Thread safe.
+    """The last spans: each new one beyond a fixed number drops the oldest. Any thread may call it.
 
     All of them take about 15 MB, which the host memory budget does not cover.
     """
@@ -81,6 +82,7 @@ class Timeline:
         check_writable(path)
         self._path = path
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
+        # A deque with `maxlen` drops from its other end: nobody waits when it is full.
         self._spans: deque[Span] = deque(maxlen=max_spans)
         self._num_added = 0
         self._steps: deque[tuple[Span, StepReport]] = deque(maxlen=_MAX_STEPS)
@@ -113,6 +115,7 @@ class Timeline:
     def spans(self) -> list[Span]:
         """All but the steps, in the order of their begin."""
         with self._lock:
+            # Copied under the lock: a deque must not change while it is iterated.
             kept = list(self._spans)
         return sorted(kept, key=lambda span: span.begin_seconds)
 
@@ -149,8 +152,12 @@ class Timeline:
         """See [Note: trace format]."""
         with self._lock:
             steps = list(self._steps)
+        # Ends of steps are sorted, so a binary search finds the step in which a span ended. None: it ended after the
+        # last one.
         ends = [span.end_seconds for span, _ in steps]
         numbers = [*(report.step for _, report in steps), None]
+        # Example: reads 0-3, 1-2, 2-4 (ns). The first takes thread 0, the second thread 1, because thread 0 is busy
+        # until 3. The third takes thread 1 again, which is free at 2.
         free_at: dict[Row, list[int]] = {row: [] for row in Row}  # of each thread of a row, in nanoseconds
         yield {"ph": "M", "pid": os.getpid(), "name": "process_name", "tid": 0, "args": {"name": "infinity"}}
         for span, report in steps:
@@ -168,6 +175,7 @@ class Timeline:
         # Whole nanoseconds: rounded apart, a begin and a duration could end behind the next begin.
         begin, end = (round((at - self.began_seconds) * 1e9) for at in (span.begin_seconds, span.end_seconds))
         number = next((number for number, until in enumerate(free_at) if until <= begin), len(free_at))
+        # Replaces the entry of a thread, or appends one if `number` is the length.
         free_at[number : number + 1] = [end]
         event = {"ph": "X", "name": span.name, "cat": span.row.name.lower(), "pid": os.getpid()}
         return {
@@ -180,6 +188,7 @@ class Timeline:
 
 
 def _thread(row: Row, number: int) -> int:
+    # Sorted by this number, rows are in the order of `Row`. 0 names the process.
     return 1 + row * _THREADS_OF_A_ROW + number
 
 
@@ -211,6 +220,7 @@ def check_writable(path: Path) -> None:
         raise ConfigError.value(KEY, str(path), "it is a directory", cure="Name a file in it")
     try:
         # The very thing that will happen in the end: permissions, read-only file systems and quotas all show up.
+        # A name of this process alone. `replacing` writes the real trace in the same directory.
         beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
         beside.touch(exist_ok=False)
         beside.unlink()
