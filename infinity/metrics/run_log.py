@@ -57,6 +57,7 @@ _DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(StepRepo
 
 class LossSpikes:
     """Finds losses that stand out of the last ones, by their median and median absolute deviation."""
+
     # A few outliers change neither of the two, unlike mean and standard deviation. Example: losses around 2.00 with a
     # median absolute deviation of 0.01. The deviation is 1.4826 * 0.01 = 0.0148, so a loss above 2.00 + 8 * 0.0148 =
     # 2.12 is a spike. If all losses are exactly 2.00, the deviation counts as 0.005 * 2.00 = 0.01, and 2.08 is the
