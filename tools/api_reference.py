@@ -41,6 +41,7 @@ INTEGRATIONS = {
     "accelerate": ["InfinityAccelerator"],
     "lightning": ["InfinityStrategy"],
 }
+
 PARTS_OF_THE_ENGINE = frozenset(
     """
     backward_together begin_run count_on counters forget_step loose make_room set_arguments num_not_held
@@ -59,6 +60,7 @@ This page lists every public name with its signature and the first paragraph of 
 """
 
 
+# Example: "(path: 'Path', kind: 'str' = <Kind.A: 1>)" becomes "(path: Path, kind: str = Kind.A)".
 _AS_WRITTEN = {
     r"(: |-> )(['\"])(.*?)\2": r"\1\3",  # annotations are texts
     r"<(\w+\.\w+): [^>]*>": r"\1",  # members of enums
@@ -74,6 +76,7 @@ def signature(name: str, value: Any) -> str:
         found = inspect.signature(value)
     except (TypeError, ValueError):
         return name
+    # `self` of a method that was taken from its class. A class "returns" itself, which says nothing.
     parameters = [each for each in found.parameters.values() if each.name != "self"]
     gives = found.empty if inspect.isclass(value) else found.return_annotation
     text = f"{name}{found.replace(parameters=parameters, return_annotation=gives)}"
@@ -86,6 +89,7 @@ def text_of(value: Any) -> str:
     """The first paragraph of its docstring, as Markdown; empty without one."""
     paragraph = (inspect.getdoc(value) or "").split("\n\n")[0]
     plain = re.sub(r":\w+:`([^`]*)`", r"`\1`", " ".join(paragraph.split())).replace("``", "`")
+    # A paragraph may end in a colon before a list; the page has the first paragraph alone.
     return plain if plain.endswith((".", ":", "?")) or not plain else f"{plain}."
 
 
@@ -95,6 +99,8 @@ def _constants(package: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in sorted((_ROOT / package).rglob("*.py")):
         body = ast.parse(path.read_text()).body
+        # Python keeps no text under an assignment at run time, so the source is parsed: `NAME = ...` followed by a
+        # string.
         for node, following in itertools.pairwise(body):
             match node, following:
                 case ast.Assign(targets=[ast.Name(name)]), ast.Expr(ast.Constant(str(text))):
@@ -104,9 +110,11 @@ def _constants(package: str) -> dict[str, str]:
 
 def members(cls: type) -> dict[str, Any]:
     """The public methods and properties of a class that stand in these packages, by name; none of a library's own class."""
+    # Their methods are the library's, which documents them.
     if cls.__module__.startswith("infinity.integrations"):
         return {}
     found: dict[str, Any] = {}
+    # Mixins of ours count, base classes of torch or pydantic do not. `setdefault`: the most derived one wins.
     for base in cls.__mro__:
         if base.__module__.split(".")[0] in ("infinity", "swapper"):
             for name, value in vars(base).items():
@@ -118,6 +126,7 @@ def members(cls: type) -> dict[str, Any]:
         if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, callables))
     }
     if issubclass(cls, Engine):
+        # `DeepSpeedEngine` inherits from `Engine`, whose names are on the page already.
         inherited = set() if cls is Engine else dir(Engine)
         return {name: value for name, value in found.items() if name not in PARTS_OF_THE_ENGINE.union(inherited)}
     return found
@@ -126,6 +135,7 @@ def members(cls: type) -> dict[str, Any]:
 def _member(name: str, value: Any) -> str:
     code = name
     if not isinstance(value, property | functools.cached_property):
+        # A classmethod in `vars(cls)` is a descriptor; its function has the signature.
         code = signature(name, getattr(value, "__func__", value)).replace("(cls, ", "(").replace("(cls)", "()")
     return item(f"`{code}`: {text_of(value)}")
 
@@ -147,6 +157,8 @@ def _class(cls: type) -> Iterator[str]:
 
 
 def _code(text: str) -> str:
+    # One argument a line. The pattern splits at commas before an argument's name, and not inside of brackets, as in
+    # dict[str, int].
     if len(text) > 110:
         head, _, rest = text.partition("(")
         inside, _, gives = rest.rpartition(")")
@@ -166,6 +178,7 @@ def entry(package: str, name: str, value: Any) -> str:
         names = ", ".join(f"`{each}`" for each in sorted(listed))
         parts.append(wrapped(f"A module: {text_of(value)} It has {names}."))
     elif inspect.isclass(value) or inspect.isroutine(value):
+        # A second name of another class: the page says which.
         alias = value.__name__ != name
         is_record = inspect.isclass(value) and (is_dataclass(value) or issubclass(value, enum.Enum))
         written = signature(name, value)
@@ -203,6 +216,7 @@ def undocumented() -> Iterator[str]:
 
 def reference() -> str:
     """The whole page. Exits where something in it would lack a text."""
+    # A public name without a text fails here, and so in the test that compares the page.
     if missing := ", ".join(undocumented()):
         raise SystemExit(f"without a docstring: {missing}")
     parts, chapter = [_BEGINNING], ""

@@ -14,6 +14,7 @@ from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
 _DOCS = _ROOT / "docs"
+# With the group, `split` keeps code blocks: every second part is code, in which nothing is rewritten.
 _CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _INCLUDE = re.compile(r"^<!-- include (\S+) -->$", re.MULTILINE)
@@ -26,9 +27,11 @@ _shown: set[str] = set()
 def linked(target: str, page: Path) -> Path | None:
     """The file of this repository that a link leads to; None for other places."""
     path = target.partition("#")[0]
+    # "#anchor" stays on the page, and "https:" leaves the repository.
     if not path or ":" in path:
         return None
     found = (page.parent / path).resolve()
+    # As GitHub shows a folder.
     found = found / "README.md" if found.is_dir() else found
     return found if found.is_file() and found.is_relative_to(_ROOT) else None
 
@@ -62,6 +65,7 @@ def rewritten(text: str, page: Path, at: str) -> str:
 
     def include(found: re.Match[str]) -> str:
         file = (page.parent / found[1]).resolve()
+        # Links in the included file are relative to it, and have to become relative to the page at `at`.
         return rewritten(file.read_text().partition("\n")[2], file, at)
 
     parts = _CODE.split(text)
@@ -74,6 +78,7 @@ def content(file: Path) -> str:
     text = file.read_text()
     if file.suffix == ".md":
         return rewritten(text, file, place(file))
+    # Four backticks: a script may have three in a docstring.
     return f"# {file.relative_to(_ROOT).as_posix()}\n\n````{_LANGUAGES.get(file.suffix, 'text')}\n{text}\n````\n"
 
 
@@ -81,6 +86,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add a page for each file outside docs/ to which pages lead."""
     from mkdocs.structure.files import File
 
+    # README files link to more files, so each new page is searched as well.
     waiting, seen = sorted(_DOCS.rglob("*.md")), set()
     while waiting:
         for file in sorted(links(waiting.pop()) - seen):

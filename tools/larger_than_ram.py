@@ -55,6 +55,7 @@ def make_model(num_layers: int) -> LlamaForCausalLM:
 
 def count_parameters(num_layers: int) -> int:
     """Without memory for any of them."""
+    # Meta tensors have shapes and no memory.
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in make_model(num_layers).parameters())
 
@@ -79,6 +80,7 @@ class Notes:
         self._path = path
 
     def write(self, **facts: Any) -> None:
+        # Opened and closed for each line: the process is killed with -9, and a buffer would be lost.
         with self._path.open("a") as file:
             file.write(json.dumps(facts) + "\n")
 
@@ -124,11 +126,13 @@ def batch_of(text: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
 def run_step(engine: infinity.Engine, notes: Notes, text: torch.Tensor, step: int) -> None:
     """One step, noted when it begins and when it has ended."""
     with part(notes, f"step {step + 1}"):
+        # The parent waits for this line, and kills the process within the step.
         notes.write(kind="begun", step=step)
         loss = engine(**batch_of(text, step)).loss
         engine.backward(loss)
         engine.step()
     norm = float(engine.get_global_grad_norm())
+    # `hex` keeps every bit of a float.
     notes.write(kind="step", step=step, loss=float(loss.detach()).hex(), norm=norm.hex())
 
 
@@ -138,6 +142,7 @@ def checksum(engine: infinity.Engine, notes: Notes) -> None:
     with part(notes, "checksum of all weights"), torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             found = zlib.crc32(name.encode(), found)
+            # Weights rest on the drive: `clone` fetches one at a time.
             found = zlib.crc32(parameter.clone().reshape(-1).view(torch.uint8).numpy(), found)
     notes.write(kind="checksum", value=f"{found:08x}")
 
@@ -153,6 +158,7 @@ def first_process(arguments: argparse.Namespace, notes: Notes) -> None:
         for step in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
             run_step(engine, notes, text, step)
         checksum(engine, notes)
+        # Goes on until the parent kills it.
         for step in range(STEPS_BEFORE + STEPS_AFTER, 1000):
             run_step(engine, notes, text, step)
 
@@ -171,6 +177,7 @@ def second_process(arguments: argparse.Namespace, notes: Notes) -> None:
         with part(notes, "save_pretrained"):
             engine.save_pretrained(arguments.directory / "exported")
         evaluate(engine, notes, text)
+        # Restoring would bring all weights into memory, where they do not fit.
         engine.close(restore_weights=False)
 
 
@@ -203,10 +210,12 @@ PROCESSES = {"train": first_process, "resume": second_process, "load": third_pro
 def choose_layers(arguments: argparse.Namespace) -> int:
     """As many as were asked for, or as the disk has room for; says why if it is fewer."""
     whole = count_parameters(SIZE.num_layers)
+    # Parameters of one layer; embeddings and head are the rest.
     of_one = (whole - count_parameters(0)) // SIZE.num_layers
     if arguments.layers is not None:
         return int(arguments.layers)
     free = shutil.disk_usage(arguments.nvme_path).free
+    # Leaves a tenth of the disk free.
     fitting = int(free * 0.9 / BYTES_PER_PARAMETER / of_one)
     if fitting < 1:
         raise SystemExit(f"{arguments.nvme_path} has {free / 1e9:.1f} GB free: not enough for one layer")
@@ -233,6 +242,7 @@ def kill_in_a_step(process: subprocess.Popen[bytes], notes: Notes) -> None:
     while process.poll() is None:
         if any(facts["step"] == last for facts in notes.of("begun")):
             seconds = [facts["seconds"] for facts in notes.of("part") if facts["what"].startswith("step")]
+            # Somewhere in the step: between a tenth and nine tenths of the shortest one.
             time.sleep(random.uniform(0.1, 0.9) * min(seconds))
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -251,6 +261,7 @@ def run(arguments: argparse.Namespace, group: Cgroup) -> bool:
     for name in PROCESSES:
         notes[name] = Notes(arguments.directory / f"{name}.jsonl")
         console.rule(name)
+        # The peak of each process by itself. Without a reset, the largest so far would be shown for all that follow.
         counts_group = memory is not None and memory.reset_peak()
         process = start(arguments, name, group)
         try:

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+# Characters of a line in a page.
 WIDTH = 118
 
 
@@ -24,6 +25,7 @@ def item(text: str) -> str:
 def between(marks: tuple[str, str], printed: str, page: Path) -> str:
     """A page's text, with what is printed between its two marks."""
     text = page.read_text()
+    # Text before the first mark and behind the second one is written by hand, and stays.
     return f"{text.partition(marks[0])[0]}{marks[0]}\n\n{printed}\n{marks[1]}{text.partition(marks[1])[2]}"
 
 

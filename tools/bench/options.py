@@ -68,6 +68,7 @@ def problem_of(given: argparse.Namespace, **controllers: tuple[bool, str, str]) 
             what to do without.
     """
     path, python = given.nvme_path, given.peer_python
+    # Overlay and tmpfs: the kernel counts no bytes of them in /proc/PID/io.
     if block_device(path) is None:
         return (
             f"--nvme-path {path} lies on no block device, so its bytes could not be counted; "
@@ -83,12 +84,14 @@ def problem_of(given: argparse.Namespace, **controllers: tuple[bool, str, str]) 
 
 def describe_machine(directory: Path) -> dict[str, Any]:
     """Processor, memory, drive, accelerator and versions, as plain values for the table and the JSON."""
+    # Variables that all participants get, see `participant.ENVIRONMENT`.
     environment = ", ".join(f"{name}={os.environ.get(name, value)}" for name, value in ENVIRONMENT.items())
     return description.describe_machine(directory) | {"revision": _revision(), "environment": environment}
 
 
 def version_in(python: str, distribution: str) -> str | None:
     """Version of `distribution` in another interpreter's environment, None if it is not installed there."""
+    # Asks for the metadata alone: importing DeepSpeed takes seconds, and may fail without a GPU.
     code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
     answer = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     return answer.stdout.strip() if answer.returncode == 0 else None

@@ -121,6 +121,7 @@ def build_model(workload: Workload, device: str = "cpu") -> torch.nn.Module:
         tie_word_embeddings=False,
         use_cache=False,
     )
+    # transformers builds in the default dtype, which is global: restored whatever happens.
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, workload.dtype))
     try:
@@ -141,6 +142,7 @@ def micro_batches(workload: Workload, device: torch.device | str = "cpu") -> Ite
     """Endless micro-batches of random tokens, the same sequence for every participant."""
     import torch
 
+    # Not the global one, which the model's dropout or a peer may have used.
     generator = torch.Generator().manual_seed(1)
     shape = (workload.batch_size, workload.seq_len)
     while True:

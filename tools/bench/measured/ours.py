@@ -39,6 +39,7 @@ class Ours(Program):
         self._reports: list[Any] = []
         self._moved, self._counts = (0, 0), bool(settings.get("counts_bytes"))
         config = make_config(workload, settings)
+        # For models that do not fit into memory: weights go to the drive as they are made.
         with Init(config_dict_or_path=config) if settings.get("builds_on_drive") else contextlib.nullcontext():
             model = build_model(workload, settings.get("build_on", "cpu"))
         self._engine, *_ = initialize(model=model, config=config)
@@ -70,6 +71,7 @@ class Ours(Program):
         reports, self._reports = self._reports, []
         if self._timeline is not None:
             self._engine.save_timeline(self._timeline)
+        # A turn of one step has only that one report.
         return [_plain(report) | _shards(report) for report in reports[1:] or reports]
 
     def describe(self) -> dict[str, Any]:
@@ -87,6 +89,7 @@ class Ours(Program):
 
     def close(self) -> None:
         """Releases the volumes."""
+        # The process ends: weights need not go back into the model.
         self._engine.close(restore_weights=False)
 
 
