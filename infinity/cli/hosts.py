@@ -15,10 +15,10 @@ Hosts = dict[str, list[int]]
 
 
 def read_hostfile(path: Path) -> Hosts:
-    """Lines like ``worker-1 slots=8``; what follows a ``#`` is a comment.
+    """Read lines such as ``worker-1 slots=8``. ``#`` begins a comment.
 
     Raises:
-        ConfigError: it is no text, a line is none of these, a host appears twice or is no host's name, or there is no host.
+        ConfigError: it is not text, a line is malformed, a host appears twice or has no valid name, or none is given.
     """
     found: Hosts = {}
     try:
@@ -45,17 +45,19 @@ def read_hostfile(path: Path) -> Hosts:
 
 
 def largest_slot(choice: str) -> int:
-    """Of those that `chosen` would be given; -1 if it names none."""
+    """Return the largest slot that ``choice`` names; -1 if it names none."""
     # "worker-1@worker-2:0,2" -> ["", "0", "2"]; a host without slots gives "", which is no number.
     numbers = [slot for part in choice.split("@") for slot in part.partition(":")[2].split(",")]
     return max((int(slot) for slot in numbers if slot.isdecimal()), default=-1)
 
 
 def chosen(hosts: Hosts, include: str, exclude: str) -> Hosts:
-    """What ``include`` names, or all but what ``exclude`` names: ``worker-1@worker-2:0,2`` is one host, and two slots of another.
+    """Return the hosts and slots that ``include`` names, or all but those that ``exclude`` names.
+
+    ``worker-1@worker-2:0,2`` is one host, and two slots of another.
 
     Raises:
-        ConfigError: both are given, they name what is not there, or nothing is left.
+        ConfigError: both are given, a host or slot does not exist, or nothing is left.
     """
     if include and exclude:
         raise ConfigError("--include and --exclude are both given. Take one")

@@ -164,15 +164,14 @@ def commands_of(hosts: Hosts, arguments: SimpleNamespace, environment: Mapping[s
 def run_all(commands: Mapping[str, Sequence[str]]) -> None:
     """Run one command per host until all have ended; the first that fails ends the others, and so does a signal to this process.
 
-    A command gets SIGTERM, which torchrun and ssh hand on, and half a minute later, or at a second signal, SIGKILL; each
-    time with all processes that it has started in its own session.
+    To end a command, its process group gets SIGTERM, and SIGKILL 40 seconds later or at a second signal.
 
     Args:
         commands: by host.
 
     Raises:
-        InfinityError: one has failed; which, and its exit status.
-        SystemExit: SIGTERM, SIGINT or SIGHUP has come; with 128 and its number, as shells say it.
+        InfinityError: a command has failed; names its host and exit status.
+        SystemExit: a signal was received. The status is 128 and its number, as in shells.
     """
     started: dict[str, subprocess.Popen[bytes]] = {}
     with _signals() as received:

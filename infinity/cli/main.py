@@ -107,7 +107,7 @@ _NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 def run(command: click.Command, name: str, arguments: Sequence[str]) -> int:
-    """Run a command; what was wrong is printed in one line, and the exit status returned."""
+    """Run a command, print an error as one line, and return the exit status."""
     # Exit statuses of all commands are decided here, so that they are the same everywhere.
     _let_streams_take_all()
     try:
@@ -159,7 +159,7 @@ def _print_error(line: str, status: int) -> int:
 
 
 def _words(error: OSError) -> str:
-    """What the system refused, of which file, and what to do."""
+    """Describe an error of the system: the file, the reason, and the cure."""
     if error.errno is None or error.strerror is None:
         return f"{type(error).__name__}: {first_line(str(error))}"
     where = "" if error.filename is None else f"{os.fspath(error.filename)}: "

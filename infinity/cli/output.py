@@ -39,12 +39,12 @@ def json_option(function: _F) -> _F:
 
 
 def print_json(value: Any) -> None:
-    """Print plain values; paths and the like as texts, and null for numbers that are not finite, which JSON does not have."""
+    """Print plain values as JSON. Other objects become texts, and numbers that are not finite become null."""
     click.echo(_as_json(value))
 
 
 def write_json(value: Any, path: Path) -> None:
-    """As `print_json`, to a file, or to stdout where `path` says so."""
+    """As `print_json`, to a file, or to stdout if `path` is "-"."""
     if path == Path(STDOUT):
         print_json(value)
     else:
@@ -67,7 +67,7 @@ def _finite(value: Any) -> Any:
 
 
 def table(*columns: str, has_header: bool = True, keeps_first: bool = False) -> Table:
-    """An empty table in the style of all others; cells fold, the first column's not with ``keeps_first``."""
+    """Return an empty table. Long cells fold; with ``keeps_first``, those of the first column do not."""
     from rich.table import Table  # here, since `--help` and completion import this file
 
     made = Table(box=None, pad_edge=False, show_header=has_header)
@@ -86,7 +86,7 @@ def print_facts(facts: Iterable[tuple[str, str]]) -> None:
 
 
 def display(what: RenderableType, *, style: str | None = None, **settings: Any) -> None:
-    """Print a table, or a text as it stands: nothing in it is taken for markup. ``settings``: of the `Console`."""
+    """Print a table, or a text without interpreting markup in it. ``settings``: of the `Console`."""
     from infinity.console import Console
 
     Console(highlight=False, **settings).print(what, style=style, markup=False)

@@ -154,7 +154,7 @@ def plan(
 
 
 def _machine(paths: Sequence[Path], asked: SimpleNamespace) -> tuple[Machine, str]:
-    """This machine, with what is described in place of what it has; and where its computing speed is from."""
+    """Return this machine with the described values in place of its own, and the source of its computing speed."""
     from infinity.machine.bandwidth_cache import now
     from infinity.machine.description import measure_flops_per_second
     from infinity.machine.hardware import measure_copies
@@ -212,7 +212,7 @@ def _largest_words(most: tuple[int, int] | None) -> str:
 
 
 def _config(file: Path, directories: Sequence[Path]) -> InfinityConfig:
-    """The config, with its states in these directories if any are given."""
+    """Load the config, with its states in these directories if any are given."""
     paths = [str(path) for path in directories]
     keys = [f"zero_optimization.{name}.nvme_path" for name in ("offload_param", "offload_optimizer")] if paths else []
     return loaded_for_one(file, dict.fromkeys(keys, paths))

@@ -19,7 +19,7 @@ ANY_BATCH = {MICRO: 1, TRAIN: None, ACCUMULATION: None}
 def resolve_batch_sizes(
     root: RootBlock, *, auto: Collection[str], world_size: int
 ) -> tuple[int | None, int | None, int, list[Decision]]:
-    """Fill in what is missing, as DeepSpeed does; what it leaves undivided is an error here.
+    """Fill in missing batch sizes, as DeepSpeed does. A division with a remainder is an error.
 
     Args:
         root: the config.

@@ -13,7 +13,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_precision(root: RootBlock) -> tuple[torch.dtype, LossScaling | None]:
-    """The compute dtype, and with fp16 the loss scaling.
+    """Return the compute dtype, and with fp16 the loss scaling.
 
     Raises:
         ConfigError: two dtypes at once, one that contradicts `data_types`, or a scaling that makes no sense.
@@ -39,12 +39,12 @@ def _compute_name(root: RootBlock) -> str:
 
 
 def scales_loss(root: RootBlock) -> bool:
-    """Whether gradients are computed in fp16, so that losses are scaled and overflows are looked for."""
+    """Whether gradients are computed in fp16, so that losses are scaled and overflows checked."""
     return root.fp16.enabled or (root.torch_autocast.enabled and root.torch_autocast.dtype == "fp16")
 
 
 def resolve_autocast(root: RootBlock) -> torch.dtype | None:
-    """The dtype of ``torch.autocast`` around the model; None without.
+    """Return the dtype of ``torch.autocast`` around the model; None without.
 
     Raises:
         ConfigError: the weights are in the other narrow dtype.

@@ -34,7 +34,7 @@ def tidy(raw: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
 
 
 def validate(tidied: Mapping[str, Any]) -> RootBlock:
-    """The second pass: types and ranges.
+    """The second pass: check types and ranges.
 
     Raises:
         ConfigError: names the first key that is wrong, and lists the others.
@@ -92,7 +92,7 @@ def _tidy_block(cls: type[Block], raw: Mapping[str, Any], path: str, findings: F
 
 
 def _tidy_value(field: FieldInfo, value: object, path: str, findings: Findings) -> Any:
-    """The value without what is to be dropped in it; None when all of it is."""
+    """Return a value without the parts that are dropped; None if all of it is."""
     # "auto" leaves the key out, so that pydantic sets the default. `resolve` still learns of it from `findings.auto`.
     if is_auto(value):
         findings.auto.append(path)

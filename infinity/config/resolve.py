@@ -433,7 +433,7 @@ def _resolve_main_weights(book: _Book, compute_dtype: torch.dtype) -> MainWeight
 def _resolve_gradient_dtype(
     book: _Book, compute_dtype: torch.dtype, num_micro_batches: int
 ) -> tuple[GradientDtype, bool]:
-    """The dtype in which gradients wait, and whether it may round their sums."""
+    """Return the dtype of gradients that wait for their update, and whether it may round their sums."""
     key, chosen = "infinity.gradient_dtype", book.root.infinity.gradient_dtype
     # Worked cases of "auto", with bf16 weights on NVMe:
     #   1 process, 1 micro-batch:   "bf16": autograd's gradient is bf16 already, nothing is rounded

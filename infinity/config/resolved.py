@@ -140,7 +140,7 @@ class DurableSection:
 
 @dataclass(frozen=True)
 class MonitorsSection:
-    """Where curves are written: absolute directories for this run's, and the block `wandb`. None where they are not."""
+    """Where curves are written: absolute directories of this run, and the block `wandb`. None switches a monitor off."""
 
     tensorboard: Path | None = None
     csv: Path | None = None
@@ -149,7 +149,7 @@ class MonitorsSection:
 
 @dataclass(frozen=True)
 class InfinitySection:
-    """`infinity`. Budgets and sizes are None when the engine is to choose them.
+    """`infinity`. Budgets and sizes are None if the engine chooses them.
 
     Attributes:
         host_memory_budget: bytes of host memory for parameters, states and buffers.

@@ -34,12 +34,12 @@ class _Object(dict[str, Any]):
 
 
 def ready_names() -> list[str]:
-    """Names of the configs that come with the package."""
+    """Return the names of the configs that come with the package."""
     return sorted(path.stem for path in _READY.glob("*.json"))
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Content of a config file, or of a ready config by its name (`ready_names`). An existing file comes first."""
+    """Return the content of a config file, or of a ready config by its name. An existing file comes first."""
     # A file of your own named like a ready config wins.
     if not path.exists() and str(path) in ready_names():
         path = _READY / f"{path}.json"
@@ -57,10 +57,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_text(text: str, *, source: str = "config text") -> dict[str, Any]:
-    """Content of a config given as text.
+    """Return the content of a config given as text.
 
     Raises:
-        ConfigError: with line and column, or with the dotted path of a key that stands there twice.
+        ConfigError: with line and column, or with the dotted path of a duplicate key.
     """
     try:
         content = json.loads(blank_comments(text), object_pairs_hook=_Object)

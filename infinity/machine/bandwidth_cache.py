@@ -55,7 +55,7 @@ _FILE = TypeAdapter(_File)
 
 
 def load(directories: Sequence[Path]) -> BandwidthCache | None:
-    """What was measured last on the drives under these directories, on this machine; None if they never were."""
+    """Return the last result for the drives under these directories, on this machine; None without one."""
     try:
         return _read().get(_key(directories))
     # Without a result the defaults hold, so no error is worth an exception here.
@@ -70,7 +70,7 @@ def measured_bandwidth(directories: Sequence[Path]) -> Bandwidth | None:
 
 
 def store(directories: Sequence[Path], measured: BandwidthCache) -> None:
-    """Keep a result; what others have stored meanwhile stays."""
+    """Store a result. Results that other processes have stored meanwhile are kept."""
     try:
         path, key = cache_path(), _key(directories)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def store(directories: Sequence[Path], measured: BandwidthCache) -> None:
 
 
 def now() -> str:
-    """Local date and time as they are stored."""
+    """Return local date and time as they are stored."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
@@ -105,7 +105,7 @@ def cache_path() -> Path:
 
 
 def _key(directories: Sequence[Path]) -> str:
-    """What a measurement holds for: this machine and its kernel, and the directories in their order.
+    """Return the key of a result: this machine and its kernel, and the directories in their order.
 
     Raises:
         OSError: a directory is missing.
@@ -120,7 +120,7 @@ def _key(directories: Sequence[Path]) -> str:
 
 
 def _read() -> Mapping[str, BandwidthCache]:
-    """The entries of the file; none if it does not exist or is damaged."""
+    """Return the entries of the file; none if it does not exist or is damaged."""
     try:
         path = cache_path()
         if not path.is_file():

@@ -34,7 +34,7 @@ _EXTRAS = {
 
 
 def computing_findings(*, measures: bool = True) -> Iterator[Finding]:
-    """All of them; ``measures``: copies to and from the GPU, too."""
+    """Yield all findings of this module. ``measures``: also measure copies to and from the GPU."""
     system = f"{platform.system()} {platform.release()}"
     yield note(
         "versions",
@@ -96,7 +96,7 @@ def _processors() -> Finding:
 
 
 def _quota() -> float | None:
-    """Processors that the control group allows, as a fraction; None without a limit."""
+    """Return how many processors the control group allows, as a fraction; None without a limit."""
     try:
         if _CPU_LIMIT.is_file():
             allowed, period = _CPU_LIMIT.read_text().split()
@@ -131,7 +131,7 @@ def _gpu() -> Finding:
 
 
 def _of_the_gpu(*, measures: bool) -> Iterator[Finding]:
-    """Its links, its copies, and whether it has memory of its own."""
+    """Yield findings about the links and copies of GPUs, and about unified memory."""
     for device in gpu_devices():
         # An idle GPU lowers the speed of its link to save power, so only its number of lanes is judged.
         yield link_finding(device, rests=True)

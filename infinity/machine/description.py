@@ -50,8 +50,7 @@ def _processor() -> str:
 
 
 def measure_flops_per_second() -> tuple[float, str]:
-    """Floating point operations per second of square bf16 matrices, the most that a model can reach, and the device's
-    name."""
+    """Multiply bf16 matrices; return operations per second, the most that a model can reach, and the device's name."""
     # A product of two n x n matrices takes 2 * n^3 operations: 1.1e12 on a GPU, 2.1e9 on a CPU. Small ones would
     # measure the launch of kernels.
     kind, size = ("cuda", 8192) if torch.cuda.is_available() else ("cpu", 1024)

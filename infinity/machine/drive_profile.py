@@ -80,7 +80,7 @@ QUICK = Effort(512 << 20, fill_seconds=15.0, sample_seconds=0.15, num_rounds=3)
 
 @dataclass
 class DriveProfile:
-    """What was measured, sample by sample, so that an end at any moment loses nothing."""
+    """The samples that were measured so far. An interrupted measurement keeps them."""
 
     directories: list[Directory]
     samples: dict[IOSetting, list[Sample]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class DriveProfile:
     """The best setting over minutes, if that was asked for."""
 
     def stop(self, reason: str) -> None:
-        """Take note that it is not complete, and why."""
+        """Record why the measurement is not complete."""
         self.stopped_by = reason
 
     def rates(self, setting: IOSetting) -> list[float]:
@@ -114,7 +114,7 @@ class DriveProfile:
         return _cpu_per_byte(_typical(self.samples[setting])) * 1e9
 
     def advice(self) -> BandwidthCache | None:
-        """The best setting of these samples, and what it reaches; None without any."""
+        """Return the best setting and its rates; None if the measurement is not complete."""
         if self.stopped_by is not None or not self.samples:
             return None
         # Only settings that took part in every round: the finalists have more samples, and are compared with each
@@ -133,7 +133,7 @@ class DriveProfile:
         return BandwidthCache(best.setting, Bandwidth(read, write, mixed, now()), best.cpu_cores)
 
     def block(self, setting: IOSetting) -> Block:
-        """The config that makes the engine work like ``setting``. A queue's depth counts for each thread."""
+        """Return the part of a config that makes the engine use ``setting``."""
         return {
             "aio": {
                 "block_size": setting.request_bytes,
@@ -146,24 +146,24 @@ class DriveProfile:
 
 
 def default_setting() -> IOSetting:
-    """What the engine does when its config says nothing and io_uring is not faster."""
+    """Return the setting of an engine whose config has none, if io_uring is not faster."""
     io = load_config(ANY_BATCH, check_storage=False).io
     # `candidates` may not contain the defaults; `settings_for` adds them, so that the report can compare.
     return IOSetting("threads", io.request_bytes, io.num_threads, io.max_inflight)
 
 
 def suitable_backends(directories: Sequence[Directory]) -> tuple[BackendName, ...]:
-    """What may be able to move bytes there."""
+    """Return the backends that may work in these directories."""
     # aiofiles is the backend for network file systems.
     is_network = any(describe_drive(directory.path).is_network for directory in directories)
     return ("aiofiles", "threads") if is_network else ("threads", "uring")
 
 
 def candidates(backends: Sequence[BackendName], num_drives: int = 1) -> list[IOSetting]:
-    """Settings to try, those with few bytes in flight first.
+    """Return the settings to try, those with few bytes in flight first.
 
     Args:
-        backends: what may be able to move the bytes here.
+        backends: those that may work.
         num_drives: how many directories share the work.
     """
     # Setting -> bytes in flight on all drives.
@@ -185,7 +185,7 @@ def candidates(backends: Sequence[BackendName], num_drives: int = 1) -> list[IOS
 
 
 def choose(samples: Sequence[Sample]) -> Sample:
-    """The best of some samples of one workload; see [Note: choosing a setting]."""
+    """Return the best of some samples of one workload, see [Note: choosing a setting]."""
     fastest = max(sample.bytes_per_second for sample in samples)
     tied = [sample for sample in samples if sample.bytes_per_second >= (1 - _SPEED_TIE) * fastest]
     cheapest = min(map(_cpu_per_byte, tied))
@@ -199,7 +199,7 @@ def _cpu_per_byte(sample: Sample) -> float:
 
 
 def _typical(samples: Sequence[Sample]) -> Sample:
-    """One sample at the median rate, with the processor time that all of them took per byte."""
+    """Return one sample at the median rate, with the mean processor time per byte."""
     # The median rate ignores an outlier. Processor time per byte is that of all samples together.
     rate = statistics.median(sample.bytes_per_second for sample in samples)
     read, written = sum(each.read_bytes for each in samples), sum(each.write_bytes for each in samples)
@@ -208,14 +208,14 @@ def _typical(samples: Sequence[Sample]) -> Sample:
 
 
 def settings_for(directories: Sequence[Directory]) -> list[IOSetting]:
-    """What a profile measures: all candidates, and what the engine does when its config says nothing."""
+    """Return the settings that a profile measures: all candidates, and the default."""
     settings = candidates(suitable_backends(directories), len(directories))
     return list(dict.fromkeys([*settings, default_setting()]))
 
 
 @contextlib.contextmanager
 def drive_test(found: DriveProfile, effort: Effort) -> Iterator[DriveTest]:
-    """Nameless test files in the directories, whose place is free again afterwards, whatever ends the program.
+    """Open test files in the directories. They have no name, so they vanish with the process.
 
     Raises:
         RuntimeError: there is too little space.
@@ -266,7 +266,7 @@ def sweep(
 
 
 def hold_for(test: DriveTest, found: DriveProfile, seconds: float, progress: Progress) -> None:
-    """After a `sweep`: keep the best setting going for so long, which shows where a drive's cache ends.
+    """Run the best setting of a `sweep` for ``seconds``, to find where the cache of a drive ends.
 
     Raises:
         SwapperError: a drive failed.
@@ -300,7 +300,7 @@ def _add(test: DriveTest, found: DriveProfile, setting: IOSetting, seconds: floa
 
 
 def _test_space(directories: Sequence[Directory], file_bytes: int) -> tuple[list[Directory], int]:
-    """The directories with what a test may take of each, and the size of the files.
+    """Return the directories with the space that a test may use in each, and the size of the files.
 
     Raises:
         RuntimeError: there is too little.

@@ -61,7 +61,7 @@ class PciDevice:
 
 @dataclass(frozen=True)
 class Health:
-    """What an NVMe drive says of itself; None where it is not said, or not to this user."""
+    """The health log of an NVMe drive. None: not reported, or not to this user."""
 
     celsius: float | None = None
     used_percent: int | None = None
@@ -75,14 +75,14 @@ def _link(gigatransfers: float, lanes: int) -> str:
 
 
 def _link_rate(gigatransfers: float, lanes: int) -> float:
-    """Bytes per second each way."""
+    """Return the bytes per second of a link in each direction."""
     # Example: 16 GT/s x 4 lanes: 16e9 * 4 * 128/130 bits = 63e9 bits, 7.9 GB/s. 2.5 and 5 GT/s send 8 of 10 bits: 0.1
     # bytes per transfer.
     return gigatransfers * 1e9 * lanes * _BYTES_PER_TRANSFER.get(gigatransfers, 128 / 130 / 8)
 
 
 def pci_device(name: str, folder: Path) -> PciDevice | None:
-    """The PCIe device that a folder of sysfs belongs to: itself, or the next one above. None if there is none."""
+    """Return the PCIe device at a folder of sysfs or at its nearest parent; None without one."""
     # sysfs nests devices: .../0000:00:01.0/0000:01:00.0/nvme/nvme0/nvme0n1. The first folder upwards with a link speed
     # is the PCIe device.
     place = folder.resolve()
@@ -110,12 +110,12 @@ def _text(path: Path) -> str:
 
 
 def drive_device(block_device: str) -> PciDevice | None:
-    """The PCIe device of a drive, for example of ``"nvme0n1"``."""
+    """Return the PCIe device of a drive such as ``"nvme0n1"``."""
     return pci_device(block_device, SYS / "block" / block_device / "device")
 
 
 def gpu_devices() -> list[PciDevice]:
-    """Those of the GPUs that torch sees, as far as the system tells."""
+    """Return the PCIe devices of the GPUs that torch sees, as far as sysfs has them."""
     if not torch.cuda.is_available():
         return []
     found = []
@@ -131,7 +131,7 @@ def gpu_devices() -> list[PciDevice]:
 
 
 def link_finding(device: PciDevice, *, rests: bool) -> Finding:
-    """What a device's link is. ``rests``: its speed now says nothing, only its lanes do."""
+    """Judge the link of a device. ``rests``: it is idle, so only its lanes count and not its speed."""
     speed, what = device.most_gigatransfers if rests else device.gigatransfers, f"link of {device.name}"
     now, most = _link_rate(speed, device.lanes), _link_rate(device.most_gigatransfers, device.most_lanes)
     # A narrower or slower link loses half as a rule, so the tolerance is only for rounding.
@@ -143,7 +143,7 @@ def link_finding(device: PciDevice, *, rests: bool) -> Finding:
 
 
 def node_finding(devices: Sequence[PciDevice]) -> Finding | None:
-    """Whether this process, its GPU and its drives are next to the same memory; None on a machine of one node.
+    """Judge whether this process, its GPU and its drives are on one NUMA node; None on a machine of one node.
 
     ``devices``: GPUs before drives.
     """
@@ -180,7 +180,7 @@ def _processors(node: int) -> set[int]:
 
 
 def health(block_device: str) -> Health:
-    """How an NVMe drive is doing: its temperature from sysfs, its wear from the drive itself, which only root may ask."""
+    """Return temperature and wear of an NVMe drive. Wear comes from the drive itself, which only root may ask."""
     if not block_device.startswith("nvme"):
         return Health()
     controller = block_device[: block_device.index("n", 4)]  # nvme0n1 -> nvme0
@@ -219,7 +219,7 @@ def _health_log(controller: Path) -> bytes:
 
 
 def health_finding(block_device: str) -> Finding | None:
-    """What a drive says of its heat and wear; None if it says nothing."""
+    """Judge temperature and wear of a drive; None if it reports neither."""
     found, told = health(block_device), []
     if found.celsius is not None:
         told.append(f"{found.celsius:.0f} °C")
@@ -300,7 +300,7 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def copy_finding(copies: Copies) -> Finding:
-    """What copies between host and GPU come to."""
+    """Judge the speed of copies between host and GPU."""
     text = f"{size(copies.up)}/s up, {size(copies.down)}/s down"
     if copies.refused:
         refused = (

@@ -23,10 +23,10 @@ _SECONDS = 0.3
 
 
 def this_machine(directories: Sequence[Path], *, asks_gpu: bool = True) -> Machine:
-    """This machine, with states in these directories; without its GPU unless ``asks_gpu``.
+    """Describe this machine, with states in these directories; without its GPU unless ``asks_gpu``.
 
     Raises:
-        VolumeError: nothing can be said of a directory.
+        VolumeError: a directory cannot be examined.
     """
     free, on_gpu = free_bytes(), None
     if asks_gpu and torch.cuda.is_available():
@@ -43,10 +43,10 @@ def this_machine(directories: Sequence[Path], *, asks_gpu: bool = True) -> Machi
 
 
 def room_bytes(directories: Sequence[Directory]) -> int | None:
-    """What they have room for together, what a run that goes on has there included; None: no limit.
+    """Return the space that directories have together, including the files of a resumed run; None: no limit.
 
     Raises:
-        VolumeError: nothing can be said of one.
+        VolumeError: a directory cannot be examined.
     """
     return together([_room(each) for each in directories])
 
@@ -60,7 +60,10 @@ def _room(directory: Directory) -> Room:
 
 
 def bandwidth_of(config: InfinityConfig) -> Bandwidth | None:
-    """What is known of a config's drives; None if one was never measured. Those of weights and of states work side by side."""
+    """Return the measured bandwidth of a config's drives; None if one was never measured.
+
+    Drives of weights and drives of states work in parallel, so their rates add up.
+    """
     sections = (config.offload_param, config.offload_optimizer)
     found = [measured_bandwidth(paths) for paths in {s.nvme_paths: None for s in sections if s.device == "nvme"}]
     known = [bandwidth for bandwidth in found if bandwidth is not None]
@@ -77,9 +80,9 @@ def bandwidth_of(config: InfinityConfig) -> Bandwidth | None:
 
 
 def glance(directories: Sequence[Path]) -> Bandwidth | None:
-    """What the drives do in a third of a second, of which 32 MiB on each are written; None if that cannot be found out.
+    """Measure drives for a third of a second, with 32 MiB written on each; None if that fails.
 
-    `measured_bandwidth` is better: it is what a long measurement found.
+    `measured_bandwidth` is more accurate: it comes from a long measurement.
     """
     try:
         mixed = rate_at_a_glance([Directory(path) for path in directories], _SECONDS)

@@ -41,7 +41,7 @@ class Moment:
 
 @dataclass
 class LongRun:
-    """What a drive did under the mix of an optimizer step, sample by sample."""
+    """Samples of a drive under the mix of reads and writes of an optimizer step."""
 
     moments: list[Moment] = field(default_factory=list)
 
@@ -51,7 +51,7 @@ class LongRun:
 
     @property
     def first_rate(self) -> float:
-        """Bytes per second at its begin."""
+        """Bytes per second at the beginning."""
         # The cache of the drive still takes all writes.
         return statistics.median(self._rates[:_AT_ONCE])
 
@@ -62,7 +62,7 @@ class LongRun:
 
     @property
     def fell_at(self) -> Moment | None:
-        """From where on it is slower; None if it is not."""
+        """The sample before the rate falls; None if it does not fall."""
         if self.rate > (1 - _FALL) * self.first_rate:
             return None
         # The first place whose median of three is below the middle of both rates. Example: rates 3, 3, 3, 3, 1, 1, 1,
@@ -72,7 +72,7 @@ class LongRun:
         return self.moments[max(0, next(slow) - 1)]
 
     def words(self) -> str:
-        """What was found, and what to do."""
+        """Describe the result, and what to do."""
         end = self.moments[-1]
         heat = [each.celsius for each in self.moments if each.celsius is not None]
         warmth = f" It went from {heat[0]:.0f} to {max(heat):.0f} °C." if heat else ""
@@ -114,15 +114,15 @@ def hold(
     progress: Callable[[str, float], None],
     keep: Callable[[Sample], None],
 ) -> LongRun:
-    """Keep a drive busy with the mix of an optimizer step.
+    """Measure a drive with the mix of reads and writes of an optimizer step.
 
     Args:
         test: the drive.
         setting: how requests are made.
         seconds: how long; at least twelve samples are taken.
-        celsius: the temperature now; None if it is not told.
-        progress: told what is done, and which share of it.
-        keep: gets each sample.
+        celsius: returns the temperature now; None if it is not known.
+        progress: called with a text and the finished fraction.
+        keep: called with each sample.
 
     Raises:
         SwapperError: the drive failed.

@@ -35,7 +35,7 @@ _BLOCK_DEVICES = Path("/sys/block")
 
 
 def storage_findings(directories: Sequence[Path], *, measures: bool) -> Iterator[Finding]:
-    """Each directory by itself.
+    """Yield the findings about each directory, then those about all drives.
 
     Args:
         directories: where states would lie.
@@ -80,10 +80,10 @@ def _findings(drive: Drive, *, measures: bool) -> Iterator[Finding]:
 
 
 def writable_drive(path: Path) -> Drive:
-    """What is under a directory.
+    """Return the drive under a directory.
 
     Raises:
-        VolumeError: it is none that can be written to.
+        VolumeError: it is not a directory, or not writable.
     """
     drive = describe_drive(path)
     if not path.is_dir():
@@ -183,7 +183,7 @@ def _of(choice: Choice) -> Finding:
 
 
 def locked_memory() -> Finding:
-    """How much memory may be locked, which io_uring's registered memory needs."""
+    """Judge how much memory may be locked: the registered buffers of io_uring are."""
     what, limit = "memory that may be locked", resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return good(what, "no limit")
@@ -198,7 +198,7 @@ def locked_memory() -> Finding:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Swapper logs nothing inside the ``with`` block: findings say the same."""
+    """Silence the log of Swapper inside the ``with`` block: findings say the same."""
     swappers = logging.getLogger("swapper")
     level = swappers.level
     swappers.setLevel(logging.CRITICAL + 1)

@@ -86,10 +86,10 @@ def resolve_directories(named: Sequence[Directory], *, key: str) -> tuple[Direct
 
 
 def check_capacities(one: Sequence[Directory], other: Sequence[Directory], *, key: str) -> None:
-    """See that a directory that two blocks share keeps to one capacity: blocks with the same list share their space.
+    """Check that both offload blocks give a shared directory the same capacity.
 
     Raises:
-        ConfigError: it would not.
+        ConfigError: they differ.
     """
     # Equal lists share one volume, with one capacity: see the cure below.
     if one == other:
@@ -107,7 +107,7 @@ def check_capacities(one: Sequence[Directory], other: Sequence[Directory], *, ke
 
 
 def describe_directories(directories: Iterable[Directory]) -> str:
-    """The paths, and what may be used of each if not all."""
+    """Return the paths, with their capacities, for messages."""
     return ", ".join(
         str(each.path) if each.capacity_bytes is None else f"{each.path} (at most {each.capacity_bytes} bytes)"
         for each in directories
@@ -119,7 +119,7 @@ def _limit(capacity_bytes: int | None) -> str:
 
 
 def check_directories(directories: Sequence[Path], *, key: str) -> None:
-    """See that scratch files can be made there, without making any. One that is missing is made later, if its parent is there.
+    """Check that scratch files can be made in these directories. A missing one is made later, if its parent exists.
 
     Raises:
         StorageError: one of them is not a directory, not writable, or missing in one that is not; or its parent is missing.
@@ -146,7 +146,7 @@ def _missing_words(nearest: Path) -> str:
 
 
 def existing(path: Path) -> Path:
-    """The path, or what there is of those above it, in which it would be made."""
+    """Return the path, or its nearest ancestor that exists."""
     # `lexists` and not `exists`: a dangling link counts as existing, and the caller names it.
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
@@ -154,10 +154,10 @@ def existing(path: Path) -> Path:
 
 
 def make_directories(directories: Iterable[Path]) -> list[Path]:
-    """Make those that are missing, but not their parents: a wrong path, or a drive that is not mounted, has none.
+    """Make missing directories, but not their parents: a wrong path, or a drive that is not mounted, has none.
 
     Returns:
-        What was made, the innermost first.
+        The directories that were made, the innermost first.
 
     Raises:
         StorageError: it cannot be made.
@@ -180,7 +180,7 @@ def make_directories(directories: Iterable[Path]) -> list[Path]:
 
 
 def remove_empty(directories: Iterable[Path]) -> None:
-    """Remove those that are empty."""
+    """Remove the directories that are empty."""
     for directory in directories:
         # ENOTEMPTY: somebody else uses it by now.
         with contextlib.suppress(OSError):
@@ -188,7 +188,7 @@ def remove_empty(directories: Iterable[Path]) -> None:
 
 
 def resolve_file(name: str, *, key: str) -> Path:
-    """The absolute path of a file or directory, with `~` and environment variables filled in; not looked at yet.
+    """Return an absolute path, with `~` and environment variables filled in. The file need not exist.
 
     Raises:
         ConfigError: it names a variable that is not set, or an unknown home.

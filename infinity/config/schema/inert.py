@@ -26,7 +26,7 @@ _B = TypeVar("_B", bound=Block)
 
 
 def with_inert_keys(block: type[_B]) -> type[_B]:
-    """The model with the keys and spellings that the table has for it."""
+    """Return the model with the keys and spellings that the table has for it."""
     # A line "sequence_parallel_size count 1" in a group with a cure becomes the field
     #   sequence_parallel_size: Annotated[Count, Refused(reason, cure, allowed=(0, 1))] = 1
     # and "partition_activations flag false silent" in one without, where false is not reported:
@@ -41,7 +41,7 @@ def with_inert_keys(block: type[_B]) -> type[_B]:
 
 
 def _field(kind: str, words: list[str], reason: str, cure: str | None) -> tuple[Any, Any]:
-    """Annotation and default of a key."""
+    """Return annotation and default of a key."""
     if kind == "object":
         default, known = None, [Keys(tuple(words))] if words else []
     else:

@@ -20,7 +20,7 @@ _DOTTED = re.compile(r"[a-z]\w*(\.\w+)+")
 
 
 def modernise(raw: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
-    """A copy of `raw` in which `zero_optimization` has its present form.
+    """Return a copy of `raw` in which `zero_optimization` has its present form.
 
     Keys with dots are put into their blocks, `true` becomes stage 1, and the flags `cpu_offload` and `cpu_offload_param`
     become the blocks that replaced them.

@@ -14,7 +14,7 @@ from infinity.config.schema.block import Block, NoEffect, Refused
 
 
 def texts_of(block: type[Block]) -> dict[str, str]:
-    """Field name -> the text that stands under the field in the source."""
+    """Return the text under each field in the source, by the name of the field."""
     # Python keeps no text under a field at run time, so it is read from the source of the class.
     tree = ast.parse(textwrap.dedent(inspect.getsource(block)))
     found: dict[str, str] = {}
@@ -28,7 +28,7 @@ def texts_of(block: type[Block]) -> dict[str, str]:
 
 
 def rules_of(field: FieldInfo) -> Iterator[str]:
-    """Why the key has no effect, or when it is refused, as sentences."""
+    """Yield sentences that say why a key has no effect, or when it is refused."""
     for item in field.metadata:
         if isinstance(item, NoEffect):
             yield f"{item.reason[:1].upper()}{item.reason[1:]}."
@@ -42,7 +42,7 @@ def has_effect(field: FieldInfo) -> bool:
 
 
 def leaves(annotation: Any) -> Iterator[Any]:
-    """The types and the metadata in an annotation."""
+    """Yield the types and the metadata in an annotation."""
     origin = get_origin(annotation)
     # Example: Annotated[Literal["a"], reader] | None yields the union, then Annotated and reader, then the Literal.
     yield origin if origin is dict else annotation
@@ -54,6 +54,6 @@ def leaves(annotation: Any) -> Iterator[Any]:
 
 
 def choices_of(field: FieldInfo) -> list[Any]:
-    """The values of a key that takes some alone; empty for others."""
+    """Return the values of a key with a fixed set of choices; empty for other keys."""
     parts = [*field.metadata, *leaves(field.annotation)]
     return [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]

@@ -17,7 +17,7 @@ _FORMER = {"page_bytes": "staging_buffer_bytes"}
 
 
 def child_block(field: FieldInfo | None) -> type[Block] | None:
-    """The block that a field holds, or None when it holds a value, or is not there."""
+    """Return the block that a field holds; None for a value or a missing field."""
     annotation = None if field is None else field.annotation
     # `OptimizerBlock | None` has its block among the arguments of the union.
     for candidate in (annotation, *get_args(annotation)):
@@ -36,7 +36,7 @@ def opened(value: Any, field: FieldInfo | None) -> Any:
 
 
 def suggest(path: str, name: str, known_here: Iterable[str]) -> str | None:
-    """What may have been meant by key `name`, found in the block at `path` ("" or ending in a dot).
+    """Return the key that may have been meant by `name` in the block at `path` ("" or ending in a dot).
 
     A key that exists, but in another place, is more likely than a misspelt one; a misspelt one is looked for in its own
     block first.
@@ -56,7 +56,7 @@ def suggest(path: str, name: str, known_here: Iterable[str]) -> str | None:
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The known name that looks most like `name`, or None when none does."""
+    """Return the known name that is most similar to `name`, or None."""
     lowered = {key.lower(): key for key in known}
     matches = get_close_matches(name.lower(), lowered, n=1, cutoff=cutoff)
     return lowered[matches[0]] if matches else None
@@ -64,7 +64,7 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 @cache
 def known_keys() -> dict[str, str]:
-    """For each key that stands in some block, its dotted path: the one nearest to the top when there are several."""
+    """Return the dotted path of each key. Of several, the one nearest to the top counts."""
     paths: dict[str, str] = {}
     # Sorted by depth, and `setdefault` keeps the first.
     for path in sorted(known_paths(), key=lambda path: path.count(".")):
@@ -77,7 +77,7 @@ def _place(path: str) -> str:
 
 
 def blocks(block: type[Block] = RootBlock, path: str = "") -> Iterator[tuple[str, type[Block]]]:
-    """Every block of the JSON by its dotted path, the top level first."""
+    """Yield every block of the JSON with its dotted path, the top level first."""
     yield path, block
     for name, field in block.model_fields.items():
         if (child := child_block(field)) is not None:
@@ -85,7 +85,7 @@ def blocks(block: type[Block] = RootBlock, path: str = "") -> Iterator[tuple[str
 
 
 def known_paths() -> Iterator[str]:
-    """The dotted path of every key under its present name."""
+    """Yield the dotted path of every key under its present name."""
     for path, block in blocks():
         for name, field in block.model_fields.items():
             yield path + name
