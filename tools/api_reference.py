@@ -71,7 +71,7 @@ _AS_WRITTEN = {
 
 
 def signature(name: str, value: Any) -> str:
-    """As one would write it, on one line. Without a signature of its own, the name."""
+    """Return a signature as in source code, on one line; the name alone if Python knows none."""
     try:
         found = inspect.signature(value)
     except (TypeError, ValueError):
@@ -86,7 +86,7 @@ def signature(name: str, value: Any) -> str:
 
 
 def text_of(value: Any) -> str:
-    """The first paragraph of its docstring, as Markdown; empty without one."""
+    """Return the first paragraph of a docstring as Markdown; empty without one."""
     paragraph = (inspect.getdoc(value) or "").split("\n\n")[0]
     plain = re.sub(r":\w+:`([^`]*)`", r"`\1`", " ".join(paragraph.split())).replace("``", "`")
     # A paragraph may end in a colon before a list; the page has the first paragraph alone.
@@ -95,7 +95,7 @@ def text_of(value: Any) -> str:
 
 @functools.cache
 def _constants(package: str) -> dict[str, str]:
-    """Name -> the text that stands under its assignment, in any file of a package."""
+    """Return the texts under the constants of a package, by name."""
     found: dict[str, str] = {}
     for path in sorted((_ROOT / package).rglob("*.py")):
         body = ast.parse(path.read_text()).body
@@ -109,7 +109,7 @@ def _constants(package: str) -> dict[str, str]:
 
 
 def members(cls: type) -> dict[str, Any]:
-    """The public methods and properties of a class that stand in these packages, by name; none of a library's own class."""
+    """Return the public methods and properties of a class that these packages define, by name."""
     # Their methods are the library's, which documents them.
     if cls.__module__.startswith("infinity.integrations"):
         return {}
@@ -168,7 +168,7 @@ def _code(text: str) -> str:
 
 
 def entry(package: str, name: str, value: Any) -> str:
-    """A section about one name."""
+    """Return the section about one name."""
     parts = [f"### `{name}`"]
     if inspect.ismodule(value):
         listed = getattr(value, "__all__", None) or [
@@ -193,7 +193,7 @@ def entry(package: str, name: str, value: Any) -> str:
 
 
 def names() -> Iterator[tuple[str, str, Any]]:
-    """Package or module, name and value of all that is public."""
+    """Yield package or module, name and value of all public names."""
     for package in (infinity, swapper):
         for name in package.__all__:
             yield package.__name__, name, getattr(package, name)
@@ -205,7 +205,7 @@ def names() -> Iterator[tuple[str, str, Any]]:
 
 
 def undocumented() -> Iterator[str]:
-    """Public names, and members of public classes, of which nothing is said."""
+    """Yield public names, and members of public classes, without a text."""
     for package, name, value in names():
         is_described = inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)
         if not (text_of(value) if is_described else _constants(package.split(".")[0]).get(name)):
@@ -215,7 +215,7 @@ def undocumented() -> Iterator[str]:
 
 
 def reference() -> str:
-    """The whole page. Exits where something in it would lack a text."""
+    """Return the page. Exits if a public name has no text."""
     # A public name without a text fails here, and so in the test that compares the page.
     if missing := ", ".join(undocumented()):
         raise SystemExit(f"without a docstring: {missing}")

@@ -42,12 +42,12 @@ def _sections(command: click.Command, context: click.Context) -> Iterator[str]:
 
 
 def reference() -> str:
-    """The help of all commands, as Markdown."""
+    """Return the help of all commands as Markdown."""
     return "\n".join(_sections(commands, click.Context(commands, info_name=PROGRAM, **commands.context_settings)))
 
 
 def page() -> str:
-    """The page, with the reference as it is now."""
+    """Return the page with the present reference."""
     return between(MARKS, reference(), PAGE)
 
 

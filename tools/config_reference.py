@@ -85,7 +85,7 @@ def _grouped(rule: type[NoEffect] | type[Refused]) -> list[str]:
 
 
 def kind_of(field: FieldInfo) -> str:
-    """What a key takes, in words, with bounds."""
+    """Describe the values of a key in words, with bounds."""
     # pydantic moves the metadata of the outermost Annotated to the field; what is inside of a union stays there.
     parts = [*field.metadata, *leaves(field.annotation)]
     if choices := choices_of(field):
@@ -101,7 +101,7 @@ def kind_of(field: FieldInfo) -> str:
 
 
 def _limits(items: list[Any], signs: Mapping[str, str]) -> list[str]:
-    """In words, the smallest first; of two at one number "more than" is the larger, and "less than" the smaller."""
+    """Return bounds in words, the smallest first. At the same number, "more than" counts as larger."""
     found = [
         (getattr(item, sign, None), sign in ("gt", "le"), words) for item in items for sign, words in signs.items()
     ]
@@ -110,7 +110,7 @@ def _limits(items: list[Any], signs: Mapping[str, str]) -> list[str]:
 
 
 def default_of(field: FieldInfo, text: str) -> str:
-    """A key's default, in words; ``text``: what stands under its field."""
+    """Describe the default of a key; ``text``: the text under its field."""
     value = field.default
     if value is PydanticUndefined:
         return "required"
@@ -124,7 +124,7 @@ def default_of(field: FieldInfo, text: str) -> str:
 
 
 def reference() -> str:
-    """The whole of it, as Markdown."""
+    """Return the reference as Markdown."""
     parts: list[str] = []
     for path, block in blocks():
         items = _effective(path, block)
@@ -159,7 +159,7 @@ def reference() -> str:
 
 
 def page() -> str:
-    """The page, with the reference as it is now."""
+    """Return the page with the present reference."""
     return between(MARKS, reference(), PAGE)
 
 

@@ -36,7 +36,7 @@ def listed() -> dict[str, list[str]]:
 
 
 def found(module: str, name: str) -> Any:
-    """What is there of that name; None if there is none."""
+    """Return our value of a name of DeepSpeed's; None without one."""
     try:
         value = getattr(importlib.import_module(f"infinity.deepspeed.{module}".rstrip(".")), name, None)
     except ModuleNotFoundError:
@@ -46,7 +46,7 @@ def found(module: str, name: str) -> Any:
 
 
 def kinds(module: str) -> Iterator[tuple[str, str]]:
-    """Each public name of a module, and what is said of it: "" for the same."""
+    """Yield each public name of a module and a remark: "" if it does the same here."""
     from infinity.deepspeed.contents.refused import DIFFERS
     from infinity.deepspeed.modules import why_absent
 

@@ -54,7 +54,7 @@ def make_model(num_layers: int) -> LlamaForCausalLM:
 
 
 def count_parameters(num_layers: int) -> int:
-    """Without memory for any of them."""
+    """Count parameters without memory for them."""
     # Meta tensors have shapes and no memory.
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in make_model(num_layers).parameters())
@@ -74,7 +74,7 @@ def engine_config(arguments: argparse.Namespace, *, is_trained: bool = True) -> 
 
 
 class Notes:
-    """What a process tells the one that started it: lines of JSON in a file."""
+    """Messages of a process to its parent: lines of JSON in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -85,7 +85,7 @@ class Notes:
             file.write(json.dumps(facts) + "\n")
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """Those of one kind."""
+        """Return the notes of one kind."""
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         return [facts for facts in map(json.loads, lines) if facts["kind"] == kind]
 
@@ -102,7 +102,7 @@ def part(notes: Notes, what: str) -> Iterator[None]:
 
 
 def built(notes: Notes, arguments: argparse.Namespace) -> infinity.Engine:
-    """An engine; its model's weights are on the drive as they are made."""
+    """Return an engine, whose weights were written to the drive as they were made."""
     torch.manual_seed(0)
     config = engine_config(arguments)
     with part(notes, "build (infinity.Init)"), infinity.Init(config_dict_or_path=config):
@@ -112,19 +112,19 @@ def built(notes: Notes, arguments: argparse.Namespace) -> infinity.Engine:
 
 
 def pieces(arguments: argparse.Namespace) -> torch.Tensor:
-    """Of the text, one for each step."""
+    """Return the text in pieces, one for each step."""
     text = read_text(None)
     return text[: len(text) // arguments.seq_len * arguments.seq_len].view(-1, arguments.seq_len)
 
 
 def batch_of(text: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
-    """Another piece of the text for each step."""
+    """Return the batch of a step: its own piece of the text."""
     tokens = text[step : step + 1].long()
     return {"input_ids": tokens, "labels": tokens}
 
 
 def run_step(engine: infinity.Engine, notes: Notes, text: torch.Tensor, step: int) -> None:
-    """One step, noted when it begins and when it has ended."""
+    """Make one step, with a note at its beginning and at its end."""
     with part(notes, f"step {step + 1}"):
         # The parent waits for this line, and kills the process within the step.
         notes.write(kind="begun", step=step)
@@ -137,7 +137,7 @@ def run_step(engine: infinity.Engine, notes: Notes, text: torch.Tensor, step: in
 
 
 def checksum(engine: infinity.Engine, notes: Notes) -> None:
-    """One number for all weights, each read from where it rests."""
+    """Note one checksum of all weights."""
     found = 0
     with part(notes, "checksum of all weights"), torch.no_grad():
         for name, parameter in engine.module.named_parameters():
@@ -194,7 +194,7 @@ def third_process(arguments: argparse.Namespace, notes: Notes) -> None:
 
 
 def evaluate(engine: infinity.Engine, notes: Notes, text: torch.Tensor) -> None:
-    """The loss of one more batch."""
+    """Note the loss of one more batch."""
     with part(notes, "evaluate"), torch.no_grad():
         engine.eval()
         loss = engine(**batch_of(text, 100)).loss
@@ -208,7 +208,7 @@ PROCESSES = {"train": first_process, "resume": second_process, "load": third_pro
 
 
 def choose_layers(arguments: argparse.Namespace) -> int:
-    """As many as were asked for, or as the disk has room for; says why if it is fewer."""
+    """Return the number of layers that were asked for or that fit on the disk; print if these are fewer."""
     whole = count_parameters(SIZE.num_layers)
     # Parameters of one layer; embeddings and head are the rest.
     of_one = (whole - count_parameters(0)) // SIZE.num_layers
@@ -229,7 +229,7 @@ def choose_layers(arguments: argparse.Namespace) -> int:
 
 
 def start(arguments: argparse.Namespace, name: str, group: Cgroup) -> subprocess.Popen[bytes]:
-    """A process of its own, from its first instruction inside the group."""
+    """Start a process that is in the group from its first instruction."""
     own = [__file__, "--process", name, "--directory", str(arguments.directory), "--layers", str(arguments.layers)]
     own += ["--seq-len", str(arguments.seq_len)]
     own += ["--nvme-path", str(arguments.nvme_path), "--host-memory-budget", arguments.host_memory_budget]
@@ -252,7 +252,7 @@ def kill_in_a_step(process: subprocess.Popen[bytes], notes: Notes) -> None:
 
 
 def run(arguments: argparse.Namespace, group: Cgroup) -> bool:
-    """All processes, and what they came to; whether all of it was right."""
+    """Run all processes, print the comparison, and return whether all was equal and within the limit."""
     table = Table("", "first", "then", "", title="Compared")
     memory = group.memory if group.memory is not None and group.memory.has_peak else None
     peaks = Table("process", "peak" if memory is None else "peak of the group", title="Memory")

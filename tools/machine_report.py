@@ -32,7 +32,7 @@ _DROPPED = object()
 
 
 def cleaned(value: Any, key: str = "") -> Any:
-    """A value of a report without what could name a person, a host or a place; `_DROPPED` if nothing is left of it."""
+    """Return a value of a report without names of persons, hosts and places; `_DROPPED` if nothing is left."""
     if isinstance(value, dict):
         # Keys with a slash are paths.
         kept = {name: cleaned(each, name) for name, each in value.items() if "/" not in name}
@@ -49,7 +49,7 @@ def cleaned(value: Any, key: str = "") -> Any:
 
 
 def report(files: Sequence[Path]) -> dict[str, Any]:
-    """What to send of these files, in their order."""
+    """Return the part of these files that may be sent, in their order."""
     return {"format": 1, "reports": [cleaned(json.loads(file.read_text())) for file in files]}
 
 

@@ -60,27 +60,27 @@ class StepClock:
         self._phase = ""
         self._unit = ""
         self._since: Any = None
-        """The stamp at which the computing that goes on began; None while there is none."""
+        """The stamp at which the present computing began; None while nothing is counted."""
         # Limited by the GPU's delay: `pause_compute` collects each time, from the oldest on.
         self._open: deque[tuple[str, str, Any, Any]] = deque()
-        """Computing of which it is not known yet when it was: phase, unit, first and last stamp."""
+        """Computing whose seconds are not known yet: phase, unit, first and last stamp."""
 
     # ------------------------------------------------------------------------------------------------------ computing
 
     def begin_compute(self, phase: str) -> None:
-        """The model computes from now on: ``phase`` is "forward", "backward" or "step". Nothing happens if it does."""
+        """Begin to count computing of ``phase`` ("forward", "backward" or "step"), unless it is counted already."""
         if self._phase != phase:
             self.end_compute()
             self._phase = phase
             self.resume_compute()
 
     def end_compute(self) -> None:
-        """The model does not compute any more."""
+        """Stop counting, and leave the phase."""
         self.pause_compute()
         self._phase = self._unit = ""
 
     def pause_compute(self) -> None:
-        """Stop counting: the engine pages or waits from now on."""
+        """Stop counting within a phase, while the engine pages or waits."""
         if self._since is not None:
             self._open.append((self._phase, self._unit, self._since, self._device.stamp()))
             self._since = None
@@ -110,7 +110,7 @@ class StepClock:
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
-        """The thread waits inside the ``with`` block."""
+        """Count the time of the ``with`` block as waiting for ``cause``, a key of `_CAUSES`."""
         begin = time.perf_counter()
         # Waits happen inside of forward, in a hook. Computing stops for as long, and goes on with the same unit.
         was_computing = self._since is not None

@@ -19,7 +19,7 @@ from swapper.volumes.publish import make_directory, opener
 logger = logging.getLogger(__name__)
 
 Event = tuple[str, Any, int]
-"""Name, value, and where on the axis: the samples so far."""
+"""Name, value, and place on the axis: the number of samples so far."""
 
 
 class Monitor(Protocol):
@@ -34,10 +34,10 @@ class Monitors:
     """The monitors that the config names, as DeepSpeed's ``MonitorMaster``. Other ranks than the first have none."""
 
     def __init__(self, section: MonitorsSection) -> None:
-        """Open them.
+        """Open the monitors of the config.
 
         Raises:
-            ConfigError: one cannot be opened; says why. Those that were are closed again.
+            ConfigError: one cannot be opened. Those that were opened are closed again.
         """
         self._monitors: dict[str, Monitor] = {}
         self._has_warned = False
@@ -81,12 +81,12 @@ class Monitors:
             raise ConfigError.value(f"{key}.enabled", True, problem, cure=cure) from error
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Write values of one's own.
+        """Write values under names of your own.
 
-        A monitor that fails (a full disk) says so once and is left alone from then on: training goes on.
+        If a monitor fails (a full disk), one warning is logged and the monitor is dropped. Training continues.
 
         Args:
-            events: of each the name, the value, and where on the axis, which is the number of samples in DeepSpeed's.
+            events: name, value, and place on the axis of each. DeepSpeed's axis is the number of samples.
         """
         for key, monitor in list(self._monitors.items()):
             try:
@@ -99,13 +99,13 @@ class Monitors:
     def write_step(
         self, report: StepReport, lr: float | None, samples_before: int, samples: int, *, with_seconds: bool
     ) -> None:
-        """What DeepSpeed writes of a step, under its names.
+        """Write the values that DeepSpeed writes for a step, under its names.
 
         Args:
             report: of the step.
             lr: learning rate of the first group, for the next step; None without groups.
-            samples_before, samples: without and with this step. Where nobody counts them, steps are the axis.
-            with_seconds: whether the seconds of its phases are wanted as well.
+            samples_before, samples: without and with this step. If they are equal, the axis is in steps.
+            with_seconds: whether to write the seconds of its phases as well.
         """
         if not self._monitors:
             return

@@ -22,12 +22,12 @@ def silent(num_bytes: int) -> None:
 
 @contextmanager
 def progress(what: str, total_bytes: int, *, is_shown: bool) -> Iterator[Note]:
-    """Gives a function that takes note of bytes; after 2 seconds a line says how many, and what time is left.
+    """Yield a function to report finished bytes to. After 2 seconds a line shows them, and the time left.
 
     Args:
         what: is being done.
         total_bytes: in all.
-        is_shown: False: nowhere. It is shown on stderr, and only if that is a terminal.
+        is_shown: False shows nothing. The line is on stderr, if that is a terminal.
     """
     terminal = sys.stderr
     if not is_shown or not total_bytes or terminal is None or not terminal.isatty():

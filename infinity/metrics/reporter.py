@@ -29,8 +29,7 @@ _GIVEN = (
 
 @dataclass(frozen=True)
 class DriveCounters:
-    """A snapshot of the NVMe tier, several drives together, under `StepReport`'s names. Busy seconds count time with any of them
-    at work once."""
+    """A snapshot of all drives together, under the names of `StepReport`. Time in which several are busy counts once."""
 
     read_bytes: int = 0
     write_bytes: int = 0
@@ -39,7 +38,7 @@ class DriveCounters:
     drive_busy_seconds: float = 0.0
 
     def since(self, before: DriveCounters) -> DriveCounters:
-        """What happened between two snapshots."""
+        """Return the difference from an earlier snapshot."""
         # Counters only grow, so a step is the difference of two snapshots.
         return DriveCounters(**{name: now - getattr(before, name) for name, now in vars(self).items()})
 
@@ -104,7 +103,7 @@ class Reporter:
             self._memory()
 
     def on_loss(self, loss: torch.Tensor, step: int) -> None:
-        """A micro-batch's loss. On a GPU it is looked at when the step ends, so that nothing waits for it."""
+        """Record the loss of a micro-batch. On a GPU it is read when the step ends, so that nothing waits for it."""
         detached = loss.detach()
         self._losses.append(detached)
         if detached.device.type == "cpu":
@@ -112,15 +111,15 @@ class Reporter:
             _warn_if_not_finite(float(detached), step)
 
     def on_micro_batch(self, num_samples: int, num_tokens: int | None) -> None:
-        """A micro-batch goes through the model."""
+        """Record the size of a micro-batch."""
         self._sizes.append((num_samples, num_tokens))
 
     def on_schedule(self, schedule: str, reason: str) -> None:
-        """In which order the present step goes, and why not vertically."""
+        """Record the schedule of the present step, and why it is not vertical."""
         self._schedule = (schedule, reason)
 
     def forget_losses(self) -> None:
-        """The micro-batches so far do not count."""
+        """Drop the micro-batches so far: they do not count."""
         self._losses.clear()
         self._sizes.clear()
 
@@ -135,10 +134,10 @@ class Reporter:
         num_samples: int | None = None,
         is_skipped: bool = False,
     ) -> StepReport:
-        """The report of the step that ends now, which is the ``step``-th; see `StepReport`.
+        """Return the report of the step that ends now, which has the number ``step``.
 
         ``prediction``: bytes read and written per step, and seconds, if they are known.
-        ``num_samples``: of all processes together, where no batch was seen; None if nobody knows.
+        ``num_samples``: of all processes, if the engine saw no batch; None if that is not known.
         """
         self._collect_events()
         # All figures are read before `reset`, which clears them.
@@ -197,7 +196,7 @@ class Reporter:
         return report
 
     def _sizes_of_step(self) -> tuple[int | None, int | None]:
-        """Samples and tokens of all processes, which have as many each."""
+        """Return samples and tokens of all processes, which have the same number each."""
         # A vertical step that is begun anew in the ordinary order has seen its batches twice.
         sizes = self._sizes[-len(self._losses) :] if self._losses else self._sizes
         if not sizes:
@@ -207,7 +206,7 @@ class Reporter:
         return num * sum(samples for samples, _ in sizes), num * sum(tokens) if tokens else None
 
     def save_timeline(self, path: Path) -> None:
-        """Write what has been recorded so far.
+        """Write the spans recorded so far.
 
         Raises:
             ConfigError: nothing is recorded, or the file cannot be written.
@@ -221,7 +220,7 @@ class Reporter:
         self._timeline.save(path)
 
     def _collect_events(self) -> None:
-        """Count what the device has done meanwhile."""
+        """Count the computing and copies that the device has finished."""
         self._clock.collect_events()
         for copy, begin, end in self._copies():
             # Example: an upload from 0 to 3 s and a download from 1 to 4 s count 3 s, then max(0, 4 - max(1, 3)) = 1 s:

@@ -44,7 +44,7 @@ _BETWEEN_SECONDS = 0.05
 # Losses that say what is usual.
 _REMEMBERED = 64
 _ENOUGH = 10
-"""Losses before anything can stand out of them."""
+"""Losses that are needed before one can be a spike."""
 _WIDTHS = 8.0
 """So many times the usual deviation is a spike."""
 _NORMAL = 1.4826
@@ -68,7 +68,7 @@ class LossSpikes:
         self._is_in_spike = False
 
     def add(self, loss: float) -> str:
-        """What stands out with this loss, in words; empty if nothing does, or if the one before stood out as well."""
+        """Return a description of a spike; empty if the loss is none, or if the one before was a spike as well."""
         was_in_spike, words = self._is_in_spike, self._words(loss)
         self._is_in_spike = bool(words)
         if math.isfinite(loss):
@@ -94,12 +94,12 @@ class RunLog:
     _file: FileIO | None = None
 
     def __init__(self, directory: Path | None) -> None:
-        """Open the log in ``directory``, which is made if it is missing, and go on behind what is there.
+        """Open the log in ``directory`` for appending. A missing directory is made.
 
         None: nothing is written, as after `close`.
 
         Raises:
-            ConfigError: it cannot be written, or somebody else writes it.
+            ConfigError: it cannot be written, or another engine has it open.
         """
         if directory is None:
             return
@@ -139,7 +139,7 @@ class RunLog:
 
     @property
     def is_open(self) -> bool:
-        """Whether records are written. They are not in a forked child, which is not the run."""
+        """Whether records are written. A forked child writes none: it is not the run."""
         return self._file is not None and not self._file.closed
 
     def _is_locked(self, file: FileIO) -> bool:
@@ -165,16 +165,16 @@ class RunLog:
         plan: Mapping[str, Any],
         timeline: Path | None = None,
     ) -> None:
-        """An engine is there, and goes on from ``step``. ``timeline``: where a trace will be."""
+        """Record the start of an engine at ``step``. ``timeline``: path of its trace."""
         more = {"config": _without_secrets(config), "machine": machine, "plan": plan, "timeline": timeline}
         self.write("start", step, format=FORMAT, version=__version__, **more)
 
     def on_step(self, report: StepReport, scheduled_lr: Sequence[float] | None) -> None:
-        """A step has ended.
+        """Record a step.
 
         Args:
             report: its report.
-            scheduled_lr: what the scheduler has set for it; None without a scheduler.
+            scheduled_lr: the learning rates that the scheduler has set; None without a scheduler.
         """
         # A rate that is neither the one of the step before nor the scheduler's was set by the script.
         changed = self._lr is not None and report.lr != self._lr and report.lr != tuple(scheduled_lr or ())
@@ -189,17 +189,17 @@ class RunLog:
             self.write("spike", report.step, text=words)
 
     def close(self, step: int) -> None:
-        """The run ends, and others may write the log."""
+        """Record the end of the run, and release the log."""
         self.write("end", step)
         self.release()
 
     def release(self) -> None:
-        """Others may write the log. May be called again."""
+        """Close the file, so that others may write the log. May be called again."""
         if self._file is not None:
             self._file.close()
 
     def abandon(self) -> None:
-        """There was no run. What is empty goes."""
+        """Release the log of an engine that failed to start, and remove it if it is empty."""
         if self._file is not None and not self._file.closed and not self._file.tell():
             # ENOTEMPTY: somebody has put a file there since.
             with contextlib.suppress(OSError):
@@ -209,7 +209,7 @@ class RunLog:
         self.release()
 
     def write(self, kind: str, step: int, **record: Any) -> None:
-        """Any other record: the "plan", or with a ``text`` a "note", "rollback", "load" or "save"."""
+        """Write another record: the "plan", or with a ``text`` a "note", "rollback", "load" or "save"."""
         if self._file is None or self._file.closed:
             return
         try:

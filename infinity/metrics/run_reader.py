@@ -32,7 +32,7 @@ _MARKS = ("lr", "spike", "note", "save", *_GOES_BACK)
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened.
+    """An event of a run.
 
     Attributes:
         kind: "restart", "end", "skipped", "lr", "spike", "note", "rollback", "load" or "save".
@@ -49,7 +49,7 @@ class Mark:
 
 @dataclass
 class Run:
-    """What a log says.
+    """The content of a log.
 
     Attributes:
         directory: of the run.
@@ -128,7 +128,7 @@ class Run:
 
 
 class RunReader:
-    """Reads on where it stopped.
+    """Reads a log piece by piece, while it is written.
 
     Attributes:
         run: what has been read so far.
@@ -151,7 +151,7 @@ class RunReader:
         self._rest = b""
 
     def read_on(self) -> bool:
-        """Read what has been written since; returns whether that was anything. An unfinished line waits for its end.
+        """Read what was written since the last call, and return whether there was anything. Keeps an unfinished line.
 
         Raises:
             CheckpointError: the file cannot be read, or is of a newer version.
@@ -178,7 +178,7 @@ class RunReader:
 
     @property
     def has_writer(self) -> bool:
-        """Whether an engine holds the log: it trains, or is being built. Where there are no locks, whether none has ended."""
+        """Whether an engine has the log open. On a file system without locks: whether the last engine has not ended."""
         with self._path.open("rb") as file:
             try:
                 # The writer holds an exclusive lock. A shared one fails as long as it does, and is released when the
@@ -191,7 +191,7 @@ class RunReader:
         return False
 
     def finish(self) -> None:
-        """There is no more to come: an unfinished line is a damaged one."""
+        """Count an unfinished line as damaged: nothing follows any more."""
         self.run.num_damaged += bool(self._rest)
         self._rest = b""
 
@@ -216,7 +216,7 @@ def read_run(directory: Path) -> Run:
 
 @contextlib.contextmanager
 def showing(directory: Path) -> Iterator[None]:
-    """What a log holds that no engine writes is a `CheckpointError` where it is shown."""
+    """Raise a `CheckpointError` for values of a log that no engine writes."""
     try:
         yield
     except InfinityError:

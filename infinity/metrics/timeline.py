@@ -36,7 +36,7 @@ _THREADS_OF_A_ROW = 1000
 
 
 class Row(IntEnum):
-    """Whose time a span is."""
+    """The row of a span: what was busy."""
 
     STEPS = 0
     COMPUTE = 1
@@ -74,7 +74,7 @@ class Timeline:
     """
 
     def __init__(self, path: Path, max_spans: int = _MAX_SPANS) -> None:
-        """``path``: the file for the end.
+        """``path``: the file that `save` writes.
 
         Raises:
             ConfigError: it cannot be written.
@@ -91,29 +91,29 @@ class Timeline:
     def add(
         self, row: Row, name: str, begin: float, end: float, *, num_bytes: int = 0, queued_seconds: float = 0.0
     ) -> None:
-        """Record that ``row`` was busy with ``name`` from ``begin`` to ``end``; it may have been with other things too."""
+        """Record that ``row`` was busy with ``name`` from ``begin`` to ``end``. Spans of a row may overlap."""
         with self._lock:
             self._spans.append(Span(row, name, begin, end, num_bytes, queued_seconds))
             self._num_added += 1
 
     def on_transfer(self, record: TransferRecord) -> None:
-        """An observer of swappers."""
+        """Record a transfer. Swappers call it as an observer."""
         row = Row.READS if record.direction is Direction.READ else Row.WRITES
         span = record.began_seconds, record.ended_seconds
         self.add(row, record.extent_name, *span, num_bytes=record.num_bytes, queued_seconds=record.queued_seconds)
 
     def add_step(self, begin: float, end: float, report: StepReport) -> None:
-        """Record a step that has ended, from the end of the one before (or its first forward)."""
+        """Record a step, from the end of the one before (or its first forward) to its own end."""
         with self._lock:
             self._steps.append((Span(Row.STEPS, f"step {report.step}", begin, end), report))
 
     @property
     def num_dropped(self) -> int:
-        """Spans that are gone because newer ones needed their place."""
+        """Number of spans that newer ones have replaced."""
         return self._num_added - len(self._spans)
 
     def spans(self) -> list[Span]:
-        """All but the steps, in the order of their begin."""
+        """Return all spans but the steps, sorted by their beginning."""
         with self._lock:
             # Copied under the lock: a deque must not change while it is iterated.
             kept = list(self._spans)
@@ -122,10 +122,10 @@ class Timeline:
     # ------------------------------------------------------------------------------------------------------- the file
 
     def save(self, path: Path | None = None) -> None:
-        """Write what has been recorded so far; to the file for the end if no other is named.
+        """Write the spans recorded so far, to ``path`` or to the timeline's own file.
 
         Raises:
-            OSError: it cannot be written; what was there before stays.
+            OSError: it cannot be written. An older file is kept.
         """
         path = path or self._path
         with replacing(path) as file:
@@ -142,7 +142,7 @@ class Timeline:
             )
 
     def save_at_end(self) -> None:
-        """As `save`; a file that cannot be written is no reason to lose what was trained."""
+        """As `save`, but an error is only logged: the trained weights matter more."""
         try:
             self.save()
         except OSError as error:
@@ -210,10 +210,10 @@ def _arguments_of_step(report: StepReport) -> dict[str, object]:
 
 
 def check_writable(path: Path) -> None:
-    """See that a trace can be written there, before the training that it is to show.
+    """Check before training that a trace can be written.
 
     Raises:
-        ConfigError: it cannot; says why. Nothing is left behind.
+        ConfigError: it cannot be written. No file is left behind.
     """
     cure = "Name a file in a directory that exists and may be written to, or set it to null"
     if os.path.isdir(path):  # never raises, unlike `Path.is_dir`

@@ -49,7 +49,7 @@ class Chart:
 
 
 def losses(steps: Sequence[StepReport], marks: Sequence[Mark]) -> Chart:
-    """Loss and learning rate, with the logbook's marks."""
+    """Draw loss and learning rate, with the marks of the log."""
     # A loss that is not finite would stretch the axis. A dashed line marks it: it is a spike in the log.
     known = [(step.step, step.loss) for step in steps if step.loss is not None and np.isfinite(step.loss)]
     # The first group stands for all.
@@ -77,7 +77,7 @@ def losses(steps: Sequence[StepReport], marks: Sequence[Mark]) -> Chart:
 
 
 def breakdown(steps: Sequence[StepReport]) -> Chart:
-    """Where the time of each step went."""
+    """Draw where the time of each step went."""
     kinds: dict[str, tuple[str, Callable[[StepReport], float]]] = {
         "forward": ("a", lambda step: step.forward_seconds),
         "backward": ("b", lambda step: step.backward_seconds),
@@ -108,7 +108,7 @@ def breakdown(steps: Sequence[StepReport]) -> Chart:
 
 
 def throughput(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
-    """Gigabytes per second of the drives, against what they can do."""
+    """Draw gigabytes per second of the drives, and their measured ceiling."""
     speed = plan.bandwidth if plan is not None else None
     rows = [(step.step, step.drive_bytes_per_second) for step in steps]
     busy = [(number, value / 1e9) for number, value in rows if value is not None]
@@ -127,7 +127,7 @@ def throughput(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
 
 
 def memory(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
-    """The engine's buffers and their budget, the process's memory, and the GPU's peak."""
+    """Draw the engine's buffers and their budget, the memory of the process, and the peak of the GPU."""
     host = [(step.step, step.host_bytes / 1e9) for step in steps if step.host_bytes]
     buffers = [(step.step, step.buffers_peak_bytes / 1e9) for step in steps if step.buffers_peak_bytes]
     device = [(step.step, step.device_peak_bytes / 1e9) for step in steps if step.device_peak_bytes is not None]
@@ -150,7 +150,7 @@ def memory(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
 def _curves(
     curves: Mapping[str, tuple[str, Sequence[tuple[int, float]]]], levels: Mapping[str, tuple[str, float]], unit: str
 ) -> Callable[[Any], None]:
-    """Label -> ink and values of steps; and of levels, ink and value."""
+    """Return a function that draws curves (label -> ink and points) and levels (label -> ink and value)."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -211,7 +211,7 @@ def _svg(draw: Callable[[Any], None], salt: str) -> str:
 
 
 def _inlined(svg: str) -> str:
-    """Only the element, in the page's colours, as wide as its place."""
+    """Return the SVG element alone, in the colours of the page, without a size of its own."""
     # Without the XML declaration and the doctype, which may not be inside HTML.
     svg = svg[svg.index("<svg") :]
     for name, colour in _COLOURS.items():
@@ -235,7 +235,7 @@ def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[npt.NDArray[Any], np
 
 
 def _thinned(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """At most so many points, which keep the lowest and the highest of each interval: no spike is lost."""
+    """Thin a curve to `_MOST_POINTS`. The lowest and highest point of each interval stay, so no spike is lost."""
     if len(x) <= _MOST_POINTS:
         return x, y
     places: list[int] = []
@@ -246,7 +246,7 @@ def _thinned(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[npt.NDArray[Any]
 
 
 def _bars(steps: Sequence[StepReport]) -> tuple[npt.NDArray[Any], float, list[list[StepReport]]]:
-    """Steps in at most so many groups: where each group is, how wide a bar is, and the groups."""
+    """Group steps into at most `_MOST_BARS` bars; return their places, their width, and the groups."""
     parts = [list(part) for part in np.array_split(np.array(steps, dtype=object), min(len(steps), _MOST_BARS))]
     places = np.array([np.mean([step.step for step in part]) for part in parts])
     # Example: 250 steps in 100 groups of 2 or 3: each bar is 2.5 * 0.9 steps wide.

@@ -97,7 +97,7 @@ def _as_lines(reader: RunReader, looks: Iterator[bool], console: Console) -> Non
 
 
 def show(run: Run, *, goes_on: bool) -> RenderableType:
-    """What a terminal shows of a run."""
+    """Return what a terminal shows of a run."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()

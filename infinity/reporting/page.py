@@ -45,7 +45,7 @@ def run_report(directory: Path, out: Path | None = None) -> Path:
 
 
 def render(run: Run) -> str:
-    """The page as text."""
+    """Return the page as text."""
     from jinja2 import Environment, PackageLoader
 
     plan = known_plan(run)
@@ -91,7 +91,7 @@ def _accuracy(verdict: Verdict, run: Run) -> str:
 
 
 def facts(run: Run, plan: Plan | None, state: str) -> dict[str, str]:
-    """What there is to say of a run in figures."""
+    """Return the figures of a run, by name."""
     steps = steady_steps(run.steps)
     found = {"steps": str(run.steps[-1].step if run.steps else 0), "state": state}
     if run.num_starts > 1:

@@ -18,11 +18,11 @@ from infinity.plan.cost_model import place_for_schedule
 from infinity.plan.plan import Plan, of_record
 
 _WARM_UP = 2
-"""Steps that say nothing of the others."""
+"""Steps at the start of a run that are left out of averages."""
 _WORTH = 1.05
 """Less than this is no gain."""
 _SHARES = (0.25, 0.5, 1.0)
-"""Of what rests on drives, so much more memory is tried."""
+"""Fractions of the bytes on drives: so much more memory is tried."""
 _GIGABYTE = 1e9
 
 
@@ -43,7 +43,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of a run.
+    """The verdict on a run.
 
     Attributes:
         words: all of it, in a few sentences.
@@ -62,12 +62,12 @@ class Verdict:
 
 
 def steady_steps(steps: Sequence[StepReport]) -> list[StepReport]:
-    """Those that say how long the others will take: neither the first nor skipped ones, if there are others."""
+    """Return the steps without the first and skipped ones; all of them if no others are left."""
     return [step for step in steps[_WARM_UP:] if not step.is_skipped] or [*steps]
 
 
 def judge(run: Run) -> Verdict:
-    """The verdict on a run."""
+    """Return the verdict on a run."""
     steps = steady_steps(run.steps)
     if not steps:
         return Verdict("No step has ended yet.")
@@ -89,7 +89,7 @@ def judge(run: Run) -> Verdict:
 
 
 def alternatives(plan: Plan) -> tuple[Alternative, ...]:
-    """What the plan predicts with other means, the fastest first; none as long as it does not know how long a step takes."""
+    """Return what the plan predicts with other means, the fastest first; none if it cannot predict a step."""
     now = plan.predicted_step_seconds
     if not now or plan.compute_seconds is None:
         return ()
@@ -105,7 +105,7 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
 
 
 def _with_two_drives(plan: Plan) -> Plan:
-    """Stripes go to both, so each direction is twice as fast."""
+    """Return the plan with a second drive: stripes go to both, so each direction is twice as fast."""
     # `seen`: as steps reached it; `bandwidth`: as `infinity profile` measured it.
     seen, speed = plan.seen_bytes_per_second, plan.bandwidth
     if speed is not None:
@@ -115,7 +115,7 @@ def _with_two_drives(plan: Plan) -> Plan:
 
 
 def _with_memory(plan: Plan) -> list[tuple[str, Plan]]:
-    """More of the budget; and what there is used, if the config leaves it unused."""
+    """Return plans with a larger budget, and with `keep_in_memory` if the config switches it off."""
     found: list[tuple[str, Plan]] = []
     request, resting = plan.request, plan.states_bytes["nvme"]
     # More memory only helps if the plan may keep weights and states in it.
@@ -158,7 +158,7 @@ def _in_words(found: Sequence[Alternative]) -> str:
 
 
 def known_plan(run: Run) -> Plan | None:
-    """The plan as it was known last; None if this version cannot read it."""
+    """Return the last plan of the log; None if this version cannot read it."""
     try:
         return of_record(run.plan)
     # Then the report has figures of the steps alone.

@@ -88,30 +88,31 @@ class InfinityBlock(Block):
     the activations) and of at least 2 GB, but not more than half. One that is too small is an error that names the
     minimum."""
     device_memory_budget: Annotated[int | None, BeforeValidator(parse_bytes)] = None
-    """On a GPU, a ceiling on the device memory of weights that are there. `"auto"`: 65 %
-    of what gradients and states leave of its free memory; the rest is for activations."""
+    """On a GPU, a ceiling on the device memory of resident weights. `"auto"`: 65 % of the free memory after gradients
+    and states; the rest is for activations."""
     staging_buffer_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = None
     """Size of a buffer of the staging pool, a multiple of 4096: the largest single transfer of optimizer state. `"auto"`:
     from the model and the budget."""
     prefetch: Flag = True
     """Read ahead in the order of the last step; `false` reads on demand."""
     keep_in_memory: Flag = True
-    """What the budgets leave over keeps weights and states off the drives; `false` leaves it unused."""
+    """Keep weights and states off the drives as far as the budgets leave room; `false` leaves that room unused."""
     progress_bars: Flag = True
-    """Where stderr is a terminal, what takes more than 2 seconds (building the engine, saving, loading, export) shows there
-    how far it is and what time is left."""
+    """Show progress and the time left of work that takes more than 2 seconds (building the engine, saving, loading,
+    export), if stderr is a terminal."""
     durable: Flag = False
-    """Commit every step: after a kill, a power cut or a full disk the same script goes on from the last one, see [Durable
+    """Commit every step. After a kill, a power cut or a full disk, the same script resumes from the last commit, see [Durable
     runs](../guides/checkpoints.md#durable-runs)."""
     durable_path: Annotated[tuple[Directory, ...] | None, BeforeValidator(parse_directories)] = None
-    """Directory of the durable run, or a list with one for each drive. `"auto"`: `durable` below each `nvme_path`. One that is
-    missing is made if its parent exists."""
+    """Directory of the durable run, or a list with one for each drive. `"auto"`: `durable` below each `nvme_path`. A
+    missing directory is made if its parent exists."""
     keep_last: Annotated[int, Field(ge=1)] = 1
     """How many commits `engine.rollback` can choose from. Each takes as much space as a step writes."""
     keep_every: Annotated[int, Field(ge=0)] = 0
-    """Keep as many commits again of steps that are multiples of this, for `engine.rollback` over longer ways; 0 keeps none."""
+    """Keep `keep_last` more commits, of steps that are multiples of this, so that `engine.rollback` reaches further back.
+    0 keeps none."""
     drive_tbw: Annotated[Number | None, Field(gt=0)] = None
-    """Terabytes that the drives together are rated to take (TBW): the plan then says after how many steps they have."""
+    """Terabytes that all drives together are rated to write (TBW). The plan then says how many steps they last."""
     units: Annotated[tuple[str, ...], BeforeValidator(parse_names)] = ()
     """Class names or name patterns of the modules that are paged as one; empty finds repeated blocks."""
     tile_above: Annotated[int | None, BeforeValidator(parse_bytes)] = None
@@ -169,21 +170,22 @@ class InfinityBlock(Block):
     computed outside of the model."""
     # 120 seconds trade late news of a dead drive against false alarms of a busy one. The number is not measured.
     io_deadline_seconds: Annotated[Number, Field(ge=LEAST_DEADLINE_SECONDS)] = 120.0
-    """A read or write that takes longer is an error instead of a hang."""
+    """A read or write that takes longer than this raises an error."""
     direct_io: Flag = True
-    """Go past the page cache (O_DIRECT) where the file system can."""
+    """Bypass the page cache (O_DIRECT) if the file system supports it."""
     io_backend: Annotated[BackendName, BeforeValidator(parse_choice)] = "auto"
-    """What moves the bytes; `"auto"` takes the fastest that proves to work, see [the engine for
-    I/O](swapper.md#backends). Where neither this key nor `aio` has a setting, engines use those that `infinity
-    profile` found best on these drives."""
+    """How bytes are moved; `"auto"` chooses the fastest backend that works here, see [the engine for
+    I/O](swapper.md#backends). If neither this key nor `aio` is set, engines use the
+    settings that `infinity profile` found best on these drives."""
     verify_checksums: Flag = False
-    """Keep a crc32c of what is written to drives and compare it with what is read; a difference is an error that names
-    parameter, file and offset."""
+    """Keep a crc32c of written bytes, and compare it when they are read. A difference raises an error with parameter,
+    file and offset."""
     timeline: Annotated[str | None, BeforeValidator(parse_path)] = None
-    """A file for a trace of who was busy when, which ui.perfetto.dev opens; written when the engine is closed."""
+    """A file for a trace of computing, waiting and transfers, which ui.perfetto.dev opens. It is written when the engine
+    is closed."""
     run_log: Annotated[str | None, BeforeValidator(parse_path)] = None
-    """A directory for the [log of the run](run-log.md): config, plan, every step and what happened, a line
-    of JSON each. A run that is resumed goes on behind what is there."""
+    """A directory for the [log of the run](run-log.md): config, plan, every step and every event, as lines of JSON.
+    A resumed run appends to its log."""
 
 
 @with_inert_keys
@@ -192,7 +194,7 @@ class ActivationCheckpointingBlock(Block):
     `checkpointing.configure(None, config)`. It switches nothing on; `infinity.activation_checkpointing` does."""
 
     cpu_checkpointing: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT, silent=(False,))] = False
-    """Inputs of checkpointed functions wait for backward in pinned host memory. On a CPU they are there anyway."""
+    """Inputs of checkpointed functions are kept in pinned host memory until backward. On a CPU they are there anyway."""
 
 
 @with_inert_keys

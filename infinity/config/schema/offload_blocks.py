@@ -23,7 +23,7 @@ class OffloadBlock(Block):
     """`offload_param` and `offload_optimizer`. Each takes the other's keys too: files in the wild mix them up."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(parse_choice)] = "none"
-    """Where these states rest: in the compute device's memory, in host memory, or on drives."""
+    """Where these states are stored: in the compute device's memory, in host memory, or on drives."""
     nvme_path: Annotated[tuple[Directory, ...], BeforeValidator(parse_directories)] = ()
     """The directory on the drive, or a list of them, one per drive, which are striped. Each may be an object that limits
     what is used: `{"path": "/mnt/nvme", "capacity": "400GB"}`. `~`, `$NAME` and `${NAME}` are filled in. A directory
