@@ -107,7 +107,7 @@ class Routing:
 
 
 def measure(way: str, tokens: int, directory: Path, options: argparse.Namespace) -> Figures:
-    """Train some steps."""
+    """Train some steps, and return their figures."""
     drive = {"device": "nvme", "nvme_path": str(directory)}
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -159,7 +159,7 @@ def measure(way: str, tokens: int, directory: Path, options: argparse.Namespace)
 
 @contextlib.contextmanager
 def limited(directory: Path, bytes_per_second: int | None) -> Iterator[None]:
-    """This process reads and writes no faster inside the ``with`` block."""
+    """Limit reads and writes of this process inside the ``with`` block, each."""
     if bytes_per_second is None:
         yield
         return

@@ -116,7 +116,7 @@ def make_model(num_blocks: int, width: int) -> Any:
 def count(
     num_blocks: int, width: int, directory: Path, num_functions: int = 25, budget: str = "16MB"
 ) -> dict[str, Any]:
-    """One step of the model, everything on the drive; ``num_functions`` of each kind of thread are named."""
+    """Count one step with everything on the drive; ``num_functions`` of each kind of thread are named."""
     counts = Counts()
     count_locks(counts)
     # For threads that start from now on; `sys.setprofile` below is for this one.
@@ -138,7 +138,7 @@ def count(
     }
 
     def num_transfers() -> int:
-        """Of all swappers of this process."""
+        """Return the reads and writes of all swappers of this process."""
         # Swappers are private parts of the engine. The garbage collector knows them.
         statistics = [swapper.statistics() for swapper in gc.get_objects() if type(swapper) is Swapper]
         return sum(each.num_reads + each.num_writes for each in statistics)

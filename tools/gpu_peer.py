@@ -182,7 +182,7 @@ def _unpack(packages: Path, site: Path) -> str:
 
 
 def _extensions() -> str:
-    """Where operators lie that were compiled at an earlier run, if DeepSpeed has to compile them."""
+    """Return the folder in which DeepSpeed keeps the operators that it compiles."""
     return os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions"))
 
 
@@ -203,7 +203,7 @@ def _missing(spec: dict[str, Any]) -> list[str]:
 
 
 def _measured(run: Run, drives: Sequence[Path], place: dict[str, Any], limit: float) -> dict[str, Any]:
-    """What a run took: seconds of each step, bytes a step, peaks, losses; or why it did not end."""
+    """Run one participant; return seconds of each step, bytes, peaks and losses, or an error."""
     build_on = "cuda" if torch.cuda.is_available() else "cpu"
     settings = run.settings | {"build_on": build_on, "counts_bytes": True, "extensions_directory": _extensions()}
     # One folder on each drive, removed at the end whatever happens.

@@ -128,7 +128,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def read_text(path: Path | None, max_bytes: int = 8_000_000) -> torch.Tensor:
-    """The training text as one tensor of bytes: a file, or as much of the standard library's sources as is useful."""
+    """Return the training text as one tensor of bytes: a file, or sources of the standard library."""
     if path is not None:
         data = bytearray(path.read_bytes())
     else:
@@ -219,7 +219,7 @@ def make_config(arguments: argparse.Namespace, size: Size) -> infinity.InfinityC
 
 
 def warm_up(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
-    """The learning rate rises in a straight line, and then stays."""
+    """Return a schedule that rises in a straight line, and then stays."""
     num_warm = math.ceil(WARMUP_SHARE * num_steps)
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / num_warm))
 
@@ -229,7 +229,7 @@ def warm_up(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
 
 @dataclass
 class History:
-    """What the steps so far took; the table and the picture are made from it."""
+    """Reports of the steps so far, for the table and the picture."""
 
     tokens_per_step: int
     reports: list[infinity.StepReport] = field(default_factory=list)
@@ -333,7 +333,7 @@ def reset_high_water() -> None:
 
 
 def results_table(engine: infinity.Engine, history: History, memory: Memory) -> Table:
-    """What a reader wants to know at the end."""
+    """Return the table that is printed at the end."""
     plan, num_steps = engine.plan, len(history.reports)
     num_parameters, seconds = plan.num_parameters, history.total("seconds")
     states = plan.states_bytes

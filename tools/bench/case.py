@@ -42,7 +42,7 @@ class DriveSample:
 def mixed_rate(
     directory: Path, *, bytes_per_second: int | None, num_bytes: int = 2 << 30, run_seconds: int = 5
 ) -> Iterator[Callable[[float], DriveSample]]:
-    """Gives a function that runs fio for a few seconds; its argument is the share of the bytes that are reads.
+    """Yield a function that runs fio for a few seconds; its argument is the fraction of bytes that are reads.
 
     The test file in `directory` is written once at first: the first write to a block is slower. It is removed on exit. With
     `bytes_per_second`, samples are taken in a control group that holds reads and writes, each, to that.
@@ -223,7 +223,7 @@ def available_controllers() -> tuple[str, ...]:
 
 
 def run_case(result: CaseResult, directory: Path, schedule: Schedule, tell: Progress, *, measure_drive: bool) -> None:
-    """Fills `result`. All participants stay alive and take turns, so that the machine's moods meet all of them.
+    """Fills `result`. All participants stay alive and take turns, so that changes of the machine's load meet all of them.
 
     A participant that fails is reported and left out; the others go on.
     """

@@ -126,7 +126,7 @@ class MemoryGroup:
         self._peak_file: IO[bytes] | None = None
 
     def limit(self, num_bytes: int | None) -> None:
-        """The kernel kills a process of the group that cannot stay under `num_bytes`; None removes the limit."""
+        """Let the kernel kill processes of the group that need more than `num_bytes`; None removes the limit."""
         if not self._is_version_2:
             (self._folder / "memory.limit_in_bytes").write_text(str(-1 if num_bytes is None else num_bytes))
             return
@@ -235,7 +235,7 @@ class Cgroup:
         return [folder / "cgroup.procs" for folder in self._folders]
 
     def command(self, *program: str) -> list[str]:
-        """What starts a program that is in the group from its first instruction."""
+        """Return a command whose program is in the group from its first instruction."""
         return ["/bin/sh", "-c", _JOINING, "sh", *map(str, self.task_files), "--", *program]
 
     def close(self) -> None:
@@ -253,7 +253,7 @@ class Cgroup:
 
 
 def _parents(controllers: tuple[str, ...]) -> dict[str, Path]:
-    """For each controller the group below which its new one goes: for all of version 2 the same."""
+    """Return the parent of each controller's new group; all controllers of version 2 have the same."""
     hierarchies = {controller: _find_hierarchy(controller) for controller in controllers}
     unified = [name for name, hierarchy in hierarchies.items() if hierarchy is not None and hierarchy.version == 2]
     parents = {}
@@ -293,7 +293,7 @@ def _kill_all(folder: Path) -> None:
 
 
 def _remove_stale(parent: Path) -> None:
-    """Groups of benchmarks that were killed outright: their children died with them, the empty groups stay."""
+    """Remove empty groups of benchmarks that were killed: their children died with them."""
     for path in parent.glob(f"{_PREFIX}_*"):
         pid = path.name.removeprefix(f"{_PREFIX}_").split("_")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():

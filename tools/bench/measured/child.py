@@ -95,7 +95,7 @@ def run_turn(program: Program, num_steps: int) -> dict[str, Any]:
 
 
 def _die_with_parent(parent_pid: int) -> None:
-    """A parent that is killed outright cannot clean up: the kernel then ends this process too."""
+    """Let the kernel kill this process when its parent dies: a killed parent cannot clean up."""
     # PR_SET_PDEATHSIG of <sys/prctl.h>.
     parent_death_signal = 1
     ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
@@ -123,7 +123,7 @@ def _obey(answers: TextIO, kind: str, workload: Workload, settings: dict[str, An
 
 
 def main() -> None:
-    """Entry, as `START` of the parent calls it, with KIND WORKLOAD_JSON SETTINGS_JSON."""
+    """Entry point, which `_START` of the parent calls with KIND WORKLOAD_JSON SETTINGS_JSON."""
     kind, workload, settings = sys.argv[1], Workload(**json.loads(sys.argv[2])), json.loads(sys.argv[3])
     _die_with_parent(settings["parent_pid"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children in order; Ctrl-C reaches it alone

@@ -55,7 +55,7 @@ class Ours(Program):
         return loss
 
     def moved_bytes(self) -> tuple[int, int] | None:
-        """As the engine's reports count them, on a GPU, where a tmpfs is the drive; what a flush moves is the next step's."""
+        """Return the bytes of the engine's reports so far. Bytes that a flush moves count in the next step."""
         return self._moved if self._counts else None
 
     def flush(self) -> None:
@@ -63,7 +63,7 @@ class Ours(Program):
         self._engine.flush()
 
     def take_reports(self) -> list[dict[str, Any]]:
-        """The engine's reports of the steps since the last call, and writes the timeline if there is one.
+        """Return the engine's reports since the last call, and write the timeline if there is one.
 
         The first step of a turn is left out, if it has more: its report begins at the end of the turn before, and holds
         the flush and the other participants' turns.
