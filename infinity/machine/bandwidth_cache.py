@@ -26,7 +26,6 @@ _FORMAT: Literal[2] = 2
 # The newest entries are kept. 1 MiB is far more than 64 entries take: a larger file is none of ours.
 _MAX_ENTRIES = 64
 _MAX_FILE_BYTES = 1 << 20
-# A random number that systemd writes at installation.
 _MACHINE_ID = Path("/etc/machine-id")
 
 

@@ -68,5 +68,4 @@ def measure_flops_per_second() -> tuple[float, str]:
 def _multiply(left: torch.Tensor, right: torch.Tensor) -> None:
     left @ right
     if left.is_cuda:
-        # The kernel is launched asynchronously.
         torch.cuda.synchronize()

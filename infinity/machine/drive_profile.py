@@ -189,7 +189,6 @@ def choose(samples: Sequence[Sample]) -> Sample:
     fastest = max(sample.bytes_per_second for sample in samples)
     tied = [sample for sample in samples if sample.bytes_per_second >= (1 - _SPEED_TIE) * fastest]
     cheapest = min(map(_cpu_per_byte, tied))
-    # Ties are resolved in the order of the note: speed, then processor time, then memory.
     tied = [sample for sample in tied if _cpu_per_byte(sample) <= (1 + _CPU_TIE) * cheapest]
     return min(tied, key=lambda sample: (sample.setting.bytes_inflight, -sample.bytes_per_second))
 
@@ -251,7 +250,6 @@ def sweep(
         for place, setting in enumerate(tried[:: -1 if number % 2 else 1]):
             progress(f"round {number + 1} of {effort.num_rounds}", (number + place / len(tried)) / effort.num_rounds)
             _add(test, found, setting, effort.sample_seconds)
-        # After the first round only the fastest four go on.
         tried = found.by_speed()[:_NUM_FINALISTS]
     if not found.samples:
         every = "; ".join(f"{name}: {reason}" for name, reason in found.unusable.items())

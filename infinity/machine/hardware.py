@@ -18,7 +18,6 @@ import torch
 
 from infinity.machine.finding import Finding, good, note, poor, size
 
-# Tests put a tree of files in its place.
 SYS = Path("/sys")
 _BYTES_PER_TRANSFER = {2.5: 0.1, 5.0: 0.1}
 """Of a lane, by GT/s: 8 of 10 bits are data. Faster links send 128 of 130."""
@@ -148,7 +147,6 @@ def node_finding(devices: Sequence[PciDevice]) -> Finding | None:
     ``devices``: GPUs before drives.
     """
     nodes = sorted(int(each.name.removeprefix("node")) for each in (SYS / "devices/system/node").glob("node[0-9]*"))
-    # One node: everything is next to everything.
     if len(nodes) < 2:
         return None
     own = [node for node in nodes if _processors(node) & os.sched_getaffinity(0)]
@@ -230,7 +228,6 @@ def health_finding(block_device: str) -> Finding | None:
     if not told:
         return None
     text = ", ".join(told)
-    # Wear before heat: heat can be cured.
     if (found.used_percent or 0) >= _WORN_PERCENT:
         return poor("health", text, "Plan its replacement: paging writes much (`infinity plan` says how much a day)")
     if (found.celsius or 0) >= HOT_CELSIUS:
@@ -288,7 +285,6 @@ def measure_copies() -> Copies:
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
-    # The median ignores a slow first copy.
     taken = []
     for _ in range(5):
         torch.cuda.synchronize()

@@ -177,7 +177,7 @@ def _backend(volume: Volume, *, measures: bool) -> Finding:
 
 
 def _of(choice: Choice) -> Finding:
-    # Swapper's own sentence, "REASON; to change that, CURE".
+    # "REASON; to change that, CURE", as `Choice.__str__` writes it.
     text, _, cure = str(choice).partition("; to change that, ")
     return poor("backend", text, cure) if cure else good("backend", text)
 
