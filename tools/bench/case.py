@@ -192,8 +192,8 @@ class CaseResult:
         bounds: list[float] = []
         if self.drive_samples:
             speed = statistics.median(sample.total_bytes_per_second for sample in self.drive_samples)
-            # Example: 3 GB read and 4.5 GB written. fio reaches 1.0 GB/s both ways together: 7.5 s. A throttle of 600
-            # MB/s lets 4.5 GB through in 7.5 s. The larger of the two counts.
+            # Example: 3 GB read and 4.5 GB written. fio reaches 1.2 GB/s both ways together: 6.25 s. A throttle of 600
+            # MB/s lets 4.5 GB through in 7.5 s, which is the bound.
             bounds.append((read + written) / speed)
         if self.case.throttle_bytes is not None:
             bounds.append(max(read, written) / self.case.throttle_bytes)
