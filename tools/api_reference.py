@@ -41,6 +41,7 @@ INTEGRATIONS = {
     "accelerate": ["InfinityAccelerator"],
     "lightning": ["InfinityStrategy"],
 }
+
 PARTS_OF_THE_ENGINE = frozenset(
     """
     backward_together begin_run count_on counters forget_step loose make_room set_arguments num_not_held
@@ -59,6 +60,7 @@ This page lists every public name with its signature and the first paragraph of 
 """
 
 
+# Example: "(path: 'Path', kind: 'str' = <Kind.A: 1>)" becomes "(path: Path, kind: str = Kind.A)".
 _AS_WRITTEN = {
     r"(: |-> )(['\"])(.*?)\2": r"\1\3",  # annotations are texts
     r"<(\w+\.\w+): [^>]*>": r"\1",  # members of enums
@@ -69,11 +71,12 @@ _AS_WRITTEN = {
 
 
 def signature(name: str, value: Any) -> str:
-    """As one would write it, on one line. Without a signature of its own, the name."""
+    """Return a signature as in source code, on one line; the name alone if Python knows none."""
     try:
         found = inspect.signature(value)
     except (TypeError, ValueError):
         return name
+    # `self` of a method that was taken from its class. A class "returns" itself, which says nothing.
     parameters = [each for each in found.parameters.values() if each.name != "self"]
     gives = found.empty if inspect.isclass(value) else found.return_annotation
     text = f"{name}{found.replace(parameters=parameters, return_annotation=gives)}"
@@ -83,18 +86,21 @@ def signature(name: str, value: Any) -> str:
 
 
 def text_of(value: Any) -> str:
-    """The first paragraph of its docstring, as Markdown; empty without one."""
+    """Return the first paragraph of a docstring as Markdown; empty without one."""
     paragraph = (inspect.getdoc(value) or "").split("\n\n")[0]
     plain = re.sub(r":\w+:`([^`]*)`", r"`\1`", " ".join(paragraph.split())).replace("``", "`")
+    # A paragraph may end in a colon before a list; the page has the first paragraph alone.
     return plain if plain.endswith((".", ":", "?")) or not plain else f"{plain}."
 
 
 @functools.cache
 def _constants(package: str) -> dict[str, str]:
-    """Name -> the text that stands under its assignment, in any file of a package."""
+    """Return the texts under the constants of a package, by name."""
     found: dict[str, str] = {}
     for path in sorted((_ROOT / package).rglob("*.py")):
         body = ast.parse(path.read_text()).body
+        # Python keeps no text under an assignment at run time, so the source is parsed: `NAME = ...` followed by a
+        # string.
         for node, following in itertools.pairwise(body):
             match node, following:
                 case ast.Assign(targets=[ast.Name(name)]), ast.Expr(ast.Constant(str(text))):
@@ -103,10 +109,12 @@ def _constants(package: str) -> dict[str, str]:
 
 
 def members(cls: type) -> dict[str, Any]:
-    """The public methods and properties of a class that stand in these packages, by name; none of a library's own class."""
+    """Return the public methods and properties of a class that these packages define, by name."""
+    # Their methods are the library's, which documents them.
     if cls.__module__.startswith("infinity.integrations"):
         return {}
     found: dict[str, Any] = {}
+    # Mixins of ours count, base classes of torch or pydantic do not. `setdefault`: the most derived one wins.
     for base in cls.__mro__:
         if base.__module__.split(".")[0] in ("infinity", "swapper"):
             for name, value in vars(base).items():
@@ -118,6 +126,7 @@ def members(cls: type) -> dict[str, Any]:
         if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, callables))
     }
     if issubclass(cls, Engine):
+        # `DeepSpeedEngine` inherits from `Engine`, whose names are on the page already.
         inherited = set() if cls is Engine else dir(Engine)
         return {name: value for name, value in found.items() if name not in PARTS_OF_THE_ENGINE.union(inherited)}
     return found
@@ -126,6 +135,7 @@ def members(cls: type) -> dict[str, Any]:
 def _member(name: str, value: Any) -> str:
     code = name
     if not isinstance(value, property | functools.cached_property):
+        # A classmethod in `vars(cls)` is a descriptor; its function has the signature.
         code = signature(name, getattr(value, "__func__", value)).replace("(cls, ", "(").replace("(cls)", "()")
     return item(f"`{code}`: {text_of(value)}")
 
@@ -147,6 +157,8 @@ def _class(cls: type) -> Iterator[str]:
 
 
 def _code(text: str) -> str:
+    # One argument a line. The pattern splits at commas before an argument's name, and not inside of brackets, as in
+    # dict[str, int].
     if len(text) > 110:
         head, _, rest = text.partition("(")
         inside, _, gives = rest.rpartition(")")
@@ -156,7 +168,7 @@ def _code(text: str) -> str:
 
 
 def entry(package: str, name: str, value: Any) -> str:
-    """A section about one name."""
+    """Return the section about one name."""
     parts = [f"### `{name}`"]
     if inspect.ismodule(value):
         listed = getattr(value, "__all__", None) or [
@@ -166,6 +178,7 @@ def entry(package: str, name: str, value: Any) -> str:
         names = ", ".join(f"`{each}`" for each in sorted(listed))
         parts.append(wrapped(f"A module: {text_of(value)} It has {names}."))
     elif inspect.isclass(value) or inspect.isroutine(value):
+        # A second name of another class: the page says which.
         alias = value.__name__ != name
         is_record = inspect.isclass(value) and (is_dataclass(value) or issubclass(value, enum.Enum))
         written = signature(name, value)
@@ -180,7 +193,7 @@ def entry(package: str, name: str, value: Any) -> str:
 
 
 def names() -> Iterator[tuple[str, str, Any]]:
-    """Package or module, name and value of all that is public."""
+    """Yield package or module, name and value of all public names."""
     for package in (infinity, swapper):
         for name in package.__all__:
             yield package.__name__, name, getattr(package, name)
@@ -192,7 +205,7 @@ def names() -> Iterator[tuple[str, str, Any]]:
 
 
 def undocumented() -> Iterator[str]:
-    """Public names, and members of public classes, of which nothing is said."""
+    """Yield public names, and members of public classes, without a text."""
     for package, name, value in names():
         is_described = inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)
         if not (text_of(value) if is_described else _constants(package.split(".")[0]).get(name)):
@@ -202,7 +215,8 @@ def undocumented() -> Iterator[str]:
 
 
 def reference() -> str:
-    """The whole page. Exits where something in it would lack a text."""
+    """Return the page. Exits if a public name has no text."""
+    # A public name without a text fails here, and so in the test that compares the page.
     if missing := ", ".join(undocumented()):
         raise SystemExit(f"without a docstring: {missing}")
     parts, chapter = [_BEGINNING], ""

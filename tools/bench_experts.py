@@ -32,6 +32,7 @@ import infinity
 from infinity.cli.output import write_json
 from infinity.console import Console
 
+# Small dense parts, so that experts are nearly all of the model.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 1024,
     "intermediate_size": 1024,
@@ -77,6 +78,7 @@ def build(options: argparse.Namespace) -> torch.nn.Module:
     )
     model: torch.nn.Module = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
     for name, parameter in model.named_parameters():
+        # Gradients still flow through all layers, as with adapters.
         parameter.requires_grad_("norm" in name)
     return model
 
@@ -88,11 +90,14 @@ class Routing:
         self.num_bytes = self.num_experts = self.num_calls = 0
         for name, module in model.named_modules():
             if name.endswith("mlp.experts"):
+                # transformers 5 keeps the experts of a layer in two tensors of shape (num_experts, ...). One expert is
+                # index 0 of each, and an element of bf16 has 2 bytes.
                 weights = [getattr(module, each) for each in ("gate_up_proj", "down_proj")]
                 self._watch(module, sum(weight[0].numel() * 2 for weight in weights))
 
     def _watch(self, module: torch.nn.Module, expert_bytes: int) -> None:
         def note(_: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            # The second argument of the module is the expert of each token: (tokens, experts per token).
             used = len(args[1].unique())
             self.num_bytes += used * expert_bytes
             self.num_experts += used
@@ -102,10 +107,11 @@ class Routing:
 
 
 def measure(way: str, tokens: int, directory: Path, options: argparse.Namespace) -> Figures:
-    """Train some steps."""
+    """Train some steps, and return their figures."""
     drive = {"device": "nvme", "nvme_path": str(directory)}
     config = {
         "train_micro_batch_size_per_gpu": 1,
+        # Updates need not wait for all gradients.
         "gradient_clipping": 0.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -113,17 +119,20 @@ def measure(way: str, tokens: int, directory: Path, options: argparse.Namespace)
         "infinity": {
             "experts": way,
             "host_memory_budget": options.budget if way == "by_expert" else options.budget_whole,
+            # A model this small would stay in memory, and nothing would be read.
             "keep_in_memory": False,
             "progress_bars": False,
         },
     }
     model = build(options)
+    # Bytes in bf16 of everything that is no expert.
     dense = sum(p.numel() * 2 for name, p in model.named_parameters() if ".experts." not in name)
     routing = Routing(model)
     generator = torch.Generator().manual_seed(1)
     seconds, cpu_seconds, read = [], [], []
     with infinity.initialize(model=model, config=config)[0] as engine:
         for step in range(options.warm_up + options.steps):
+            # The first steps record the prefetch schedule: they do not count.
             if step == options.warm_up:
                 routing.num_bytes = routing.num_experts = routing.num_calls = 0
             batch = torch.randint(_SHAPE["vocab_size"], (1, tokens), generator=generator)
@@ -140,6 +149,7 @@ def measure(way: str, tokens: int, directory: Path, options: argparse.Namespace)
         tokens,
         routing.num_experts / routing.num_calls,
         mean,
+        # Once in forward and once in backward: each pass reads the weights.
         2 * (dense + routing.num_bytes // options.steps),
         statistics.median(seconds),
         statistics.median(cpu_seconds),
@@ -149,10 +159,11 @@ def measure(way: str, tokens: int, directory: Path, options: argparse.Namespace)
 
 @contextlib.contextmanager
 def limited(directory: Path, bytes_per_second: int | None) -> Iterator[None]:
-    """This process reads and writes no faster inside the ``with`` block."""
+    """Limit reads and writes of this process inside the ``with`` block, each."""
     if bytes_per_second is None:
         yield
         return
+    # `joined` moves this process into the group, so that its own reads are limited.
     with Cgroup("experts", ("blkio",)) as group:
         group.throttle(directory, bytes_per_second)
         with group.joined():
@@ -192,6 +203,7 @@ def show(found: list[Figures]) -> None:
     Console().print(table)
     for tokens in sorted({each.tokens for each in found}):
         by_way = {each.way: each for each in found if each.tokens == tokens}
+        # --ways may name one alone.
         if len(by_way) == 2:
             factor = by_way["whole"].seconds / by_way["by_expert"].seconds
             sys.stdout.write(f"{tokens} tokens: by expert {factor:.2f} times as fast as all of them\n")

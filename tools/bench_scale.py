@@ -35,6 +35,7 @@ _BESIDE_BYTES, _LEAST_RAM_SHARE = 800 << 20, 0.5
 """Libraries, activations and what torch allocates for a while take so much of the limit where states stay in RAM."""
 _DRIVE_SHARE = 0.2
 """Of the limit, what is ours to manage with states on a drive. The page cache needs some, too."""
+# Errors of peers are whole tracebacks. The first line is shown.
 _LINE_CHARACTERS = 160
 
 
@@ -75,6 +76,7 @@ def ways(limit_bytes: int, peers: Sequence[ParticipantSpec]) -> dict[str, Partic
     """By name: plain torch, ours with states in RAM, ours with everything on the drive, and others."""
 
     def ours(device: str, budget_bytes: float) -> ParticipantSpec:
+        # A model that does not fit into the limit has to be built on the drive, by `infinity.Init`.
         settings = {"budget": int(budget_bytes), "device": device, "builds_on_drive": device == "nvme"}
         return ParticipantSpec(f"offload_{device}", "ours", settings)
 
@@ -91,6 +93,7 @@ def attempt(spec: ParticipantSpec, workload: Workload, directory: Path, num_step
     """Train the model for a step to warm up and so many more, in a process of its own."""
     layers = workload.size.num_layers
     try:
+        # The group of the process has the limit; the kernel kills what exceeds it, and `Participant` says so.
         with Participant(spec, workload, directory, controllers=("memory",)) as participant:
             participant.run_turn(1, counts=False)
             turn = participant.run_turn(num_steps, counts=True)
@@ -108,6 +111,7 @@ def largest(name: str, most_layers: int, attempt_with: Callable[[int], Try]) -> 
         most_layers: no model is larger.
         attempt_with: trains a model with so many layers.
     """
+    # Example, if 11 layers train and 12 do not: tries 1, 2, 4, 8, 16 (fails), 12 (fails), 10, 11: best 11, failed 12.
     best, failed, layers = Try(0), None, 1
     while True:
         made = attempt_with(layers)
@@ -115,6 +119,7 @@ def largest(name: str, most_layers: int, attempt_with: Callable[[int], Try]) -> 
             best = made
         else:
             failed = made
+        # Neighbours: the best and the smallest that failed. Or nothing failed up to `most_layers`.
         if best.num_layers == (most_layers if failed is None else failed.num_layers - 1):
             return Largest(name, best, failed)
         layers = min(2 * layers, most_layers) if failed is None else (best.num_layers + failed.num_layers) // 2
@@ -138,6 +143,7 @@ def scale_table(results: list[Largest], limit_bytes: int) -> Table:
 
 def draw(results: list[Largest], limit_bytes: int, path: Path) -> None:
     """Bars: parameters, seconds of a step and peak of each way. Needs matplotlib."""
+    # "(or larger)": no failure bounds it from above.
     title = f"The largest model that trains in {limit_bytes / 2**30:.2f} GiB of host memory"
     names = [each.name if each.next else f"{each.name} (or larger)" for each in results]
     values = {name: [each.best.figures[name] for each in results] for name in Try(0).figures}
@@ -165,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Try every way, and print, write and draw what was found."""
     asked = parse(sys.argv[1:] if arguments is None else arguments)
     console = Console(highlight=False, stderr=asked.json_file == Path(STDOUT))
+    # Keeps the compiled extensions of the peer from run to run.
     asked.peer_build_dir.mkdir(parents=True, exist_ok=True)
     specs = peers(asked.peer_build_dir, asked.peer_python, ["small"]) if asked.peer else []
     results = []

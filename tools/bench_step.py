@@ -35,6 +35,7 @@ from infinity.config.schema.quantities import parse_bytes
 from infinity.console import Console
 
 _INTERRUPTED = 130
+# Characters: rich would fold the table to the 80 of a terminal that is none.
 _WIDTH = 140
 _CHECKPOINTING = ("none", "reentrant", "non-reentrant")
 
@@ -102,7 +103,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--timeline", type=Path, help="trace of ours for ui.perfetto.dev, of the last case")
     add_common(parser)
     given = parser.parse_args(arguments)
+    # Results are always written, also without the option.
     given.json_file = given.json_file or Path("bench_step.json")
+    # Limits of the drive need the controller blkio, limits of memory need memory: refused here, before anything runs.
     problem = problem_of(
         given,
         blkio=(any(given.throttle), "--throttle", "pass --throttle none"),
@@ -120,10 +123,12 @@ def make_cases(asked: argparse.Namespace) -> Iterator[Case]:
         workload = Workload(
             asked.model, layers, asked.dtype, asked.batch_size, asked.seq_len, micro_batches, clip, checkpointing
         )
+        # The bound of a step is the slower of drive and compute, so compute is measured as well.
         alone = [] if asked.without_compute_alone else _compute_alone(workload)
         if alone and asked.peer:  # with peers, all at once would take too much memory
             yield Case(workload, None, tuple(alone))
             alone = []
+        # All participants of a case take turns under one limit of the drive.
         for limit, budget in itertools.product(asked.throttle, asked.budget):
             ours: dict[str, Any] = {"budget": budget, "infinity": dict(asked.set)}
             if asked.timeline is not None:
@@ -149,6 +154,7 @@ def _compute_alone(workload: Workload) -> list[ParticipantSpec]:
 def _build_peer(asked: argparse.Namespace, directory: Path, console: Console) -> None:
     """Lets the peer compile its extensions in a run that is not measured: the compiler's memory is not the peer's."""
     console.print("the peer compiles its extensions: some minutes, this first time only")
+    # One turn of a tiny model is enough: DeepSpeed compiles when its engine is built.
     tiny = Case(Workload(model="tiny"), None, tuple(peers(asked.peer_build_dir, asked.peer_python)[:1]))
     try:
         run_case(CaseResult(tiny), directory, Schedule(1, 1, 1), lambda _: None, measure_drive=False)
@@ -171,6 +177,7 @@ def _as_json(facts: dict[str, Any], results: list[CaseResult]) -> dict[str, Any]
     cases = []
     for result in results:
         alone, ours = find_alone(results, result), result.outcome("ours")
+        # None without a throttle and without fio: then the speed of the drive is not known.
         bound = bound_seconds(result, ours, alone) if ours is not None else None
         ratio = None if ours is None or bound is None else ours.median_seconds / bound
         cases.append(result.as_json() | {"bound_seconds": bound, "step_over_bound": ratio})
@@ -186,6 +193,7 @@ def _run_cases(asked: argparse.Namespace, directory: Path, results: list[CaseRes
         for case in make_cases(asked):
             result = CaseResult(case)
             results.append(result)
+            # A case of compute alone is not printed: later cases are held against it.
             is_offloading = any(spec.kind != "in_memory" for spec in case.specs)
             run_case(result, directory, schedule, console.print, measure_drive=is_offloading and has_fio)
             if is_offloading:
@@ -194,6 +202,7 @@ def _run_cases(asked: argparse.Namespace, directory: Path, results: list[CaseRes
     except KeyboardInterrupt:
         console.print("interrupted; what was measured so far:" if results else "interrupted before the first case")
         if results:
+            # The case that was interrupted. Those before it are printed already.
             _report(results[-1], results, console)
         return _INTERRUPTED
     return code
@@ -210,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked.peer_build_dir.mkdir(parents=True, exist_ok=True)
     facts["control groups"] = ", ".join(available_controllers()) or "none: no limits, no peaks"
     console.print(machine_table(facts))
+    # Half of the cores busy before the measurement begins.
     if facts["load_average"] > facts["num_cores"] / 2:
         console.print("[yellow]The machine is busy with other work: times will be long and vary.[/yellow]")
     results: list[CaseResult] = []

@@ -23,6 +23,7 @@ MARKS = (
     "<!-- printed by tools/commands_reference.py: change the commands, not this -->",
     "<!-- end of what is printed -->",
 )
+# Characters: click would take the width of the terminal, and the page would depend on it.
 _WIDTH = 100
 
 
@@ -31,6 +32,8 @@ def _sections(command: click.Command, context: click.Context) -> Iterator[str]:
         for name in command.list_commands(context):
             child = command.get_command(context, name)
             assert child is not None
+            # A context for each command, as click builds it: usage lines name the whole path, "infinity checkpoint
+            # verify".
             inner = click.Context(child, context, name, terminal_width=_WIDTH, **child.context_settings)
             yield from _sections(child, inner)
     else:
@@ -39,12 +42,12 @@ def _sections(command: click.Command, context: click.Context) -> Iterator[str]:
 
 
 def reference() -> str:
-    """The help of all commands, as Markdown."""
+    """Return the help of all commands as Markdown."""
     return "\n".join(_sections(commands, click.Context(commands, info_name=PROGRAM, **commands.context_settings)))
 
 
 def page() -> str:
-    """The page, with the reference as it is now."""
+    """Return the page with the present reference."""
     return between(MARKS, reference(), PAGE)
 
 

@@ -38,6 +38,7 @@ MARKS = (
 )
 
 
+# Parser of a key -> its type in words. Bounds are in the metadata of the annotation.
 _KINDS = {
     quantities.parse_bytes: "a size",
     quantities.parse_count: "a whole number",
@@ -68,11 +69,13 @@ def _grouped(rule: type[NoEffect] | type[Refused]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for path, block in blocks():
         if path.startswith("zero_optimization.offload_optimizer."):
+            # Both fields hold an `OffloadBlock`.
             continue  # the same keys as in offload_param
         for name, field in block.model_fields.items():
             for each in field.metadata:
                 if isinstance(each, rule):
                     reason = each.reason if isinstance(each, NoEffect) else f"{each.reason}. {each.cure}"
+                    # One item of the list for all keys with the same reason.
                     groups.setdefault(reason, []).append(f"`{path}{name}`")
     items = []
     for reason, keys in groups.items():
@@ -82,7 +85,8 @@ def _grouped(rule: type[NoEffect] | type[Refused]) -> list[str]:
 
 
 def kind_of(field: FieldInfo) -> str:
-    """What a key takes, in words, with bounds."""
+    """Describe the values of a key in words, with bounds."""
+    # pydantic moves the metadata of the outermost Annotated to the field; what is inside of a union stays there.
     parts = [*field.metadata, *leaves(field.annotation)]
     if choices := choices_of(field):
         return ", ".join(f"`{json.dumps(choice)}`" for choice in choices)
@@ -90,12 +94,14 @@ def kind_of(field: FieldInfo) -> str:
     kind = next((_KINDS[reader] for reader in readers if reader in _KINDS), None)
     kind = kind or next((_TYPES[part] for part in parts if part in _TYPES), "a value")
     items = [item for part in parts for item in getattr(part, "metadata", None) or [part]]
+    # Of several lower bounds the largest counts, and of upper bounds the smallest: Count has ge=0, a field may add
+    # gt=0.
     bounds = [*_limits(items, _LEAST)[-1:], *_limits(items, _MOST)[:1]]
     return f"{kind}{', ' if bounds else ''}{' and '.join(bounds)}"
 
 
 def _limits(items: list[Any], signs: Mapping[str, str]) -> list[str]:
-    """In words, the smallest first; of two at one number "more than" is the larger, and "less than" the smaller."""
+    """Return bounds in words, the smallest first. At the same number, "more than" counts as larger."""
     found = [
         (getattr(item, sign, None), sign in ("gt", "le"), words) for item in items for sign, words in signs.items()
     ]
@@ -104,19 +110,21 @@ def _limits(items: list[Any], signs: Mapping[str, str]) -> list[str]:
 
 
 def default_of(field: FieldInfo, text: str) -> str:
-    """A key's default, in words; ``text``: what stands under its field."""
+    """Describe the default of a key; ``text``: the text under its field."""
     value = field.default
     if value is PydanticUndefined:
         return "required"
     if value is None:
+        # None stands for "auto" in the models: the text under the field says so.
         return 'default `"auto"`' if '`"auto"`:' in text else "not set by default"
     if isinstance(value, float) and value.is_integer():
+        # "default `0`" and not "0.0".
         value = int(value)
     return f"default `{json.dumps(value if value != () else [])}`"
 
 
 def reference() -> str:
-    """The whole of it, as Markdown."""
+    """Return the reference as Markdown."""
     parts: list[str] = []
     for path, block in blocks():
         items = _effective(path, block)
@@ -151,7 +159,7 @@ def reference() -> str:
 
 
 def page() -> str:
-    """The page, with the reference as it is now."""
+    """Return the page with the present reference."""
     return between(MARKS, reference(), PAGE)
 
 

@@ -31,8 +31,10 @@ def code_lines(source: str) -> set[int]:
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
+            # A token may span lines: a long string counts all of its lines.
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
+        # A string that is a statement: a docstring, or a text under an attribute.
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return lines
@@ -42,6 +44,7 @@ def functions(source: str, lines: set[int]) -> Iterator[tuple[str, int]]:
     """Yield name and number of code lines of each function, those inside it included."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            # Decorators are not in the range: `lineno` is the line of `def`.
             yield node.name, len(lines.intersection(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
 
 

@@ -30,21 +30,23 @@ MARKS = (
 
 def listed() -> dict[str, list[str]]:
     """Module, without "deepspeed" ("": the package itself) -> its public names."""
+    # "deepspeed.ops.adam: FusedAdam DeepSpeedCPUAdam" gives {"ops.adam": ["FusedAdam", "DeepSpeedCPUAdam"]}.
     lines = [line.partition(":") for line in LIST.read_text().splitlines()]
     return {module.removeprefix("deepspeed").lstrip("."): names.split() for module, _, names in lines}
 
 
 def found(module: str, name: str) -> Any:
-    """What is there of that name; None if there is none."""
+    """Return our value of a name of DeepSpeed's; None without one."""
     try:
         value = getattr(importlib.import_module(f"infinity.deepspeed.{module}".rstrip(".")), name, None)
     except ModuleNotFoundError:
         return None
+    # A submodule of the same name is no answer for a function.
     return None if inspect.ismodule(value) else value
 
 
 def kinds(module: str) -> Iterator[tuple[str, str]]:
-    """Each public name of a module, and what is said of it: "" for the same."""
+    """Yield each public name of a module and a remark: "" if it does the same here."""
     from infinity.deepspeed.contents.refused import DIFFERS
     from infinity.deepspeed.modules import why_absent
 
@@ -62,6 +64,7 @@ def table() -> str:
         by_remark: dict[str, list[str]] = {}
         for name, remark in kinds(module):
             by_remark.setdefault(remark, []).append(name)
+        # In each module first what is the same, then what differs, then what is refused.
         for remark, names in sorted(by_remark.items(), key=lambda pair: (pair[0] != "", pair[0].startswith("refused"))):
             where = f"`{module}`" if module else "`deepspeed`"
             lines.append(f"| {where}: {', '.join(f'`{name}`' for name in names)} | {remark or 'the same'} |")

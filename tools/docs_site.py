@@ -1,4 +1,4 @@
-"""What mkdocs does beyond its own for this site: links to files outside docs/, and pages that include such a file.
+"""Hooks of mkdocs for links to files outside docs/, and for pages that include such a file.
 
 mkdocs knows docs/ alone. Pages also link to scripts and to README files beside the code. Each file that is linked to gets a page
 in the site, below source/, and links lead there. `<!-- include ../../infinity/README.md -->` on a line of its own is replaced
@@ -14,6 +14,7 @@ from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
 _DOCS = _ROOT / "docs"
+# With the group, `split` keeps code blocks: every second part is code, in which nothing is rewritten.
 _CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _INCLUDE = re.compile(r"^<!-- include (\S+) -->$", re.MULTILINE)
@@ -24,17 +25,19 @@ _shown: set[str] = set()
 
 
 def linked(target: str, page: Path) -> Path | None:
-    """The file of this repository that a link leads to; None for other places."""
+    """Return the file of this repository that a link leads to; None for other links."""
     path = target.partition("#")[0]
+    # "#anchor" stays on the page, and "https:" leaves the repository.
     if not path or ":" in path:
         return None
     found = (page.parent / path).resolve()
+    # As GitHub shows a folder.
     found = found / "README.md" if found.is_dir() else found
     return found if found.is_file() and found.is_relative_to(_ROOT) else None
 
 
 def place(file: Path) -> str:
-    """Where the site has a file of this repository."""
+    """Return the path of a file of this repository in the site."""
     if file.is_relative_to(_DOCS):
         return file.relative_to(_DOCS).as_posix()
     name = f"source/{file.relative_to(_ROOT).as_posix()}"
@@ -43,7 +46,7 @@ def place(file: Path) -> str:
 
 
 def links(page: Path) -> set[Path]:
-    """Files outside docs/ to which a page leads, or which it includes."""
+    """Return the files outside docs/ that a page links to or includes."""
     text = page.read_text()
     targets = _LINK.findall(_CODE.sub("", text)) + _INCLUDE.findall(text)
     found = {linked(target, page) for target in targets}
@@ -51,7 +54,7 @@ def links(page: Path) -> set[Path]:
 
 
 def rewritten(text: str, page: Path, at: str) -> str:
-    """A page's text, as it has to be at a place in the site: its links, and what it includes."""
+    """Return the text of a page with links as they have to be at ``at`` in the site, and with its includes."""
 
     def link(found: re.Match[str]) -> str:
         file = linked(found[1], page)
@@ -62,6 +65,7 @@ def rewritten(text: str, page: Path, at: str) -> str:
 
     def include(found: re.Match[str]) -> str:
         file = (page.parent / found[1]).resolve()
+        # Links in the included file are relative to it, and have to become relative to the page at `at`.
         return rewritten(file.read_text().partition("\n")[2], file, at)
 
     parts = _CODE.split(text)
@@ -74,6 +78,7 @@ def content(file: Path) -> str:
     text = file.read_text()
     if file.suffix == ".md":
         return rewritten(text, file, place(file))
+    # Four backticks: a script may have three in a docstring.
     return f"# {file.relative_to(_ROOT).as_posix()}\n\n````{_LANGUAGES.get(file.suffix, 'text')}\n{text}\n````\n"
 
 
@@ -81,6 +86,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add a page for each file outside docs/ to which pages lead."""
     from mkdocs.structure.files import File
 
+    # README files link to more files, so each new page is searched as well.
     waiting, seen = sorted(_DOCS.rglob("*.md")), set()
     while waiting:
         for file in sorted(links(waiting.pop()) - seen):
@@ -96,6 +102,6 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links of the pages in docs/ there."""
+    """Rewrite the links of the pages in docs/."""
     name = page.file.src_uri
     return markdown if name in _shown else rewritten(markdown, _DOCS / name, name)

@@ -22,6 +22,7 @@ from train import SIZES, RandomWindows, Size, build_model, read_text, reset_high
 
 import infinity
 
+# The shape of Llama 3 8B: 8 key-value heads and a vocabulary of 128256.
 _SIZES = SIZES | {"8b": Size(4096, 32, 14336, 32, 8, vocabulary=128256, seq_len=1024, batch_size=1, learning_rate=6e-5)}
 _SIMULATED_SIZE = dataclasses.replace(SIZES["tiny"], batch_size=2)
 _WARM = 3
@@ -57,6 +58,7 @@ def _engine(
     own = {"host_memory_budget": arguments.host_budget, "device_memory_budget": arguments.device_budget}
     own |= {"update_workers": arguments.update_workers} if arguments.update_workers else {}
     own |= {"schedule": arguments.schedule} if arguments.schedule else {}
+    # The reference: nothing is paged, and one worker updates the chunks in order.
     if in_memory:
         nvme, own = {"device": "cpu"}, {"update_workers": 1}
     config = {
@@ -91,6 +93,7 @@ def train(arguments: argparse.Namespace) -> int:
         size, arguments.host_budget, arguments.device_budget = _SIMULATED_SIZE, "4MB", "auto"
     before = resident_bytes("VmRSS")
     engine, batches = _engine(arguments, size, device, arguments.steps + arguments.warm)
+    # So that the peak is that of training.
     reset_high_water()  # what building the model took
     reports = []
     with engine:
@@ -100,11 +103,13 @@ def train(arguments: argparse.Namespace) -> int:
             reports.append(engine.report)
         if simulated is None:
             torch.cuda.synchronize()
+    # Figures of the first steps do not repeat, see `_WARM`.
     timed = reports[arguments.warm :]
     losses = [report.loss for report in reports]
     print(f"losses {' '.join(f'{loss:.4f}' for loss in losses)}")
     print(f"step {statistics.median(report.seconds for report in timed):.3f} s, schedule {timed[-1].schedule}")
     broken = []
+    # Written this way round, a NaN is broken as well.
     if not losses[-1] < losses[0]:
         broken.append("the loss does not fall")
     for name in ("read", "write"):
@@ -136,6 +141,7 @@ def same_bits(arguments: argparse.Namespace) -> int:
     arguments.update_workers = 8
     if simulated is not None:
         size, arguments.host_budget, arguments.update_workers = _SIMULATED_SIZE, "4MB", 3
+    # Kernels with atomic additions would differ from run to run in plain torch, too.
     torch.use_deterministic_algorithms(True)
     found: list[dict[str, Any]] = []
     for in_memory in (True, False):
@@ -147,6 +153,7 @@ def same_bits(arguments: argparse.Namespace) -> int:
                 values[f"loss of step {step}"] = engine.report.loss
                 values[f"norm of step {step}"] = engine.report.grad_norm
             for name, value in engine.module.state_dict().items():
+                # Bytes and not values: NaN is not equal to itself, and -0 is equal to 0.
                 values[name] = zlib.crc32(value.cpu().contiguous().view(torch.uint8).numpy())
             moved = engine.report.read_bytes + engine.report.write_bytes
         found.append(values)
@@ -176,6 +183,7 @@ def synchronisations(arguments: argparse.Namespace) -> int:
         else:
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
+                # torch then warns at each call that waits for the GPU.
                 torch.cuda.set_sync_debug_mode("warn")
                 engine.train_batch(batches)
                 torch.cuda.set_sync_debug_mode("default")

@@ -33,10 +33,13 @@ import torch
 from bench.measured.models import Workload
 from bench.participant import OURS, Participant, ParticipantFailed, ParticipantSpec
 
+# For all runs of a set together. A run that would begin too late is reported, and not started.
 _SLOT_SECONDS = 480
 _NEEDS = ("deepspeed", "hjson", "pydantic", "msgpack", "einops", "cpuinfo")
 """What DeepSpeed imports."""
+# Name -> class of DeepSpeed's op_builder. Both are C++ extensions: compiled on the spot, or brought along.
 _OPERATORS = {"async_io": "AsyncIOBuilder", "cpu_adam": "CPUAdamBuilder"}
+# Runs in the other interpreter. Libraries print as well, so the answer has a mark in front.
 _ASK = """
 import importlib.util, json, sys
 missing = [name for name in sys.argv[1].split(",") if importlib.util.find_spec(name) is None]
@@ -71,6 +74,7 @@ _FREE = Workload(model="1b", batch_size=4, seq_len=512, clip=0.0, checkpointing=
 _TINY = Workload(model="tiny", seq_len=32, clip=1.0, checkpointing="non-reentrant")
 
 
+# In elements. DeepSpeed's own default for a sub-group is 1e9.
 def _deepspeed(states: str = "nvme", sub_group: float = 1e8, *, fp32_gradients: bool = False) -> dict[str, Any]:
     return {"variant": "gpu", "states": states, "sub_group": sub_group, "fp32_gradients": fp32_gradients}
 
@@ -118,12 +122,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _deepspeed_place(asked) as (spec, missing):
         began = time.monotonic()  # not before: where its operators are compiled, it takes minutes, once
         for run in runs:
+            # With less than 20 seconds left, no run would get to its first step.
             left = _SLOT_SECONDS - (time.monotonic() - began)
             print(f"== {run.name} (at most {min(run.limit, left):.0f} s)", flush=True)
             problem = missing if run.kind == "deepspeed" else "" if left > 20 else "the time of this slot is used up"
             answer = {"error": problem} if problem else _measured(run, asked.drives, spec, min(run.limit, left))
             lines.append({"name": run.name, **_circumstances(), **answer})
             print(_told(answer), flush=True)
+            # After each run: a slot that is cut off keeps what was measured.
             asked.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     print(f"{len(lines)} answers in {asked.out}, {time.monotonic() - began:.0f} s")
     return int(any("error" in line for line in lines))
@@ -137,6 +143,7 @@ def _deepspeed_place(asked: argparse.Namespace) -> Iterator[tuple[dict[str, Any]
             spec: dict[str, Any] = {"python": asked.peer_python}
             cure = f"install it there: {asked.peer_python} -m pip install deepspeed"
         else:
+            # The unpacked packages come before our own folder.
             spec = {"path": f"{site}:{OURS}"}
             folder = asked.peer_packages
             cure = f"put its wheels, and ds_site.zip with its operators, into {folder}, or name a --peer-python that has it"
@@ -175,7 +182,7 @@ def _unpack(packages: Path, site: Path) -> str:
 
 
 def _extensions() -> str:
-    """Where operators lie that were compiled at an earlier run, if DeepSpeed has to compile them."""
+    """Return the folder in which DeepSpeed keeps the operators that it compiles."""
     return os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions"))
 
 
@@ -196,9 +203,10 @@ def _missing(spec: dict[str, Any]) -> list[str]:
 
 
 def _measured(run: Run, drives: Sequence[Path], place: dict[str, Any], limit: float) -> dict[str, Any]:
-    """What a run took: seconds of each step, bytes a step, peaks, losses; or why it did not end."""
+    """Run one participant; return seconds of each step, bytes, peaks and losses, or an error."""
     build_on = "cuda" if torch.cuda.is_available() else "cpu"
     settings = run.settings | {"build_on": build_on, "counts_bytes": True, "extensions_directory": _extensions()}
+    # One folder on each drive, removed at the end whatever happens.
     own = [Path(tempfile.mkdtemp(prefix="peer_", dir=drive)) for drive in drives[: run.num_drives]]
     if run.kind == "ours" and len(own) > 1:
         settings["drives"] = [str(drive) for drive in own]
@@ -212,6 +220,7 @@ def _measured(run: Run, drives: Sequence[Path], place: dict[str, Any], limit: fl
             turn = participant.run_turn(run.steps, counts=True)
             ready = participant.ready["ready_seconds"]
     except ParticipantFailed as error:
+        # `Participant` kills a run at its limit, which looks like any other death.
         late = time.monotonic() - began > limit
         return {"error": f"not at its end after {limit:.0f} s" if late else str(error)}
     finally:

@@ -54,7 +54,8 @@ def make_model(num_layers: int) -> LlamaForCausalLM:
 
 
 def count_parameters(num_layers: int) -> int:
-    """Without memory for any of them."""
+    """Count parameters without memory for them."""
+    # Meta tensors have shapes and no memory.
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in make_model(num_layers).parameters())
 
@@ -73,17 +74,18 @@ def engine_config(arguments: argparse.Namespace, *, is_trained: bool = True) -> 
 
 
 class Notes:
-    """What a process tells the one that started it: lines of JSON in a file."""
+    """Messages of a process to its parent: lines of JSON in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def write(self, **facts: Any) -> None:
+        # Opened and closed for each line: the process is killed with -9, and a buffer would be lost.
         with self._path.open("a") as file:
             file.write(json.dumps(facts) + "\n")
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """Those of one kind."""
+        """Return the notes of one kind."""
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         return [facts for facts in map(json.loads, lines) if facts["kind"] == kind]
 
@@ -100,7 +102,7 @@ def part(notes: Notes, what: str) -> Iterator[None]:
 
 
 def built(notes: Notes, arguments: argparse.Namespace) -> infinity.Engine:
-    """An engine; its model's weights are on the drive as they are made."""
+    """Return an engine, whose weights were written to the drive as they were made."""
     torch.manual_seed(0)
     config = engine_config(arguments)
     with part(notes, "build (infinity.Init)"), infinity.Init(config_dict_or_path=config):
@@ -110,34 +112,37 @@ def built(notes: Notes, arguments: argparse.Namespace) -> infinity.Engine:
 
 
 def pieces(arguments: argparse.Namespace) -> torch.Tensor:
-    """Of the text, one for each step."""
+    """Return the text in pieces, one for each step."""
     text = read_text(None)
     return text[: len(text) // arguments.seq_len * arguments.seq_len].view(-1, arguments.seq_len)
 
 
 def batch_of(text: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
-    """Another piece of the text for each step."""
+    """Return the batch of a step: its own piece of the text."""
     tokens = text[step : step + 1].long()
     return {"input_ids": tokens, "labels": tokens}
 
 
 def run_step(engine: infinity.Engine, notes: Notes, text: torch.Tensor, step: int) -> None:
-    """One step, noted when it begins and when it has ended."""
+    """Make one step, with a note at its beginning and at its end."""
     with part(notes, f"step {step + 1}"):
+        # The parent waits for this line, and kills the process within the step.
         notes.write(kind="begun", step=step)
         loss = engine(**batch_of(text, step)).loss
         engine.backward(loss)
         engine.step()
     norm = float(engine.get_global_grad_norm())
+    # `hex` keeps every bit of a float.
     notes.write(kind="step", step=step, loss=float(loss.detach()).hex(), norm=norm.hex())
 
 
 def checksum(engine: infinity.Engine, notes: Notes) -> None:
-    """One number for all weights, each read from where it rests."""
+    """Note one checksum of all weights."""
     found = 0
     with part(notes, "checksum of all weights"), torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             found = zlib.crc32(name.encode(), found)
+            # Weights rest on the drive: `clone` fetches one at a time.
             found = zlib.crc32(parameter.clone().reshape(-1).view(torch.uint8).numpy(), found)
     notes.write(kind="checksum", value=f"{found:08x}")
 
@@ -153,6 +158,7 @@ def first_process(arguments: argparse.Namespace, notes: Notes) -> None:
         for step in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
             run_step(engine, notes, text, step)
         checksum(engine, notes)
+        # Goes on until the parent kills it.
         for step in range(STEPS_BEFORE + STEPS_AFTER, 1000):
             run_step(engine, notes, text, step)
 
@@ -171,6 +177,7 @@ def second_process(arguments: argparse.Namespace, notes: Notes) -> None:
         with part(notes, "save_pretrained"):
             engine.save_pretrained(arguments.directory / "exported")
         evaluate(engine, notes, text)
+        # Restoring would bring all weights into memory, where they do not fit.
         engine.close(restore_weights=False)
 
 
@@ -187,7 +194,7 @@ def third_process(arguments: argparse.Namespace, notes: Notes) -> None:
 
 
 def evaluate(engine: infinity.Engine, notes: Notes, text: torch.Tensor) -> None:
-    """The loss of one more batch."""
+    """Note the loss of one more batch."""
     with part(notes, "evaluate"), torch.no_grad():
         engine.eval()
         loss = engine(**batch_of(text, 100)).loss
@@ -201,12 +208,14 @@ PROCESSES = {"train": first_process, "resume": second_process, "load": third_pro
 
 
 def choose_layers(arguments: argparse.Namespace) -> int:
-    """As many as were asked for, or as the disk has room for; says why if it is fewer."""
+    """Return the number of layers that were asked for or that fit on the disk; print if these are fewer."""
     whole = count_parameters(SIZE.num_layers)
+    # Parameters of one layer; embeddings and head are the rest.
     of_one = (whole - count_parameters(0)) // SIZE.num_layers
     if arguments.layers is not None:
         return int(arguments.layers)
     free = shutil.disk_usage(arguments.nvme_path).free
+    # Leaves a tenth of the disk free.
     fitting = int(free * 0.9 / BYTES_PER_PARAMETER / of_one)
     if fitting < 1:
         raise SystemExit(f"{arguments.nvme_path} has {free / 1e9:.1f} GB free: not enough for one layer")
@@ -220,7 +229,7 @@ def choose_layers(arguments: argparse.Namespace) -> int:
 
 
 def start(arguments: argparse.Namespace, name: str, group: Cgroup) -> subprocess.Popen[bytes]:
-    """A process of its own, from its first instruction inside the group."""
+    """Start a process that is in the group from its first instruction."""
     own = [__file__, "--process", name, "--directory", str(arguments.directory), "--layers", str(arguments.layers)]
     own += ["--seq-len", str(arguments.seq_len)]
     own += ["--nvme-path", str(arguments.nvme_path), "--host-memory-budget", arguments.host_memory_budget]
@@ -233,6 +242,7 @@ def kill_in_a_step(process: subprocess.Popen[bytes], notes: Notes) -> None:
     while process.poll() is None:
         if any(facts["step"] == last for facts in notes.of("begun")):
             seconds = [facts["seconds"] for facts in notes.of("part") if facts["what"].startswith("step")]
+            # Somewhere in the step: between a tenth and nine tenths of the shortest one.
             time.sleep(random.uniform(0.1, 0.9) * min(seconds))
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -242,7 +252,7 @@ def kill_in_a_step(process: subprocess.Popen[bytes], notes: Notes) -> None:
 
 
 def run(arguments: argparse.Namespace, group: Cgroup) -> bool:
-    """All processes, and what they came to; whether all of it was right."""
+    """Run all processes, print the comparison, and return whether all was equal and within the limit."""
     table = Table("", "first", "then", "", title="Compared")
     memory = group.memory if group.memory is not None and group.memory.has_peak else None
     peaks = Table("process", "peak" if memory is None else "peak of the group", title="Memory")
@@ -251,6 +261,7 @@ def run(arguments: argparse.Namespace, group: Cgroup) -> bool:
     for name in PROCESSES:
         notes[name] = Notes(arguments.directory / f"{name}.jsonl")
         console.rule(name)
+        # The peak of each process by itself. Without a reset, the largest so far would be shown for all that follow.
         counts_group = memory is not None and memory.reset_peak()
         process = start(arguments, name, group)
         try:

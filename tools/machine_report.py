@@ -25,26 +25,31 @@ TEXTS = frozenset(
     }
 )
 """Keys whose texts are kept."""
+# What may follow an option of a command line: "300,600,none", "1.5GB". Anything else could be a path or a name.
 _NUMBERS = re.compile(r"(none|[\d.,]+[kKMGT]?i?B?)(,(none|[\d.,]+[kKMGT]?i?B?))*")
+# A marker of its own: None is a value that reports have.
 _DROPPED = object()
 
 
 def cleaned(value: Any, key: str = "") -> Any:
-    """A value of a report without what could name a person, a host or a place; `_DROPPED` if nothing is left of it."""
+    """Return a value of a report without names of persons, hosts and places; `_DROPPED` if nothing is left."""
     if isinstance(value, dict):
+        # Keys with a slash are paths.
         kept = {name: cleaned(each, name) for name, each in value.items() if "/" not in name}
         return {name: each for name, each in kept.items() if each is not _DROPPED}
     if isinstance(value, list):
         if key == "command":
+            # Without the script's own path.
             return [word for word in value[1:] if re.fullmatch(r"--[a-z-]+", word) or _NUMBERS.fullmatch(word)]
         return [each for each in (cleaned(each, key) for each in value) if each is not _DROPPED]
+    # Kept only if listed, so that a new field of a report is dropped until somebody has looked at it.
     if isinstance(value, str) and (key not in TEXTS or "/" in value):
         return _DROPPED
     return value
 
 
 def report(files: Sequence[Path]) -> dict[str, Any]:
-    """What to send of these files, in their order."""
+    """Return the part of these files that may be sent, in their order."""
     return {"format": 1, "reports": [cleaned(json.loads(file.read_text())) for file in files]}
 
 

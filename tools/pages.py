@@ -1,4 +1,4 @@
-"""How tools put what they print into a page of Markdown."""
+"""Puts the output of a tool into a page of Markdown."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+# Characters of a line in a page.
 WIDTH = 118
 
 
 def wrapped(text: str) -> str:
-    """Broken into lines at its spaces."""
+    """Break a text into lines at its spaces."""
     return "\n".join(textwrap.wrap(text, WIDTH, break_on_hyphens=False))
 
 
 def item(text: str) -> str:
-    """Of a list. Code may be broken where it has spaces: Markdown joins its lines again."""
+    """Return an item of a list. Code may be broken at its spaces: Markdown joins the lines again."""
     lines = textwrap.wrap(f"- {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
 
 
 def between(marks: tuple[str, str], printed: str, page: Path) -> str:
-    """A page's text, with what is printed between its two marks."""
+    """Return the text of a page, with ``printed`` between its two marks."""
     text = page.read_text()
+    # Text before the first mark and behind the second one is written by hand, and stays.
     return f"{text.partition(marks[0])[0]}{marks[0]}\n\n{printed}\n{marks[1]}{text.partition(marks[1])[2]}"
 
 

@@ -23,6 +23,7 @@ def rows(page: str) -> list[list[str]]:
     return [
         [cells[0], cells[1], *(cell.rpartition(" ")[0] for cell in cells[2:5])]
         for cells in lines
+        # Rows of measurements end in the commit that was measured; headings do not.
         if len(cells) == 6 and re.fullmatch(r"[0-9a-f]{7}", cells[5])
     ]
 
@@ -34,6 +35,7 @@ def main() -> None:
     colours = ["#1f6feb" if who.startswith("Infinity") else "#9aa4b2" for _, who, *_ in found]
     columns = zip(*(cells for _, _, *cells in found), strict=True)
     panels = {
+        # "12.1 / 8.0" (read / written) becomes a bar of 20.1 with the label "12.1 + 8.0".
         panel: [(sum(map(float, cell.split(" / "))), cell.replace(" / ", " + ")) for cell in column]
         for panel, column in zip(_PANELS, columns, strict=True)
     }

@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from swapper import AlignedRegion, Direction, Swapper, SwapperConfig  # noqa: E402
 from swapper.backend import IORequest  # noqa: E402
 
+# A buffer is free again when its transfer is over, so there are never more in flight than buffers.
 Start = Callable[[int, Callable[[], None]], None]
 """Starts a transfer of one of the buffers; calls the function when it is over."""
 
@@ -37,10 +38,12 @@ def cpu_seconds(start: Start, num_requests: int, num_buffers: int) -> float:
     free: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(num_buffers):
         free.put(index)
+    # CPU time of all threads: those of the backend count on both sides.
     began = time.process_time()
     for _ in range(num_requests):
         index = free.get()
         start(index, lambda index=index: free.put(index))  # type: ignore[misc]
+    # All buffers are free: every transfer is over.
     for _ in range(num_buffers):
         free.get()
     return time.process_time() - began
@@ -53,9 +56,11 @@ def measure(
     num_bytes = request_bytes * together
     with Swapper.open(directory, num_bytes * num_buffers, config) as opened:
         memory = AlignedRegion(num_bytes * num_buffers)
+        # As the engine does with its staging memory. Both sides use the same buffers.
         forget = opened.register_memory(memory)
         whole = memory.array()
         extent = opened.allocate(whole.size, "x")
+        # Written once, so that reads are not reads of a hole.
         opened.write(extent, whole).wait()
         buffers = [whole[index * num_bytes : (index + 1) * num_bytes] for index in range(num_buffers)]
         addresses = [buffer.__array_interface__["data"][0] for buffer in buffers]
@@ -64,6 +69,8 @@ def measure(
             submit = opened.backend.submit
 
             def start(index: int, then: Callable[[], None]) -> None:
+                # `next(left)` counts from 1 - together upwards and is 0 at the last request: 0 is false, and so `then`
+                # is called. Example with 3 together: -2, -1, 0.
                 first, address, left = index * num_bytes, addresses[index], itertools.count(1 - together)
                 for low in range(0, num_bytes, request_bytes):
                     view = buffers[index][low : low + request_bytes].data
@@ -83,6 +90,7 @@ def measure(
         for direction in Direction:
             found: dict[str, list[float]] = {"alone": [], "through": []}
             for number in range(rounds + 1):
+                # In turns, so that a change of the machine's load meets both.
                 for name, way in (("alone", alone), ("through", through)):
                     seconds = cpu_seconds(way(direction), num_requests // together, num_buffers)
                     if number:  # the first round warms up
@@ -105,6 +113,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     for num_bytes in options.bytes:
+        # Small requests take less time, so more of them are needed for the clock.
         num_requests = 4000 if num_bytes < 1 << 16 else 400
         shape = (num_bytes, options.together, options.inflight, num_requests)
         measure(options.directory, options.backend, *shape, options.rounds)

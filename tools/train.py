@@ -44,10 +44,12 @@ import infinity
 from infinity.console import Console
 from swapper import SwapperError
 
+# 100 characters in a file or a pipe, which have no width of their own.
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
 INTERRUPTED = "interrupted"
 WARMUP_SHARE = 0.1
 """Of all steps: the learning rate rises until then, without which large models diverge."""
+# What matplotlib can write.
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -116,6 +118,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     folder = found.plot.absolute().parent
     if not folder.is_dir():
         parser.error(f"--plot {found.plot}: there is no directory {folder}; make it first")
+    # Checked now: the picture is written at the end of the training.
     if not os.access(found.plot if found.plot.exists() else folder, os.W_OK) or found.plot.is_dir():
         parser.error(f"--plot {found.plot}: it cannot be written; name another file")
     return found
@@ -125,13 +128,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def read_text(path: Path | None, max_bytes: int = 8_000_000) -> torch.Tensor:
-    """The training text as one tensor of bytes: a file, or as much of the standard library's sources as is useful."""
+    """Return the training text as one tensor of bytes: a file, or sources of the standard library."""
     if path is not None:
         data = bytearray(path.read_bytes())
     else:
         data = bytearray()
         for source in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
             is_other = {"site-packages", "dist-packages", "test", "tests", "idlelib"} & set(source.parts)
+            # Bytes of a file are its tokens, so no tokenizer is needed.
             data += b"" if is_other or len(data) > max_bytes else source.read_bytes()
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -143,6 +147,7 @@ class RandomWindows(Dataset[dict[str, torch.Tensor]]):
         if len(text) <= seq_len:
             problem = f"the text has {len(text)} bytes: too short for sequences of {seq_len}. Lower --seq-len"
             raise infinity.InfinityError(problem)
+        # A generator of its own: the windows do not depend on how many random numbers the model took.
         generator = torch.Generator(device="cpu").manual_seed(seed)
         self._starts = torch.randint(
             0, len(text) - seq_len, (num_samples,), generator=generator, dtype=torch.int64, device="cpu"
@@ -171,10 +176,12 @@ def build_model(size: Size, seq_len: int, dtype: torch.dtype, checkpointing: str
         num_key_value_heads=size.num_kv_heads,
         vocab_size=size.vocabulary,
         max_position_embeddings=max(2048, seq_len),
+        # Every byte is text: there are no special tokens.
         bos_token_id=None,
         eos_token_id=None,
         use_cache=False,
     )
+    # The constructor then makes bf16 weights at once.
     torch.set_default_dtype(dtype)
     model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
@@ -202,6 +209,7 @@ def make_config(arguments: argparse.Namespace, size: Size) -> infinity.InfinityC
     chosen = {key: value for key, value in changes.items() if value is not None}
     if arguments.config is not None:
         return infinity.load_config(arguments.config, overrides=chosen)
+    # A config of your own is taken as it is, but for options that were given.
     suitable = {
         "train_micro_batch_size_per_gpu": size.batch_size,
         "optimizer.params.lr": size.learning_rate,
@@ -211,7 +219,7 @@ def make_config(arguments: argparse.Namespace, size: Size) -> infinity.InfinityC
 
 
 def warm_up(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
-    """The learning rate rises in a straight line, and then stays."""
+    """Return a schedule that rises in a straight line, and then stays."""
     num_warm = math.ceil(WARMUP_SHARE * num_steps)
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / num_warm))
 
@@ -221,7 +229,7 @@ def warm_up(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
 
 @dataclass
 class History:
-    """What the steps so far took; the table and the picture are made from it."""
+    """Reports of the steps so far, for the table and the picture."""
 
     tokens_per_step: int
     reports: list[infinity.StepReport] = field(default_factory=list)
@@ -265,10 +273,12 @@ def train(engine: infinity.Engine, loader: Any, num_steps: int, history: History
     try:
         with Live(Group(bar, status), console=console, refresh_per_second=10, transient=True):
             for batch in loader:
+                # transformers computes the loss itself if it is given labels.
                 batch = {name: tensor.to(engine.device) for name, tensor in batch.items()}
                 loss = engine(**batch).loss
                 engine.backward(loss)
                 engine.step()
+                # `engine.step()` counts micro-batches, and updates at the last one only.
                 if engine.global_steps == len(history.reports):
                     continue  # a micro-batch in the middle of a step
                 if (report := engine.report) is not None:
@@ -276,6 +286,7 @@ def train(engine: infinity.Engine, loader: Any, num_steps: int, history: History
                 if not math.isfinite(history.losses[-1]):
                     return f"the loss of step {engine.global_steps} is {history.losses[-1]}; try a lower --lr"
                 bar.advance(task)
+                # Ten lines in a log file, in place of the bar.
                 if not console.is_terminal and engine.global_steps % math.ceil(num_steps / 10) == 0:
                     console.print(f"step {engine.global_steps}/{num_steps}  {status.figures()}")
     except KeyboardInterrupt:
@@ -292,6 +303,7 @@ def resident_bytes(name: str) -> int:
     """`VmRSS` (now) or `VmHWM` (largest so far) of this process, as the kernel counts it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
+            # The kernel writes kB, and means KiB.
             return int(line.split()[1]) * 1024
     return 0
 
@@ -316,11 +328,12 @@ class Memory:
 def reset_high_water() -> None:
     """Starts `VmHWM` again, so that the peak of training is not hidden behind that of building the model."""
     with contextlib.suppress(OSError):  # not every kernel has it
+        # 5 sets VmHWM to the present size, see proc(5).
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def results_table(engine: infinity.Engine, history: History, memory: Memory) -> Table:
-    """What a reader wants to know at the end."""
+    """Return the table that is printed at the end."""
     plan, num_steps = engine.plan, len(history.reports)
     num_parameters, seconds = plan.num_parameters, history.total("seconds")
     states = plan.states_bytes
@@ -419,12 +432,14 @@ def run(arguments: argparse.Namespace) -> int:
     seq_len = arguments.seq_len or size.seq_len
     torch.manual_seed(arguments.seed)
     text = read_text(arguments.text)
+    # With all imports and the text, before the model.
     baseline_bytes = resident_bytes("VmRSS")
     began = time.perf_counter()
     config = make_config(arguments, size)
     samples_per_step = (config.train_micro_batch_size_per_gpu or 1) * config.gradient_accumulation_steps
     dataset = RandomWindows(text, seq_len, arguments.steps * samples_per_step, arguments.seed)
     model = build_model(size, seq_len, config.compute_dtype, arguments.checkpointing)
+    # A function, because the engine makes the optimizer of the config first.
     schedule = None if config.scheduler else lambda optimizer: warm_up(optimizer, arguments.steps)
     engine, _, loader, _ = infinity.initialize(model=model, config=config, training_data=dataset, lr_scheduler=schedule)
     with engine:
@@ -441,6 +456,7 @@ def run(arguments: argparse.Namespace) -> int:
         if problem:
             told = f"Ended after {len(history.reports)} of {arguments.steps} steps: {problem}"
             console.print(told, markup=False, soft_wrap=True)
+    # 130 is what a shell shows after Ctrl-C.
     return {None: 0, INTERRUPTED: 130}.get(problem, 1)
 
 

@@ -1,4 +1,1 @@
-"""The command line: ``infinity COMMAND``, or ``python -m infinity COMMAND``.
-
-Knows what is public; must not hold what a program would want to call.
-"""
+"""The command line: ``infinity COMMAND``, or ``python -m infinity COMMAND``."""

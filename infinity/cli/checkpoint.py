@@ -1,4 +1,4 @@
-"""``infinity checkpoint``: look at one, verify it, export its weights."""
+"""``infinity checkpoint``: inspect, verify and seal checkpoints, and export their weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from infinity.errors import CheckpointError, format_bytes
 if TYPE_CHECKING:
     from infinity.checkpoint.saved import Checkpoint
 
+# torch's names. torch itself is imported inside the command, because `--help` imports this file.
 _DTYPES = ("float32", "bfloat16", "float16")
 _SOURCE = click.argument("source", metavar="CHECKPOINT", type=PathType())
 _TAG = click.option("--tag", help="Which checkpoint of the directory; the newest by default.")
@@ -32,6 +33,7 @@ def size_in_bytes(text: str) -> int:
 def _opened(source: Path, tag: str | None) -> Checkpoint:
     from infinity.checkpoint.saved import Checkpoint
 
+    # `Checkpoint.open` would raise as well, but cannot tell a file from a missing path.
     if not source.is_dir():
         problem = "it is a file" if source.exists() else "it does not exist"
         raise CheckpointError(source, problem, cure="Give a directory that engine.save_checkpoint has written to")
@@ -65,6 +67,7 @@ def inspect(source: Path, tag: str | None, tensors: bool, as_json: bool) -> None
     if as_json:
         print_json({**facts, "tensors": [_tensor(each) for each in found.tensors]} if tensors else facts)
         return
+    # Everything below is for people; programs got all of it as JSON above.
     kinds = [
         (f"  {kind}", f"{of['num_tensors']} tensors, {format_bytes(of['num_bytes'])}")
         for kind, of in facts["kinds"].items()
@@ -74,6 +77,7 @@ def inspect(source: Path, tag: str | None, tensors: bool, as_json: bool) -> None
         *(
             (name.replace("_", " "), str(value))
             for name, value in facts["counters"].items()
+            # Nested counters, of the data loader for example, are in --json only.
             if not isinstance(value, dict)
         ),
         ("parameters", f"{facts['num_parameters']:,} elements in {facts['num_parameter_tensors']} tensors"),
@@ -106,6 +110,7 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
 
     kinds: dict[str, dict[str, int]] = defaultdict(lambda: {"num_tensors": 0, "num_bytes": 0})
     for each in found.tensors:
+        # Weights of parameters, buffers, and one row per kind of optimizer state (exp_avg, ...).
         name = "buffers" if each.group == "buffers" else "weights" if each.kind == WEIGHT else each.kind
         kinds[name]["num_tensors"] += 1
         kinds[name]["num_bytes"] += each.num_bytes
@@ -114,6 +119,7 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
     try:
         training_state = found.training_state()
         counters, client_state = training_state["counters"], sorted(map(str, training_state["client_state"] or {}))
+    # The training state is a file of its own. If it cannot be read, all else is shown without it.
     except CheckpointError as error:  # objects of classes that are not loaded unasked: the rest can be told
         problem = str(error)
     others = [path.parent.name for path in found.folder.parent.glob(f"*/{MANIFEST}") if path.parent != found.folder]
@@ -156,14 +162,17 @@ def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int
     from infinity.checkpoint.saved import Checkpoint
     from infinity.console import Console
 
+    # DIRECTORY/TAG/manifest, one folder per tag.
     all_of_them = sorted(path.parent for path in source.glob(f"*/{MANIFEST}")) if takes_all else []
     folders = all_of_them or [_opened(source, tag).folder]
+    # The status line goes to stderr, so that `--json | jq` reads only JSON.
     console = Console(stderr=True)
     results: list[dict[str, Any]] = []
     for folder in folders:
         try:
             with console.status(Text(f"reading {folder}")):
                 results.append({"folder": str(folder), "num_bytes": Checkpoint(folder).verify(), "problem": None})
+        # One damaged checkpoint does not hide the others: all are read, and the exit status tells.
         except CheckpointError as error:
             results.append({"folder": str(folder), "num_bytes": None, "problem": str(error)})
     is_whole = all(each["problem"] is None for each in results)
@@ -194,6 +203,7 @@ def seal(source: Path, tag: str | None, as_json: bool) -> None:
     from infinity.checkpoint.saved import find
     from infinity.checkpoint.saved import seal as seal_checkpoint
 
+    # SOURCE may be the folder of one tag; `find` would look for tags inside it.
     folder = source if (source / TENSORS).is_dir() else find(source, tag)
     if folder is None:
         raise CheckpointError(source, "there is no checkpoint in it", cure="Give the directory that has tensors.zarr")
@@ -247,6 +257,7 @@ def export(
     from infinity.metrics.progress import progress
 
     wanted: torch.dtype | None = getattr(torch, dtype) if dtype else None
+    # All errors that the manifest can show come from here, before DIR has any file.
     planned = CheckpointExport(_opened(source, tag), directory, dtype=wanted, config_from=config_from)
     with progress("export", planned.num_bytes, is_shown=True) as note:
         planned.write(max_shard_size, note)
@@ -256,4 +267,5 @@ def export(
     display(f"exported {planned.num_bytes:,} bytes to {directory}", stderr=True, soft_wrap=True)
 
 
+# The same command under two names: `infinity export` and `infinity checkpoint export`.
 checkpoint.add_command(export)

@@ -1,4 +1,4 @@
-"""``infinity clean DIR``: remove what durable runs and killed saves have left."""
+"""``infinity clean DIR``: remove the files of durable runs and of killed saves."""
 
 from __future__ import annotations
 
@@ -32,20 +32,26 @@ def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> int:
       infinity clean /mnt/nvme0 /mnt/nvme1 --yes
       infinity clean /mnt/nvme --json     (tells, and removes nothing)
     """
+    # By resolved path: DIRs may overlap (/mnt and /mnt/nvme), and each run counts once.
     runs = list({run.path.resolve(): run for directory in directories for run in left_runs(directory)}.values())
     saves = list({save.path.resolve(): save for directory in directories for save in left_saves(directory)}.values())
+    # A run in use is shown, and kept.
     free = [run for run in runs if not run.is_in_use]
     if not as_json:
         _print(runs, saves)
     if (free or saves) and not yes and not as_json:
+        # In a cron job or a pipe, a prompt would read EOF or wait for ever.
         if sys.stdin is None or sys.stdin.closed or not sys.stdin.isatty():
             raise click.UsageError("nobody can be asked here; pass --yes to remove it.")
         click.confirm(f"Remove {_counted(free, saves)}, for good?", abort=True)
+    # --json alone only reports: a program cannot be asked.
     gone, tried = (free, saves) if yes or not as_json else ([], [])
     for run in gone:
         run.remove()
+    # `remove_abandoned` removes all killed saves of a folder, so it runs once per folder.
     for parent in {save.path.parent for save in tried}:
         remove_abandoned(parent)
+    # It may fail for lack of permission without an exception. What is left on disk decides.
     ended = [save for save in tried if not save.path.exists()]
     stuck = [save for save in tried if save not in ended]
     if as_json:

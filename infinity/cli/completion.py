@@ -21,4 +21,5 @@ def completion(context: click.Context, shell: str) -> None:
       infinity completion bash >> ~/.bashrc
       infinity completion fish > ~/.config/fish/completions/infinity.fish
     """
+    # click's script for the shell. It calls `infinity` with the variable COMPLETE set, which `main` answers.
     click.echo(_SHELLS[shell](context.find_root().command, {}, PROGRAM, COMPLETE).source())

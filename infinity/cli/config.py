@@ -1,4 +1,4 @@
-"""``infinity config``: check one, show what it comes to, print its JSON schema."""
+"""``infinity config``: check a config, show its decided values, print its JSON schema."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ def _loaded(file: Path, processes: int, *, check_storage: bool) -> InfinityConfi
 
 
 def loaded_for_one(file: Path, overrides: Mapping[str, Any]) -> InfinityConfig:
-    """The config as one process has it, its directories unseen. Of all three batch sizes, which are of as many processes as
-    will train, the samples of a step are left out."""
+    """Load a config as one process would, without looking at its directories."""
     from infinity.config import load_config
     from infinity.config.batch import ACCUMULATION, MICRO, TRAIN
     from infinity.config.reading import tidy
     from infinity.config.schema.block import Findings
     from infinity.config.text import read_file
 
+    # A config for 8 processes says train 64, micro 4, accumulation 2, and 64 = 4 * 2 * 8 is an error for one process.
+    # `plan` and `doctor` do not know the number of processes. So the total is dropped if it is a multiple of the
+    # others.
     sizes: dict[str, Any] = tidy(read_file(file), Findings())
     counts: list[Any] = [sizes.get(key) for key in (TRAIN, MICRO, ACCUMULATION)]
     if all(isinstance(count, int) and count > 0 for count in counts) and not counts[0] % (counts[1] * counts[2]):
@@ -72,7 +74,10 @@ def check(file: Path, no_storage: bool, processes: int, as_json: bool) -> None:
 
     loaded = _loaded(file, processes, check_storage=not no_storage)
     if loaded.optimizer is not None:
+        # Skips importing torch's compiler, which building an optimizer would do.
         with without_compiler():
+            # Arguments of the optimizer are checked where it is built: build it on one element, as the engine does on a
+            # real one.
             wrap_optimizer(loaded.optimizer, [("weight", torch.nn.Parameter(one_element()))], "cpu")
     if as_json:
         print_json({"file": str(file), "is_valid": True, "without_effect": list(loaded.notices)})
@@ -129,4 +134,5 @@ def _print_notices(loaded: InfinityConfig, *, soft_wrap: bool = False) -> None:
 
 
 def _plain(value: object) -> Any:
+    # torch dtypes and paths become texts.
     return value if value is None or isinstance(value, bool | int | float) else str(value)

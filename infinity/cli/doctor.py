@@ -1,4 +1,4 @@
-"""``infinity doctor``: what this machine can do for a training, and what would help."""
+"""``infinity doctor``: check memory, GPU, drives and packages of this machine, with advice."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def doctor(directories: tuple[Path, ...], file: Path | None, no_measure: bool, a
     findings = list(computing_findings(measures=not no_measure))
     findings.append(locked_memory())
     with Console(stderr=True).status("looking at the drives"):
+        # `dict.fromkeys` drops duplicates in order: a config often has one directory in both offload blocks.
         findings += storage_findings(list(dict.fromkeys(wanted or [Path.cwd()])), measures=not no_measure)
+    # Only BAD prevents a training. POOR makes it slower.
     is_ready = all(finding.verdict is not Verdict.BAD for finding in findings)
     if as_json:
         print_json({"is_ready": is_ready, "findings": [vars(finding) for finding in findings]})
@@ -69,6 +71,7 @@ def _print(findings: list[Finding], *, is_ready: bool) -> None:
     shown = table("", "what", "found")
     directory = ""
     for finding in findings:
+        # Findings of one directory follow each other: a new directory begins a section of the table.
         if finding.directory != directory:
             directory = finding.directory
             shown.add_row("", "", "")
@@ -87,4 +90,5 @@ def _print(findings: list[Finding], *, is_ready: bool) -> None:
 
 
 def _plain(text: str) -> str:
+    # rich reads [x] as markup.
     return text.replace("[", r"\[")

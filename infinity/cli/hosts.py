@@ -1,4 +1,4 @@
-"""DeepSpeed's hostfile, and which of its hosts and slots take part. Knows texts; must not know processes."""
+"""Reads DeepSpeed's hostfile, and selects hosts and slots from it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Hosts = dict[str, list[int]]
 
 
 def read_hostfile(path: Path) -> Hosts:
-    """Lines like ``worker-1 slots=8``; what follows a ``#`` is a comment.
+    """Read lines such as ``worker-1 slots=8``. ``#`` begins a comment.
 
     Raises:
-        ConfigError: it is no text, a line is none of these, a host appears twice or is no host's name, or there is no host.
+        ConfigError: it is not text, a line is malformed, a host appears twice or has no valid name, or none is given.
     """
     found: Hosts = {}
     try:
@@ -45,21 +45,26 @@ def read_hostfile(path: Path) -> Hosts:
 
 
 def largest_slot(choice: str) -> int:
-    """Of those that `chosen` would be given; -1 if it names none."""
+    """Return the largest slot that ``choice`` names; -1 if it names none."""
+    # "worker-1@worker-2:0,2" -> ["", "0", "2"]; a host without slots gives "", which is no number.
     numbers = [slot for part in choice.split("@") for slot in part.partition(":")[2].split(",")]
     return max((int(slot) for slot in numbers if slot.isdecimal()), default=-1)
 
 
 def chosen(hosts: Hosts, include: str, exclude: str) -> Hosts:
-    """What ``include`` names, or all but what ``exclude`` names: ``worker-1@worker-2:0,2`` is one host, and two slots of another.
+    """Return the hosts and slots that ``include`` names, or all but those that ``exclude`` names.
+
+    ``worker-1@worker-2:0,2`` is one host, and two slots of another.
 
     Raises:
-        ConfigError: both are given, they name what is not there, or nothing is left.
+        ConfigError: both are given, a host or slot does not exist, or nothing is left.
     """
     if include and exclude:
         raise ConfigError("--include and --exclude are both given. Take one")
     if not include and not exclude:
         return hosts
+    # Example: hosts {"a": [0, 1], "b": [0, 1, 2]}, include "a@b:0,2". named is {"a": {0, 1}, "b": {0, 2}}, and so is
+    # the result. With the same text as exclude, the result is {"b": [1]}.
     named: dict[str, set[int]] = {}
     for part in (include or exclude).split("@"):
         host, _, slots = part.strip().partition(":")
@@ -74,9 +79,11 @@ def chosen(hosts: Hosts, include: str, exclude: str) -> Hosts:
             raise ConfigError(f"'{part}': {host} has the slots 0 to {len(known) - 1}. Name some of these")
         named[host] = named.get(host, set()) | numbers
     left = {
+        # include keeps the named slots, exclude all others.
         host: [slot for slot in slots if (slot in named.get(host, ())) == bool(include)]
         for host, slots in hosts.items()
     }
+    # A host without slots would start torchrun with no process.
     left = {host: slots for host, slots in left.items() if slots}
     if not left:
         raise ConfigError(f"--exclude {exclude}: no slot is left. Exclude fewer")

@@ -1,4 +1,4 @@
-"""``infinity import-deepspeed SOURCE [TARGET]``: go on from a checkpoint that DeepSpeed wrote."""
+"""``infinity import-deepspeed SOURCE [TARGET]``: convert a checkpoint of DeepSpeed to one of ours."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def import_deepspeed(source: Path, target: Path | None, tag: str | None, skip_un
     from infinity.deepspeed.importer.conversion import convert
 
     if target is None:
+        # `.` has no name to append to.
         whole = source.absolute()
         target = whole.with_name(f"{whole.name}-infinity")
     done = convert(source, target, tag=tag, skips_unknown=skip_unknown)

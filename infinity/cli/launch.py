@@ -30,15 +30,18 @@ logger = logging.getLogger(__name__)
 _PASSED_ON = ("PYTHONPATH", "NCCL_", "GLOO_", "OMP_NUM_THREADS", "HF_")
 """Environment variables that other hosts get: these, or all that begin so. Secrets are not passed on: every user of a host
 can read the command lines there."""
+# How late an end may be noticed. Less would cost more CPU time beside the training.
 _POLL_SECONDS = 0.2
 _LOCALHOST = "localhost"
 _LOCAL_NAMES = (_LOCALHOST, "127.0.0.1", socket.gethostname())
 """Of this host, which needs no ssh."""
 _GRACE_SECONDS = 40.0
-"""torchrun kills what has not ended 30 seconds after it told it to."""
+"""torchrun kills a process 30 seconds after it has sent SIGTERM to it. We kill torchrun later than that."""
+# SIGHUP comes when the terminal is closed.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+# Options after SCRIPT are the script's own.
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("-H", "--hostfile", type=PathType(), help="Hosts, in lines like: worker-1 slots=8.")
 @click.option("-i", "--include", default="", help="Use only these hosts or slots: worker-1@worker-2:0,2.")
@@ -79,6 +82,7 @@ def _hosts(arguments: SimpleNamespace) -> Hosts:
             raise ConfigError(f"--num_nodes {arguments.num_nodes}: there is this host alone. Pass --hostfile")
         import torch  # here, because `--help` needs it not
 
+        # Without a hostfile, --include and --exclude select among the GPUs of this host: localhost:0,2.
         choice = _choice(arguments)
         num_slots = arguments.num_gpus or max(torch.cuda.device_count(), 1)
         if choice:  # without a GPU, slots are just processes, of which there can be any number
@@ -90,6 +94,7 @@ def _hosts(arguments: SimpleNamespace) -> Hosts:
     found = chosen(found, arguments.include, arguments.exclude)
     if arguments.num_nodes is not None and not 0 < arguments.num_nodes <= len(found):
         raise ConfigError(f"--num_nodes {arguments.num_nodes}: there are {len(found)} hosts. Take as many at most")
+    # None takes all of them.
     found = dict(islice(found.items(), arguments.num_nodes))
     if arguments.num_gpus is None:
         return found
@@ -104,21 +109,26 @@ def _choice(arguments: SimpleNamespace) -> str:
 
 
 def _environment(slots: Sequence[int], arguments: SimpleNamespace, mine: Mapping[str, str]) -> dict[str, str]:
-    """What a process on this host gets besides what this one has."""
+    """Return the environment variables that processes on this host get in addition to ours."""
     if arguments.hostfile is None and not _choice(arguments):
+        # All GPUs that this process sees: nothing to restrict.
         return {}
+    # Slots count the visible GPUs. With CUDA_VISIBLE_DEVICES=4,5 in the environment, slot 1 is GPU 5. A hostfile
+    # numbers the GPUs of the host itself.
     visible = mine.get("CUDA_VISIBLE_DEVICES", "").split(",") if arguments.hostfile is None else []
     names = [visible[slot] if slot < len(visible) and visible[slot] else str(slot) for slot in slots]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
 def commands_of(hosts: Hosts, arguments: SimpleNamespace, environment: Mapping[str, str]) -> dict[str, list[str]]:
-    """Host -> what to start for it on this one."""
+    """Return the command that starts each host's processes, by host."""
     is_alone = len(hosts) == 1 and next(iter(hosts)) in _LOCAL_NAMES
+    # The first host runs the rendezvous. `rpartition` drops a user in front ("user@host").
     master = arguments.master_addr or ("127.0.0.1" if is_alone else next(iter(hosts)).rpartition("@")[2])
     found: dict[str, list[str]] = {}
     named = {name: value for name, value in environment.items() if name.startswith(_PASSED_ON)}
     secrets = sorted(name for name, value in named.items() if is_secret(name, value))
+    # Every user of a host can read the command lines of all processes there (/proc/PID/cmdline).
     if secrets and not is_alone:
         logger.warning(
             "%s: not passed to other hosts, where every user could read it in the command line. Set it there in the shell's "
@@ -126,10 +136,12 @@ def commands_of(hosts: Hosts, arguments: SimpleNamespace, environment: Mapping[s
             ", ".join(secrets),
         )
     for rank, (host, slots) in enumerate(hosts.items()):
+        # The module and not the script `torchrun`: that one may belong to another Python.
         torchrun = [sys.executable, "-m", "torch.distributed.run"]
         torchrun += [f"--nnodes={len(hosts)}", f"--node-rank={rank}", f"--nproc-per-node={len(slots)}"]
         torchrun += [f"--master-addr={master}", f"--master-port={arguments.master_port}"]
         torchrun += [rank_script.__file__, arguments.script, *arguments.arguments]
+        # No ssh: processes inherit our environment, secrets included.
         if host in _LOCAL_NAMES:
             added = _environment(slots, arguments, environment)
             found[host] = (
@@ -139,9 +151,12 @@ def commands_of(hosts: Hosts, arguments: SimpleNamespace, environment: Mapping[s
         exported = {name: value for name, value in sorted(named.items()) if name not in secrets}
         exported["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
         assignments = [f"{name}={value}" for name, value in exported.items()]
+        # ssh starts in the home directory, without our environment. `exec` replaces the remote shell, so the hangup of
+        # the terminal reaches torchrun.
         there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *assignments, *torchrun])}"
         port = ["-p", str(arguments.ssh_port)] if arguments.ssh_port else []
-        # With a terminal of its own, what runs there ends with ssh.
+        # -tt gives the remote command a terminal: it gets SIGHUP when ssh ends. BatchMode fails where ssh would ask for
+        # a password, and -- keeps a host from being read as an option.
         found[host] = ["ssh", "-tt", "-o", "BatchMode=yes", *port, "--", host, there]
     return found
 
@@ -149,21 +164,23 @@ def commands_of(hosts: Hosts, arguments: SimpleNamespace, environment: Mapping[s
 def run_all(commands: Mapping[str, Sequence[str]]) -> None:
     """Run one command per host until all have ended; the first that fails ends the others, and so does a signal to this process.
 
-    A command gets SIGTERM, which torchrun and ssh hand on, and half a minute later, or at a second signal, SIGKILL; each
-    time with all processes that it has started in its own session.
+    To end a command, its process group gets SIGTERM, and SIGKILL 40 seconds later or at a second signal.
 
     Args:
         commands: by host.
 
     Raises:
-        InfinityError: one has failed; which, and its exit status.
-        SystemExit: SIGTERM, SIGINT or SIGHUP has come; with 128 and its number, as shells say it.
+        InfinityError: a command has failed; names its host and exit status.
+        SystemExit: a signal was received. The status is 128 and its number, as in shells.
     """
     started: dict[str, subprocess.Popen[bytes]] = {}
     with _signals() as received:
         try:
             for host, command in commands.items():
+                # A session of its own: Ctrl-C of the terminal then reaches only us, and `_end` can signal torchrun with
+                # its children.
                 started[host] = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+            # `poll` sets `returncode`. A status other than 0 is an error.
             while not received and None in [process.returncode for process in started.values()]:
                 for host, process in started.items():
                     if status := process.poll():
@@ -171,6 +188,7 @@ def run_all(commands: Mapping[str, Sequence[str]]) -> None:
                         raise InfinityError(f"{host} ended {how}, and the others were ended. See its output")
                 time.sleep(_POLL_SECONDS)
         finally:
+            # Also after an exception in Popen: hosts that were started are ended.
             _end([*started.values()], received)
     if received:
         raise SystemExit(128 + received[0])
@@ -178,7 +196,7 @@ def run_all(commands: Mapping[str, Sequence[str]]) -> None:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The numbers of those that come inside the ``with`` block, which do nothing else."""
+    """Collect the numbers of signals inside the ``with`` block, in place of their usual effect."""
     received: list[int] = []
     before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in _SIGNALS}
     try:
@@ -189,7 +207,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]], received: list[int]) -> None:
-    """See `run_all`."""
+    """End processes with SIGTERM, and with SIGKILL after the grace period or at a second signal."""
     _signal_all(running, signal.SIGTERM)
     num_received, deadline = len(received), time.monotonic() + _GRACE_SECONDS
     while any(process.poll() is None for process in running):
@@ -200,6 +218,7 @@ def _end(running: Sequence[subprocess.Popen[bytes]], received: list[int]) -> Non
 
 def _signal_all(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for process in running:
+        # Only processes that are not reaped yet: the kernel may have given the id of others to a new process.
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)

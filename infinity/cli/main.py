@@ -1,7 +1,6 @@
-"""Takes the command line apart, runs one command, and says in one line what was wrong.
+"""Runs one command, and prints an error as one line.
 
-click takes it apart: it is small (25 ms), loads commands when they are wanted, and brings completion for shells. A command is a
-function in a file of this folder, and a line in `COMMANDS`.
+A command is a `click.Command` in a file of this folder, and a line in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -43,8 +42,10 @@ COMMANDS = {
     "completion": "print what makes a shell complete these commands",
 }
 """One line for each command: a `click.Command` of that name, with ``_`` for ``-``, in the module of that name."""
+# Commands whose module has another name.
 _IN_MODULES_OF_OTHERS = {"watch": "report", "export": "checkpoint"}
 
+# By errno. Other errors get the system's text alone.
 _CURES = {
     errno.ENOENT: "give a path that exists",
     errno.EACCES: "change its permissions, or name another one",
@@ -57,9 +58,10 @@ _CURES = {
 
 
 class _Commands(click.Group):
-    """Loads a command when it is asked for: those that train need libraries that take seconds."""
+    """Imports a command's module only when the command is used, so that `--help` and completion stay quick."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        # In the order of the table, and not sorted as in click.
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -73,6 +75,7 @@ class _Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
+            # click would import every command for its help line.
             formatter.write_dl([*COMMANDS.items()])
 
 
@@ -93,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: those after ``infinity``; None: this process's.
     """
+    # The shell's completion script calls us with this variable: click prints the candidates.
     if instruction := os.environ.get(COMPLETE):
         return shell_complete(commands, {}, PROGRAM, COMPLETE, instruction)
     return run(commands, PROGRAM, sys.argv[1:] if arguments is None else arguments)
@@ -103,16 +107,20 @@ _NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 def run(command: click.Command, name: str, arguments: Sequence[str]) -> int:
-    """Run a command; what was wrong is printed in one line, and the exit status returned."""
+    """Run a command, print an error as one line, and return the exit status."""
+    # Exit statuses of all commands are decided here, so that they are the same everywhere.
     _let_streams_take_all()
     try:
+        # Not `command.main`: that one prints errors by itself, on several lines, and calls sys.exit.
         with command.make_context(name, list(arguments)) as context:
             status = command.invoke(context)
+        # Inside the `try`: with `| head`, the BrokenPipeError may only come now.
         sys.stdout.flush()
     except _NO_ARGUMENTS as error:
         click.echo(error.format_message(), err=True)
         return MISUSED
     except click.exceptions.Exit as ended:
+        # `--help` ends this way with 0. Without arguments click prints the help, and that is misuse.
         return ended.exit_code if arguments else MISUSED
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx is not None else name
@@ -128,16 +136,20 @@ def run(command: click.Command, name: str, arguments: Sequence[str]) -> int:
         _let_stdout_go()
         return UNHEARD
     except OSError as error:
+        # BrokenPipeError is an OSError, so it comes before this one.
         return _print_error(_words(error), FAILED)
+    # Commands without findings return None.
     return status if isinstance(status, int) else 0
 
 
 def _let_streams_take_all() -> None:
-    """What is closed takes all, for nobody; signs that a terminal's encoding lacks become question marks."""
+    """Make printing safe: to streams that are closed, and to terminals with a small encoding."""
     for name in ("stdout", "stderr"):
+        # Python sets a stream to None if its descriptor is closed (`>&-`).
         if getattr(sys, name) is None:
             setattr(sys, name, io.StringIO())
     if isinstance(sys.stdout, io.TextIOWrapper):
+        # With LANG=C, a "±" would raise UnicodeEncodeError. stderr replaces such characters anyway.
         sys.stdout.reconfigure(errors="replace")
 
 
@@ -147,7 +159,7 @@ def _print_error(line: str, status: int) -> int:
 
 
 def _words(error: OSError) -> str:
-    """What the system refused, of which file, and what to do."""
+    """Describe an error of the system: the file, the reason, and the cure."""
     if error.errno is None or error.strerror is None:
         return f"{type(error).__name__}: {first_line(str(error))}"
     where = "" if error.filename is None else f"{os.fspath(error.filename)}: "
@@ -156,7 +168,7 @@ def _words(error: OSError) -> str:
 
 
 def _let_stdout_go() -> None:
-    """What Python still writes when it ends goes nowhere: it could only complain."""
+    """Redirect stdout to /dev/null. Python flushes it at exit, and would report the broken pipe again."""
     try:
         number = sys.stdout.fileno()
     except (OSError, ValueError):  # a test's, in memory

@@ -1,4 +1,4 @@
-"""How commands write: a table for people, JSON for programs, and never a traceback because nobody reads on."""
+"""Output of commands: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class PathType(click.Path):
-    """A `Path`. Not an empty text, which a shell makes of a variable that is not set: it would be the present directory."""
+    """A `Path` that may not be empty."""
 
     def __init__(self, **rules: Any) -> None:
         super().__init__(path_type=Path, **rules)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        # "$DIR" with an unset DIR. Path("") would be the present directory.
         if value == "":
             self.fail("it is empty; the present directory is '.'.", param, ctx)
         return super().convert(value, param, ctx)
@@ -38,20 +39,22 @@ def json_option(function: _F) -> _F:
 
 
 def print_json(value: Any) -> None:
-    """Print plain values; paths and the like as texts, and null for numbers that are not finite, which JSON does not have."""
+    """Print plain values as JSON. Other objects become texts, and numbers that are not finite become null."""
     click.echo(_as_json(value))
 
 
 def write_json(value: Any, path: Path) -> None:
-    """As `print_json`, to a file, or to stdout where `path` says so."""
+    """As `print_json`, to a file, or to stdout if `path` is "-"."""
     if path == Path(STDOUT):
         print_json(value)
     else:
+        # `opener`: only the owner may write a new file, whatever the umask.
         with open(path, "w", opener=opener) as file:
             file.write(f"{_as_json(value)}\n")
 
 
 def _as_json(value: Any) -> str:
+    # `allow_nan=False` raises if `_finite` has missed a number.
     return json.dumps(_finite(value), indent=2, default=str, allow_nan=False)
 
 
@@ -64,11 +67,12 @@ def _finite(value: Any) -> Any:
 
 
 def table(*columns: str, has_header: bool = True, keeps_first: bool = False) -> Table:
-    """An empty table in the style of all others; cells fold, the first column's not with ``keeps_first``."""
+    """Return an empty table. Long cells fold; with ``keeps_first``, those of the first column do not."""
     from rich.table import Table  # here, since `--help` and completion import this file
 
     made = Table(box=None, pad_edge=False, show_header=has_header)
     for place, name in enumerate(columns):
+        # "fold" breaks long cells in place of cutting them off: paths stay whole.
         made.add_column(name, overflow="fold", header_style="bold", no_wrap=keeps_first and not place)
     return made
 
@@ -82,7 +86,7 @@ def print_facts(facts: Iterable[tuple[str, str]]) -> None:
 
 
 def display(what: RenderableType, *, style: str | None = None, **settings: Any) -> None:
-    """Print a table, or a text as it stands: nothing in it is taken for markup. ``settings``: of the `Console`."""
+    """Print a table, or a text without interpreting markup in it. ``settings``: of the `Console`."""
     from infinity.console import Console
 
     Console(highlight=False, **settings).print(what, style=style, markup=False)

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from infinity.plan.ladder import Outcome
     from infinity.plan.machine import Machine
 
+# Tokens of a step, if none are given. The predicted time of computing grows with them.
 _TOKENS = 2048
 
 
 def _positive(text: str) -> float:
+    # click turns a ValueError of `float` into its own message.
     if not math.isfinite(found := float(text)):
         raise click.BadParameter(f"{text} is no finite number.")
     if found <= 0:
@@ -97,6 +99,7 @@ def plan(
     """
     if (model is None) == (params is None):
         raise click.UsageError("give a MODEL (config.json or a directory with one) or --params, and not both.")
+    # A name such as "meta-llama/Llama-3-8B" looks like a path. The command has to work without a network.
     if model is not None and not Path(model).exists():
         raise click.UsageError(f"{model}: no such file or directory; names on the hub are not looked up.")
     if params is not None and Path(params).exists():
@@ -112,16 +115,20 @@ def plan(
     except ModelRefused as error:
         raise click.ClickException(str(error)) from error
     config = None if file is None else _config(file, directories)
+    # The ladder tries every offload choice, so it needs the JSON: it replaces the devices and loads the config anew.
     written = None if config is None else dict(config)
     if frozen_dtype is not None:
         written = {**(PLAIN if written is None else written)}
         written["infinity"] = {**written.get("infinity", {}), "frozen_dtype": frozen_dtype}
     paths = list(directories) or ([] if config is None else list(config.nvme_paths)) or [Path.cwd()]
     machine, source = _machine(paths, SimpleNamespace(**described))
+    # None: the space is given by --disk. Otherwise the ladder looks at the directories of each choice.
     look = None if described["disk"] else room_bytes
     ladder = Ladder(shapes, written, machine, [str(path) for path in paths], tokens, look)
     rungs = list(ladder.rungs())
+    # Without a config, take the first choice that fits. `rungs` begins with everything in the memory of the device.
     given = ladder.given() if config is not None else next((each for each in rungs if each.fits), rungs[-1])
+    # Searches many placements, so only if it is needed.
     change = None if given.fits else ladder.smallest_change(given)
     most = ladder.largest() if largest else None
     if as_json:
@@ -147,18 +154,20 @@ def plan(
 
 
 def _machine(paths: Sequence[Path], asked: SimpleNamespace) -> tuple[Machine, str]:
-    """This machine, with what is described in place of what it has; and where its computing speed is from."""
+    """Return this machine with the described values in place of its own, and the source of its computing speed."""
     from infinity.machine.bandwidth_cache import now
     from infinity.machine.description import measure_flops_per_second
     from infinity.machine.hardware import measure_copies
     from infinity.machine.here import glance, this_machine
     from infinity.plan.machine import Bandwidth
 
+    # Any of the three describes another machine: measured speeds of this one would be wrong there.
     is_here = asked.ram is None and asked.disk is None and asked.gpu is None
     is_measured = is_here and not asked.no_measure
     speed, source = (asked.tflops * 1e12, "as given") if asked.tflops else (None, "")
     link = asked.link
     try:
+        # --ram without --gpu describes a machine without a GPU.
         machine = this_machine(paths, asks_gpu=asked.ram is None and asked.gpu is None)
         if speed is None and is_measured:
             speed, device = measure_flops_per_second()
@@ -171,6 +180,7 @@ def _machine(paths: Sequence[Path], asked: SimpleNamespace) -> tuple[Machine, st
             f"the GPU cannot be used: {str(error).strip().partition(chr(10))[0]}. End what has it (`nvidia-smi`), set "
             "CUDA_VISIBLE_DEVICES, or describe it with --gpu"
         ) from error
+    # In this order: as given, as `infinity profile` measured, or a glance of a third of a second.
     bandwidth = machine.bandwidth if is_here else None
     if asked.drive_speed is not None:
         bandwidth = Bandwidth(asked.drive_speed, asked.drive_speed, asked.drive_speed, now())
@@ -180,6 +190,7 @@ def _machine(paths: Sequence[Path], asked: SimpleNamespace) -> tuple[Machine, st
         machine,
         host_free_bytes=asked.ram or machine.host_free_bytes,
         drive_free_bytes=asked.disk or machine.drive_free_bytes,
+        # See `asks_gpu` above.
         device_free_bytes=asked.gpu or (None if asked.ram else machine.device_free_bytes),
         bandwidth=bandwidth,
         flops_per_second=speed,
@@ -201,7 +212,7 @@ def _largest_words(most: tuple[int, int] | None) -> str:
 
 
 def _config(file: Path, directories: Sequence[Path]) -> InfinityConfig:
-    """The config, with its states in these directories if any are given."""
+    """Load the config, with its states in these directories if any are given."""
     paths = [str(path) for path in directories]
     keys = [f"zero_optimization.{name}.nvme_path" for name in ("offload_param", "offload_optimizer")] if paths else []
     return loaded_for_one(file, dict.fromkeys(keys, paths))
@@ -236,6 +247,7 @@ def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_g
     for each in rungs:
         plan = each.plan
         is_chosen = (each.param_tier, each.optimizer_tier) == (given.param_tier, given.optimizer_tier)
+        # A choice that does not fit at all has no plan, only the memory that it would need at least.
         resting = plan.states_bytes if plan is not None else {}
         moved = None if plan is None else plan.predicted_read_bytes_per_step + plan.predicted_write_bytes_per_step
         cells = [

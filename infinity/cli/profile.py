@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from infinity.machine.bandwidth_cache import BandwidthCache
     from infinity.machine.drive_profile import DriveProfile, Effort, Progress
 
+# As in cli/main.py. A profile ends with its own status, because it prints a report first.
 _FAILED, _MISUSED, _INTERRUPTED = 1, 2, 130
+# Ten hours. Such a run writes all the while, and wears out the drive.
 _LONGEST_MINUTES = 600.0
 _WHY = "Of the settings within 3 % of the fastest mix of an optimizer step, this one takes the least processor time and memory."
 
@@ -53,9 +55,11 @@ def profile(directories: tuple[Path, ...], quick: bool, minutes: float | None, a
     from infinity.machine.drive_profile import QUICK, Effort
 
     console = Console(highlight=False, stderr=as_json)
+    # stdout is for the JSON, so tables and bars go to stderr with --json.
     found, effort = _checked(directories, console), QUICK if quick else Effort()
     status = _measure(found, effort, minutes, console)
     advice = found.advice()
+    # Only a complete measurement is kept.
     if advice is not None:
         store([each.path for each in found.directories], advice)
     _print(console, found, advice)
@@ -96,6 +100,7 @@ def _measure(found: DriveProfile, effort: Effort, minutes: float | None, console
             sweep(test, found, effort, settings_for(found.directories), progress)
             if minutes:
                 hold_for(test, found, 60 * minutes, progress)
+    # `found` is filled sample by sample, so whatever was measured is reported.
     except KeyboardInterrupt:
         found.stop("interrupted")
         return _INTERRUPTED
@@ -119,11 +124,13 @@ def _progress(console: Console) -> Iterator[Progress]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     is_shown, text = console.is_terminal, [""]
+    # `auto_refresh=False`: rich would draw from a thread of its own, in the middle of a sample.
     with Bar(*columns, console=console, transient=True, auto_refresh=False, disable=not is_shown) as bar:
         task = bar.add_task("", total=1.0)
 
         def show(what: str, share: float) -> None:
             bar.update(task, description=what, completed=share, refresh=True)
+            # In a log file: one line per phase, not per sample.
             if not is_shown and what != text[-1]:
                 console.print(what, markup=False)
                 text.append(what)
@@ -163,6 +170,7 @@ def _settings_words(found: DriveProfile, advice: BandwidthCache) -> Iterator[str
 
     block = found.block(advice.setting)
     parts = ",\n".join(f'  "{name}": {json.dumps(values)}' for name, values in block.items())
+    # Valid JSON, to be pasted into a config.
     yield f"\nSettings for the config (*):\n{{\n{parts}\n}}"
     rates, share = found.rates(default_setting()), ""
     if rates:

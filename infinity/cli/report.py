@@ -1,4 +1,4 @@
-"""``infinity report`` and ``infinity watch``: what the log of a run shows."""
+"""``infinity report`` and ``infinity watch``: show the log of a run, as a page or live."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     from infinity.reporting.verdict import judge
 
     path = run_report(run_dir, out)
+    # Read again: `run_report` returns a path alone.
     run = read_run(run_dir)
+    # A log with a value that no engine writes is a `CheckpointError` here, not a traceback.
     with showing(run.directory):
         verdict = judge(run)
     if as_json:

@@ -19,7 +19,7 @@ ANY_BATCH = {MICRO: 1, TRAIN: None, ACCUMULATION: None}
 def resolve_batch_sizes(
     root: RootBlock, *, auto: Collection[str], world_size: int
 ) -> tuple[int | None, int | None, int, list[Decision]]:
-    """Fill in what is missing, as DeepSpeed does; what it leaves undivided is an error here.
+    """Fill in missing batch sizes, as DeepSpeed does. A division with a remainder is an error.
 
     Args:
         root: the config.
@@ -33,16 +33,21 @@ def resolve_batch_sizes(
     Raises:
         ConfigError: the sizes contradict each other, or say nothing.
     """
+    # With two of the three sizes given, the third follows. Example: train 64, micro 4, 8 processes: accumulation is
+    # 64 / (4 * 8) = 2. With train 64 and micro 4 on 7 processes nothing fits, and `_divide` names 56 or 84.
     given = {key: getattr(root, key) for key in (TRAIN, MICRO, ACCUMULATION)}
     train, micro, accumulation = given.values()
     if micro is not None:
         if train is None:
+            # DeepSpeed does the same: a missing accumulation is 1.
             accumulation = accumulation or 1
             train = micro * accumulation * world_size
         elif accumulation is None:
             accumulation = _divide(train, {MICRO: micro, "processes": world_size})
         elif train != micro * accumulation * world_size:
             expected = micro * accumulation * world_size
+            # `infinity config check` runs in one process, and the config may be written for several. If some number of
+            # processes makes the product right, the error names it.
             num, rest = divmod(train, micro * accumulation)
             more = "" if rest else f", start {num} processes (`infinity config check --processes {num}`)"
             raise ConfigError.of_batch(
@@ -54,6 +59,8 @@ def resolve_batch_sizes(
         accumulation = accumulation or 1
         micro = _divide(train, {ACCUMULATION: accumulation, "processes": world_size})
     else:
+        # "auto" is what transformers and accelerate replace. If nothing replaces it, the sizes stay None, and the first
+        # batch of the data loader decides.
         if TRAIN not in auto and MICRO not in auto:
             raise ConfigError.of_batch(
                 "the config names no batch size",
@@ -73,6 +80,7 @@ def _divide(train: int, divisors: dict[str, int]) -> int:
     product = math.prod(divisors.values())
     if train % product == 0:
         return train // product
+    # The multiples next to the given size. Below `product` there is only the one above: 0 is no batch size.
     lower = train // product * product
     nearest = f"{lower} or {lower + product}" if lower else f"{product}"
     names = " * ".join(divisors)

@@ -49,29 +49,34 @@ def load_config(
             raise ConfigError("overrides cannot be applied to a finished config. Pass them when it is loaded")
         return source
     findings = Findings()
+    # The order matters: overrides first, so that every later pass sees one config; unknown keys before types, because
+    # a misspelt key is the likelier cause of a missing one; rules last, because they read validated values.
     raw = overridden(read_source(source), overrides or {})
     tidied = tidy(raw, findings)
     _drop_unknown_scheduler_params(tidied, findings)
     if findings.unknown:
         error = ConfigError.unknown_keys(findings.unknown)
+        # `infinity.strict` is read by hand: pydantic has not run yet, and it refuses unknown keys by itself.
         if read_strictness(tidied):
             raise error
         logger.warning("%s", error)
     root = validate(tidied)
     apply_rules(root, findings)
+    # torch.distributed may not be initialized yet, so the launcher's WORLD_SIZE counts as well.
     num = num_processes() if world_size is None else world_size
     return resolve(root, findings, world_size=num, check_storage=check_storage, source=raw)
 
 
 def read_source(source: object) -> Mapping[str, Any]:
-    """What a config says, before anything of it is checked.
+    """Return the content of a config, unchecked.
 
     Raises:
-        ConfigError: it is no config, or cannot be read.
+        ConfigError: it is not a config, or cannot be read.
     """
     if isinstance(source, Mapping):
         return source
     if isinstance(source, str) and source.lstrip().startswith("{"):
+        # No path begins with a brace in practice. JSON text cannot begin otherwise.
         return read_text(source)
     if isinstance(source, str | os.PathLike):
         return read_file(Path(source))
@@ -80,13 +85,15 @@ def read_source(source: object) -> Mapping[str, Any]:
 
 
 def _drop_unknown_scheduler_params(tidied: dict[str, Any], findings: Findings) -> None:
-    """The schedules' constructors know the names. An optimizer's are checked where its class is looked up."""
+    """Drop arguments that the schedule's constructor does not have, and record them as unknown keys."""
+    # An optimizer's arguments are checked where its class is looked up (`optim`): that may be a class of the user's.
     block = tidied.get("scheduler")
     if not isinstance(block, dict) or not isinstance(block.get("type"), str):
         return
     params = block.get("params")
     if not isinstance(params, dict):
         return
+    # Raises ConfigError for a name that is no schedule.
     known = schedule_parameters(block["type"])
     for name in [name for name in params if name not in known]:
         near = nearest(name, known)

@@ -14,19 +14,22 @@ from infinity.config.schema.quantities import is_auto
 from infinity.config.schema.vocabulary import child_block, opened
 from infinity.errors import ConfigError
 
+# A dict that contains itself would recurse without end. The schema's blocks are nested a few levels deep.
 _MOST_DEPTH = 50
 
 
 def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a config as it was given, with overrides in place of what they replace, however that is spelt there.
-
-    Whoever reads the copy reads the config with its overrides, as often as that is.
+    """Return a copy of a config with its overrides applied, under whatever spelling the config has for each key.
 
     Raises:
-        ConfigError: an override is for a key of something that is no block.
+        ConfigError: an override names a key inside something that is not a block.
     """
+    # Example: raw {"zero_optimization": {"cpu_offload": true}}, override {"zero_optimization.offload_optimizer.device":
+    # "nvme"}. `modernise` turns the old flag into {"offload_optimizer": {"device": "cpu"}}, and the merge replaces
+    # "cpu". Without the first step both forms would be in the config, and contradict each other.
     copy: dict[str, Any] = _copied(raw)
     if overrides:
+        # An override of an old flag has to replace the flag itself, before `modernise` makes a block of it.
         for dotted in OLD_FLAGS.intersection(overrides):
             _remove(copy, dotted.split("."), RootBlock)
         copy = modernise(copy, Findings())
@@ -37,6 +40,7 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
             continue
         patch = _copied(value)
         for name in reversed(path):
+            # "aio.block_size" becomes {"aio": {"block_size": value}}: the value then merges like any block.
             patch = {name: patch}
         _merge(copy, modernise(patch, Findings()), RootBlock, dotted)
     return copy
@@ -51,6 +55,7 @@ def _copied(value: Any, depth: int = 0) -> Any:
         )
     if isinstance(value, Mapping):
         return {key: _copied(item, depth + 1) for key, item in value.items()}
+    # Tuples and other values are not changed by a merge, so the copy may share them.
     return [_copied(item, depth + 1) for item in value] if isinstance(value, list) else value
 
 
@@ -58,6 +63,8 @@ def _merge(target: dict[str, Any], patch: Mapping[str, Any], block: type[Block] 
     """``block``: what `target` is; None where the schema does not know its keys."""
     for name, given in patch.items():
         field = _field(block, name)
+        # A block merges key by key; a value replaces the old one under every spelling, so that none contradicts it
+        # later.
         value, spellings = opened(given, field), _spellings(target, name, block)
         if not spellings or not isinstance(value, Mapping) or not _holds_block(field):
             for spelling in spellings:
@@ -65,6 +72,8 @@ def _merge(target: dict[str, Any], patch: Mapping[str, Any], block: type[Block] 
             target[name] = value
             continue
         for spelling in spellings:
+            # The config may say null, "auto" or `true` where the override names a key inside. Null and "auto" become
+            # {}.
             there = opened(target[spelling], field)
             target[spelling] = there = {} if there is None or is_auto(there) else there
             if not isinstance(there, dict):
@@ -85,7 +94,7 @@ def _remove(target: dict[str, Any], path: list[str], block: type[Block] | None) 
 
 
 def _spellings(target: Mapping[str, Any], name: str, block: type[Block] | None) -> list[str]:
-    """All names under which a key is in `target`."""
+    """Return the names under which `target` has a key: its present one, and those of `Block.renamed`."""
     renamed = {} if block is None else block.renamed
     return [key for key in target if renamed.get(key, key) == renamed.get(name, name)]
 
@@ -95,4 +104,5 @@ def _field(block: type[Block] | None, name: str) -> FieldInfo | None:
 
 
 def _holds_block(field: FieldInfo | None) -> bool:
+    # An unknown field counts as a block: `tidy` refuses it later with a better message than a merge could give.
     return field is None or field.annotation == Untyped or child_block(field) is not None

@@ -13,7 +13,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_precision(root: RootBlock) -> tuple[torch.dtype, LossScaling | None]:
-    """The compute dtype, and with fp16 the loss scaling.
+    """Return the compute dtype, and with fp16 the loss scaling.
 
     Raises:
         ConfigError: two dtypes at once, one that contradicts `data_types`, or a scaling that makes no sense.
@@ -21,6 +21,7 @@ def resolve_precision(root: RootBlock) -> tuple[torch.dtype, LossScaling | None]
     if root.fp16.enabled and root.bf16.enabled:
         problem = "bf16 is switched on, too, and there is one compute dtype"
         raise ConfigError.value("fp16.enabled", True, problem, cure='Set "enabled" of one of them to false')
+    # All parameters get one dtype. To accept another one here and ignore it would change the numbers silently.
     name = _compute_name(root)
     value = root.data_types.param_dtype
     if value not in (None, name):
@@ -38,12 +39,12 @@ def _compute_name(root: RootBlock) -> str:
 
 
 def scales_loss(root: RootBlock) -> bool:
-    """Whether gradients are computed in fp16, so that losses are scaled and overflows are looked for."""
+    """Whether gradients are computed in fp16, so that losses are scaled and overflows checked."""
     return root.fp16.enabled or (root.torch_autocast.enabled and root.torch_autocast.dtype == "fp16")
 
 
 def resolve_autocast(root: RootBlock) -> torch.dtype | None:
-    """The dtype of ``torch.autocast`` around the model; None without.
+    """Return the dtype of ``torch.autocast`` around the model; None without.
 
     Raises:
         ConfigError: the weights are in the other narrow dtype.
@@ -51,6 +52,7 @@ def resolve_autocast(root: RootBlock) -> torch.dtype | None:
     block, name = root.torch_autocast, _compute_name(root)
     if not block.enabled:
         return None
+    # fp32 weights under autocast are torch's usual mixed precision. Weights in autocast's own dtype need no cast.
     if name not in ("fp32", block.dtype):
         problem = f"the weights are {name}, which torch_autocast would cast to {block.dtype} in each use"
         cure = f'Set torch_autocast.dtype to "{name}", or remove one of the two blocks'
@@ -59,6 +61,7 @@ def resolve_autocast(root: RootBlock) -> torch.dtype | None:
 
 
 def _loss_scaling(block: Fp16Block) -> LossScaling:
+    # 2^-24 is the smallest positive number of fp16 (a subnormal). The upper limit is `LARGEST_LOSS_SCALE`.
     limits = {"loss_scale": 0.0, "min_loss_scale": 2.0**-24, "loss_scale_window": 1, "hysteresis": 1}
     for name, least in limits.items():
         value = getattr(block, name)

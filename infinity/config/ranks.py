@@ -12,7 +12,7 @@ _ROUNDED = "what is exchanged is never rounded"
 
 
 def check_ranks(root: RootBlock, world_size: int) -> None:
-    """Refuse what would give other numbers than are promised, or has no meaning yet, with ``world_size`` processes.
+    """Refuse keys that ``world_size`` processes would round, or that mean nothing with several.
 
     Raises:
         ConfigError: key, value and cure.
@@ -20,6 +20,7 @@ def check_ranks(root: RootBlock, world_size: int) -> None:
     if world_size == 1:
         return
     block, zero = root.infinity, root.zero_optimization
+    # One process exchanges nothing, so these keys have no effect there (see NoEffect in the schema).
     averaged = '"mean", and multiply the learning rate or the loss'
     for key, value, refused, problem, cure in (
         ("infinity.gradient_dtype", block.gradient_dtype, "bf16", "the mean over all would be rounded", '"auto"'),
@@ -33,12 +34,17 @@ def check_ranks(root: RootBlock, world_size: int) -> None:
 
 
 def check_same_config(config: InfinityConfig, ranks: Ranks) -> None:
-    """Refuse configs that differ in what decides numbers, or who exchanges what. Paths, budgets and I/O are each process's own.
+    """Refuse configs of ranks that differ in a key that all have to share. Paths, budgets and I/O may differ.
+
+    A collective: all ranks call it.
 
     Raises:
-        ConfigError: the first key that differs, its values and whose they are, on all of them.
+        ConfigError: on every rank; names the first key that differs, and the value of each rank.
     """
     section = config.infinity
+    # Each entry changes either the numbers or which collectives run, in which order. Ranks that differ in one of them
+    # would diverge silently, or wait for each other without end. Values are compared as text: dtypes and sections are
+    # no JSON.
     own = {
         "zero_optimization.stage": config.zero_stage,
         "bf16, fp16": config.compute_dtype,

@@ -1,4 +1,4 @@
-"""A raw dict to a validated `RootBlock`, and everything there is to say about it.
+"""Turns a raw dict into a validated `RootBlock`, and collects findings on the way.
 
 Three passes, each knowing dotted paths: names (unknown keys, other spellings, "auto", null, comments), types (by
 pydantic), and rules (what has no effect, what is refused).
@@ -21,19 +21,20 @@ from infinity.config.schema.quantities import is_auto, parse_flag
 from infinity.config.schema.vocabulary import child_block, opened, suggest
 from infinity.errors import ConfigError
 
+# JSON has no comments, so files carry them as keys: "//", "# note", "_comment2", "$schema" of editors.
 _COMMENT_KEY = re.compile(r"\$schema|\$?_*comments?\d*|//.*|#.*", re.IGNORECASE)
 
 
 def tidy(raw: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
-    """The first pass: a dict that has only known keys under their present names, and no "auto" and no null.
+    """The first pass: return a dict of known keys under their present names, without "auto" and null.
 
-    What was dropped is in `findings`.
+    Dropped keys are recorded in `findings`.
     """
     return _tidy_block(RootBlock, modernise(raw, findings), "", findings)
 
 
 def validate(tidied: Mapping[str, Any]) -> RootBlock:
-    """The second pass: types and ranges.
+    """The second pass: check types and ranges.
 
     Raises:
         ConfigError: names the first key that is wrong, and lists the others.
@@ -45,14 +46,16 @@ def validate(tidied: Mapping[str, Any]) -> RootBlock:
 
 
 def apply_rules(block: Block, findings: Findings, path: str = "") -> None:
-    """The third pass: notes keys without effect in `findings`, and refuses what cannot be ignored.
+    """The third pass: record keys without effect in `findings`, and refuse those that cannot be ignored.
 
     Raises:
         ConfigError: a feature that would change the numbers is switched on.
     """
+    # A block that is switched off asks for nothing: files keep whole blocks with "enabled": false.
     if not block.is_active():
         return
     for name, field in type(block).model_fields.items():
+        # A default is not the user's wish: only keys that the file has are reported or refused.
         if name not in block.model_fields_set:
             continue
         value = getattr(block, name)
@@ -70,6 +73,7 @@ def _tidy_block(cls: type[Block], raw: Mapping[str, Any], path: str, findings: F
     tidied: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for key, value in _entries(raw, path):
+        # Two spellings of one key may both be given if they agree. If they differ, neither is a safe choice.
         name = cls.renamed.get(key, key)
         if name not in cls.model_fields:
             findings.unknown.append((path + key, suggest(path, key, (*cls.model_fields, *cls.renamed))))
@@ -88,11 +92,14 @@ def _tidy_block(cls: type[Block], raw: Mapping[str, Any], path: str, findings: F
 
 
 def _tidy_value(field: FieldInfo, value: object, path: str, findings: Findings) -> Any:
-    """The value without what is to be dropped in it; None when all of it is."""
+    """Return a value without the parts that are dropped; None if all of it is."""
+    # "auto" leaves the key out, so that pydantic sets the default. `resolve` still learns of it from `findings.auto`.
     if is_auto(value):
         findings.auto.append(path)
         return None
     if value is None:
+        # null means "not set" for all keys but those with `NotNull`: for gradient_clipping it would mean clipping at
+        # 1.0.
         for item in field.metadata:
             if isinstance(item, NotNull):
                 raise ConfigError.value(path, value, item.problem, cure=item.cure)
@@ -103,6 +110,8 @@ def _tidy_value(field: FieldInfo, value: object, path: str, findings: Findings) 
     if (child := child_block(field)) is not None:
         return _tidy_block(child, value, f"{path}.", findings)
     if field.annotation == Untyped:
+        # A block whose values nobody reads is checked for the names of its keys only, and only if the schema lists
+        # them.
         known = next((item.names for item in field.metadata if isinstance(item, Keys)), None)
         return _tidy_dict(value, f"{path}.", findings, known)
     return value
@@ -111,13 +120,14 @@ def _tidy_value(field: FieldInfo, value: object, path: str, findings: Findings) 
 def _tidy_dict(
     raw: Mapping[str, Any], path: str, findings: Findings, known: tuple[str, ...] | None = None
 ) -> dict[str, Any]:
-    """A block without a model. A switch left to "auto" is off: nothing here is ever switched on by itself."""
+    """Tidy a block without a model."""
     tidied: dict[str, Any] = {}
     for key, value in _entries(raw, path):
         if known is not None and key not in known:
             findings.unknown.append((path + key, suggest(path, key, known)))
         if is_auto(value):
             findings.auto.append(path + key)
+            # Without a value the block would count as switched on (see `is_switched_off`), and be refused.
             if key == "enabled":
                 tidied[key] = False
         elif isinstance(value, Mapping):
@@ -140,6 +150,7 @@ def _entries(raw: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 def _translate(error: ValidationError) -> ConfigError:
     problems = error.errors(include_url=False)
+    # pydantic reports every problem. One gets the full sentence, the others are listed by key.
     first = problems[0]
     key, *others = [".".join(map(str, problem["loc"])) for problem in problems]
     value = None if first["type"] == "missing" else first["input"]
@@ -149,11 +160,13 @@ def _translate(error: ValidationError) -> ConfigError:
 
 
 def _describe(kind: str, message: str, context: Mapping[str, Any], value: object) -> tuple[str, str]:
+    # `kind` is the type of pydantic's error. Its messages name Python's types, so these are reworded for JSON.
     if kind == "value_error":
         return str(context["error"]), "Correct it"
     if kind == "missing":
         return "it is missing", "Add it, or remove the block that it belongs to"
     if kind == "literal_error":
+        # The choices are only in the message, not in a list.
         # pydantic words it "'none', 'cpu' or 'nvme'".
         choices = re.findall(r"'([^']*)'", str(context["expected"]))
         near = get_close_matches(str(value), choices, n=1)
@@ -171,7 +184,7 @@ def _describe(kind: str, message: str, context: Mapping[str, Any], value: object
 
 
 def read_strictness(tidied: Mapping[str, Any]) -> bool:
-    """`infinity.strict`, before types are checked: it says what an unknown key means."""
+    """Return `infinity.strict` of a config whose types are not checked yet."""
     block = tidied.get("infinity")
     value = block.get("strict", True) if isinstance(block, Mapping) else True
     try:

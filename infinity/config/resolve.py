@@ -1,4 +1,4 @@
-"""A validated `RootBlock` to an `InfinityConfig`: every value decided, and who decided it."""
+"""Turns a validated `RootBlock` into an `InfinityConfig`: decides every value, and records who decided it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ from infinity.config.schema.quantities import parse_flag, parse_number
 from infinity.errors import ConfigError
 from infinity.optim.lr_schedules import schedule_parameters
 
-_ALIGNMENT = 4096  # of everything that goes past the page cache
+# O_DIRECT needs offsets, lengths and addresses in multiples of the drive's logical block, of 512 or 4096 bytes.
+_ALIGNMENT = 4096
+# Defaults of `aio`. `infinity profile` measures better ones for a drive, and engines use those
+# (machine/measured_io.py).
 _REQUEST_BYTES = 1 << 20
 _NUM_THREADS = 4
 _QUEUE_DEPTH = 8  # per thread, as DeepSpeed counts it
@@ -63,6 +66,7 @@ def resolve(
     if _checks_as_deepspeed(root):
         book.decide("bf16.check_grad_overflow", True, "with clipping in stages 1 and 2, as in DeepSpeed")
     book.record("fp16.enabled", root.fp16.enabled)
+    # Checks before tiers: `_resolve_tiers` looks at directories, and an error in the JSON should not wait for a drive.
     check_ranks(root, world_size)
     _check_update(book)
     tiers = _resolve_tiers(book, check_storage)
@@ -82,6 +86,8 @@ def resolve(
         "infinity": _resolve_infinity(
             book,
             compute_dtype,
+            # Without the engine's counting, a script may call backward as often as it likes before a step: plan for
+            # sums.
             max(accumulation, 1 if root.managed_gradient_accumulation else 2),
             _resolve_durable(book, tiers, check_storage),
         ),
@@ -91,6 +97,7 @@ def resolve(
         "communication_dtype": DTYPES[root.communication_data_type],
         "casts_inputs": (root.fp16.enabled and root.fp16.auto_cast) or (root.bf16.enabled and root.bf16.auto_cast),
     }
+    # Last: it adds the keys that nothing above has recorded.
     book.record_other_autos()
     return InfinityConfig(
         **_as_written(root, InfinityConfig) | decided,
@@ -102,20 +109,22 @@ def resolve(
 
 
 def _as_written(block: Block, section: type[Any]) -> dict[str, Any]:
-    """What a section takes from a block as it is: the fields of the same name."""
+    """Return the fields of a section that a block has under the same name, with the block's values."""
     return {each.name: getattr(block, each.name) for each in fields(section) if each.name in type(block).model_fields}
 
 
 def _resolve_tiers(book: _Book, check_storage: bool) -> dict[str, OffloadSection]:
-    """Where parameters and optimizer states rest, by the name of the config's field."""
+    """Decide where parameters and optimizer states are stored; returns a section for each offload block."""
     root, zero = book.root, book.root.zero_optimization
     tiers = {name: _resolve_offload(name, book, check_storage) for name in ("offload_param", "offload_optimizer")}
     check_capacities(
         *(tier.nvme_directories for tier in tiers.values()), key="zero_optimization.offload_optimizer.nvme_path"
     )
+    # Only a config that has the block wonders about its stage.
     if "zero_optimization" in root.model_fields_set and zero.stage is None:
         offloads = "" if zero_stage(root) else "nothing is offloaded, as in DeepSpeed"
         book.decide("zero_optimization.stage", zero_stage(root), offloads or "something is offloaded")
+    # The stages differ in what ranks divide among them. One rank has nothing to divide.
     if zero.stage in (0, 1, 2) and book.world_size == 1:
         book.findings.record("zero_optimization.stage", f"stage {zero.stage} runs as stage 3, with the same numbers")
     if root.infinity.activations == "nvme" and not any(tier.nvme_paths for tier in tiers.values()):
@@ -125,7 +134,7 @@ def _resolve_tiers(book: _Book, check_storage: bool) -> dict[str, OffloadSection
 
 
 class _Book:
-    """What a config says, and what is decided about it. Knows which keys were given and which were "auto"."""
+    """Collects the decisions about a config, in the order in which they are printed."""
 
     def __init__(self, root: RootBlock, findings: Findings, world_size: int) -> None:
         self.root = root
@@ -144,18 +153,19 @@ class _Book:
         self.decisions.append(Decision(key, value, f'"auto": {reason}' if key in self.findings.auto else reason))
 
     def record_other_autos(self) -> None:
-        """Keys left to "auto" that nobody has written down yet. They have no value unless a block holds a default."""
+        """Record the keys left to "auto" that have no decision yet."""
         written = {decision.key for decision in self.decisions}
         for key in self.findings.auto:
             if key not in written:
                 value: Any = self.root
                 for name in key.split("."):
+                    # None inside a block without a model (`optimizer.params.lr`): its default is the optimizer's own.
                     value = getattr(value, name, None)
                 shown = "its own default" if value is None or value == 0 else value
                 self.decisions.append(Decision(key, shown, '"auto": default'))
 
     def autos_below(self, path: str) -> frozenset[str]:
-        """Of the keys that begin so, the rest of those left to "auto"."""
+        """Return the keys left to "auto" that begin with `path`, without it."""
         return frozenset(key.removeprefix(path) for key in self.findings.auto if key.startswith(path))
 
     def _is_given(self, key: str) -> bool:
@@ -163,6 +173,7 @@ class _Book:
         *path, name = key.split(".")
         for part in path:
             block = getattr(block, part)
+        # pydantic fills in defaults. `model_fields_set` has only the keys that the file had.
         return isinstance(block, Block) and name in block.model_fields_set
 
 
@@ -173,20 +184,26 @@ def _checks_overflow(root: RootBlock) -> bool:
 
 
 def _checks_as_deepspeed(root: RootBlock) -> bool:
-    """Whether bf16's check was left out, where DeepSpeed makes it and all gradients are waited for anyway."""
+    """Whether to check bf16 gradients because DeepSpeed does so by default in this stage."""
+    # Only with clipping: the norm needs all gradients before the first update, so the check costs no waiting.
     is_left_out = root.bf16.enabled and root.bf16.check_grad_overflow is None
     return is_left_out and zero_stage(root) in (1, 2) and root.gradient_clipping > 0
 
 
 def _needs_all_gradients(book: _Book) -> tuple[str, str] | None:
-    """What in the config needs all gradients before the first update, and the cure; None if nothing does."""
+    """Return which key needs all gradients before the first update, and how to change it; None if none does.
+
+    Then no unit can be updated in backward.
+    """
     root, world_size = book.root, book.world_size
     if root.gradient_clipping > 0:
         return f"gradient_clipping = {root.gradient_clipping}", "gradient_clipping to 0"
+    # A single overflow anywhere skips the whole step, so no unit may be updated before the last gradient is known.
     if scales_loss(root):
         return "the overflow check of fp16", "take bf16 instead of fp16"
     if _checks_overflow(root):
         return "bf16.check_grad_overflow", "that to false"
+    # In stage 0 every rank updates every parameter, from the mean over all ranks.
     if world_size > 1 and zero_stage(root) == 0:
         return f"the mean over {world_size} processes in stage 0", "zero_optimization.stage to 1, or start one process"
     if not root.managed_gradient_accumulation:
@@ -206,12 +223,14 @@ def _resolve_optimizer(book: _Book) -> OptimizerSection | None:
     if (block := book.root.optimizer) is None:
         return None
     params = {name: _plain(value) for name, value in (block.params or {}).items()}
+    # DeepSpeed refuses it as well, with the same advice.
     max_grad_norm = params.pop("max_grad_norm", None)
     if max_grad_norm:
         cure = f'Remove it and set "gradient_clipping": {max_grad_norm} at the top level'
         problem = "clipping is not the optimizer's business"
         raise ConfigError.value("optimizer.params.max_grad_norm", max_grad_norm, problem, cure=cure)
     if isinstance(params.get("betas"), list):
+        # JSON has no tuples.
         params["betas"] = tuple(params["betas"])
     return OptimizerSection(block.type, params, book.autos_below("optimizer.params."))
 
@@ -238,6 +257,7 @@ def _resolve_offload(name: str, book: _Book, check_storage: bool) -> OffloadSect
     key = f"zero_optimization.{name}"
     block: OffloadBlock = getattr(book.root.zero_optimization, name)
     book.record(f"{key}.device", block.device)
+    # `nvme_path` of another device is ignored: files keep it when they switch the device.
     if block.device != "nvme":
         return OffloadSection(block.device, ())
     section = OffloadSection(block.device, resolve_directories(block.nvme_path, key=f"{key}.nvme_path"))
@@ -253,12 +273,14 @@ def _resolve_io(book: _Book) -> IOSection:
         cure = "Set it to false: data goes through host memory"
         raise ConfigError.value("aio.use_gds", True, "GPUDirect Storage is not implemented", cure=cure)
     wanted_bytes = aio.block_size or _REQUEST_BYTES
+    # -(-a // b) is division rounded up.
     request_bytes = -(-wanted_bytes // _ALIGNMENT) * _ALIGNMENT
-    # DeepSpeed's threads hand requests to the kernel and go on; ours wait in it, so that fewer than these leave a drive
-    # idle. A file that says 1 repeats DeepSpeed's default.
+    # DeepSpeed's threads submit requests to the kernel and go on. Ours block in the call, so fewer threads than these
+    # leave a drive idle. A file with 1 only repeats DeepSpeed's default.
     num_threads = max(_NUM_THREADS, aio.intra_op_parallelism or 0)
     max_inflight = (aio.queue_depth or _QUEUE_DEPTH) * num_threads
     rounded = "" if wanted_bytes == request_bytes else f" ({wanted_bytes} rounded up to a multiple of {_ALIGNMENT})"
+    # `infinity config show` prints these: where the engine deviates from the file, it says why.
     book.record("aio.block_size", f"{request_bytes}{rounded}" if rounded else request_bytes)
     wanted_threads = aio.intra_op_parallelism or num_threads
     raised = f"{num_threads} ({wanted_threads} raised to the fewest that keep a drive busy)"
@@ -284,6 +306,7 @@ def _resolve_infinity(
 ) -> InfinitySection:
     block = book.root.infinity
     staging_buffer_bytes = block.staging_buffer_bytes
+    # Chunks of optimizer state are read with O_DIRECT into whole staging buffers, so their size has to be aligned.
     if staging_buffer_bytes is not None and staging_buffer_bytes % _ALIGNMENT:
         nearest = -(-staging_buffer_bytes // _ALIGNMENT) * _ALIGNMENT
         problem = f"must be a multiple of {_ALIGNMENT}, the unit in which drives are read"
@@ -299,8 +322,10 @@ def _resolve_infinity(
         book.record("infinity.frozen_dtype", block.frozen_dtype)
     update = _resolve_update(book)
     decided: dict[str, Any] = {
+        # A commit of a durable run covers files only: what stays in memory would be lost in a crash.
         "keep_in_memory": block.keep_in_memory and durable is None,
         "update": update,
+        # The plan may still choose "step" later, when it knows whether all fits in a CPU's memory (plan/inputs.py).
         "update_is_open": block.update == "auto" and update != "step",
         "main_weights": _resolve_main_weights(book, compute_dtype),
         "gradient_dtype": gradient_dtype,
@@ -316,6 +341,7 @@ def _resolve_monitors(root: RootBlock) -> MonitorsSection:
     def directory(key: str, block: TensorBoardBlock | CsvMonitorBlock) -> Path | None:
         if not block.enabled:
             return None
+        # As DeepSpeed: OUTPUT_PATH/JOB_NAME.
         return resolve_file(block.output_path or ".", key=f"{key}.output_path") / block.job_name
 
     return MonitorsSection(
@@ -345,7 +371,8 @@ def _resolve_durable(book: _Book, tiers: Mapping[str, OffloadSection], check_sto
             check_directories([each.path for each in found], key="infinity.durable_path")
     else:
         found = tuple(replace(each, path=each.path / "durable") for each in tiers["offload_optimizer"].nvme_directories)
-    # Drives take turns, so that each start finds the same bytes in the same places.
+    # Equal speeds give all drives equal stripes. Measured speeds vary from start to start, and would lay out the files
+    # of the last commit differently.
     durable = DurableSection(
         tuple(replace(each, bytes_per_second=1.0) for each in found), block.keep_last, block.keep_every
     )
@@ -356,7 +383,7 @@ def _resolve_durable(book: _Book, tiers: Mapping[str, OffloadSection], check_sto
 
 
 def zero_stage(root: RootBlock) -> int:
-    """As written. Else 3 where something is offloaded, or 0, as in DeepSpeed."""
+    """Return the stage of the config; without one, 3 if a block offloads and 0 if none does, as in DeepSpeed."""
     zero = root.zero_optimization
     if zero.stage is not None:
         return zero.stage
@@ -366,10 +393,12 @@ def zero_stage(root: RootBlock) -> int:
 def _resolve_update(book: _Book) -> UpdateMode:
     block, found = book.root.infinity, _needs_all_gradients(book)
     update, is_early = block.update, block.update != "deferred" and not block.durable and found is None
+    # All ranks have to reach an exchange together. They do in the step; a deferred update runs when its rank needs it.
     if book.world_size > 1 and zero_stage(book.root) > 0 and update != "step" and not is_early:
         reason = f"{book.world_size} processes exchange what each has updated, in the step"
         book.decide("infinity.update", "step", reason)
         return "step"
+    # "in_backward" has passed `_check_update` by now, so it contradicts nothing.
     if update != "auto":
         book.record("infinity.update", update)
         return update
@@ -386,6 +415,8 @@ def _resolve_main_weights(book: _Book, compute_dtype: torch.dtype) -> MainWeight
     if compute_dtype == torch.float32:
         book.decide("infinity.main_weights", "fp32", "the model weights are fp32, and are the main weights")
         return "fp32"
+    # bf16 has the exponent of fp32 (8 bits): a bf16 weight and 16 bits of remainder determine the fp32 main weight.
+    # fp16 has 5 bits of exponent, so 16 more bits do not reach all of fp32.
     if compute_dtype == torch.float16:
         if block.main_weights == "remainder":
             problem = "fp16 cuts fp32 in the exponent, too: what it lacks of a main weight does not fit into 16 bits"
@@ -402,8 +433,12 @@ def _resolve_main_weights(book: _Book, compute_dtype: torch.dtype) -> MainWeight
 def _resolve_gradient_dtype(
     book: _Book, compute_dtype: torch.dtype, num_micro_batches: int
 ) -> tuple[GradientDtype, bool]:
-    """The dtype in which gradients wait, and whether it may round their sums."""
+    """Return the dtype of gradients that wait for their update, and whether it may round their sums."""
     key, chosen = "infinity.gradient_dtype", book.root.infinity.gradient_dtype
+    # Worked cases of "auto", with bf16 weights on NVMe:
+    #   1 process, 1 micro-batch:   "bf16": autograd's gradient is bf16 already, nothing is rounded
+    #   1 process, 4 micro-batches: "fp32": a sum of four bf16 numbers needs more bits than bf16 has
+    #   2 processes:                "fp32": the mean of two bf16 numbers does not, either
     if chosen == "bf16" and compute_dtype != torch.bfloat16:
         problem = "gradients come with more bits than bf16 has, and would be rounded"
         raise ConfigError.value(key, chosen, problem, cure='Remove it, or switch on "bf16": {"enabled": true}')
@@ -421,12 +456,14 @@ def _resolve_gradient_dtype(
         book.decide(key, "fp32", "there is no NVMe tier for sums that find no room")
     else:
         book.decide(key, "bf16", "loses nothing with one micro-batch; a sum of several would be kept as fp32")
+        # False: if a script does sum gradients after all, they are widened to fp32 instead of rounded.
         return "bf16", False
     return "fp32", False
 
 
 def _plain(value: object) -> Any:
-    """Numbers and flags that a YAML front end turned into text, as what they are."""
+    """Convert texts such as "1e-4" and "true" to numbers and flags; other values are returned as they are."""
+    # YAML 1.1 reads 1e-4, without a dot, as a text, and accelerate and others build configs from YAML.
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What the rest of the package sees of a config: small frozen sections with every value decided."""
+"""The config as other packages see it: small frozen sections with every value decided."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class OptimizerSection:
-    """`optimizer`: `type` as written; `params` without those left to "auto". The holder must not change `params`."""
+    """`optimizer`: `type` as written; `params` without those left to "auto". Do not change `params`: it is shared."""
 
     type: str
     params: dict[str, Any]
@@ -45,7 +45,7 @@ class SchedulerSection(OptimizerSection):
 
 
 LARGEST_LOSS_SCALE = 2.0**96
-"""So that a scaled gradient of 1 is finite in fp32, with room."""
+"""A scaled gradient of 1 is then finite in fp32, whose largest number is about 2^128."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class LossScaling:
 
 @dataclass(frozen=True)
 class OffloadSection:
-    """Where parameters, or optimizer states, rest. The directories' paths are absolute; none unless `device` is "nvme"."""
+    """Where parameters, or optimizer states, are stored. Paths are absolute, and empty unless `device` is "nvme"."""
 
     device: OffloadDevice
     nvme_directories: tuple[Directory, ...]
@@ -124,20 +124,23 @@ class DurableSection:
 
     @property
     def most_kept(self) -> int:
-        """How many commits are kept at the same time at the most."""
+        """The largest number of commits that are kept at a time."""
+        # With `keep_every`, `keep_last` commits of its multiples are kept besides the last `keep_last` ones.
         return self.keep_last * (2 if self.keep_every else 1)
 
     def of_rank(self, index: int, num: int) -> DurableSection:
-        """That of one of ``num`` processes: in folders of its own, and with the commit before the last, see `DurableRun`."""
+        """Return the section for rank ``index`` of ``num``, with folders of its own."""
         if num == 1:
             return self
         directories = tuple(replace(each, path=each.path / f"rank{index}") for each in self.directories)
+        # A crash may hit some ranks before their commit of a step and some after it. Those after it have to go back to
+        # the commit before, see [Note: commits of ranks] in engine/durable_run.py.
         return replace(self, directories=directories, keep_last=max(self.keep_last, 2))
 
 
 @dataclass(frozen=True)
 class MonitorsSection:
-    """Where curves are written: absolute directories for this run's, and the block `wandb`. None where they are not."""
+    """Where curves are written: absolute directories of this run, and the block `wandb`. None switches a monitor off."""
 
     tensorboard: Path | None = None
     csv: Path | None = None
@@ -146,7 +149,7 @@ class MonitorsSection:
 
 @dataclass(frozen=True)
 class InfinitySection:
-    """`infinity`. Budgets and sizes are None when the engine is to choose them.
+    """`infinity`. Budgets and sizes are None if the engine chooses them.
 
     Attributes:
         host_memory_budget: bytes of host memory for parameters, states and buffers.
@@ -284,7 +287,8 @@ class InfinityConfig(Mapping[str, Any]):
 
     @property
     def most_micro_batches(self) -> int:
-        """How many gradients may come together in a step, for what is planned with it."""
+        """The most micro-batches that a step may sum; the plan reserves gradient memory for these."""
+        # 2 means "a sum": without managed accumulation only the script knows how many there are.
         return max(self.gradient_accumulation_steps, 1 if self.managed_gradient_accumulation else 2)
 
     def describe(self) -> str:

@@ -1,8 +1,4 @@
-"""Text of a config file to a dict: JSON, with comments and trailing commas allowed; all of HJSON where `hjson` is installed.
-
-People write comments (`//`, `#`, `/* */`) and trailing commas into these files because DeepSpeed lets them. They are
-blanked out here before the standard parser sees the text, so that its line and column stay those of the file.
-"""
+"""Parses the text of a config file: JSON with comments and trailing commas, or HJSON if `hjson` is installed."""
 
 from __future__ import annotations
 
@@ -14,6 +10,11 @@ from typing import Any
 
 from infinity.errors import ConfigError
 
+# DeepSpeed reads files with hjson, so they have comments (`//`, `#`, `/* */`) and trailing commas. Both are replaced
+# by blanks before `json` sees the text, so that its line and column are still those of the file. Each pattern matches
+# a string first: the `//` inside "http://x" is then part of a string, which `_blank` keeps.
+#   {"a": "http://x", // note     ->   {"a": "http://x",
+#    "b": [1, 2,]}                ->    "b": [1, 2 ]}
 _STRING = r'"(?:[^"\\\n]|\\.)*"'
 _COMMENT = re.compile(rf"{_STRING}|//[^\n]*|\#[^\n]*|/\*.*?\*/", re.DOTALL)
 _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
@@ -25,7 +26,7 @@ _CURE = (
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that remembers which of its keys stood there twice."""
+    """A JSON object that remembers its duplicate keys. `json` silently keeps the last value of each."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -33,15 +34,17 @@ class _Object(dict[str, Any]):
 
 
 def ready_names() -> list[str]:
-    """Names of the configs that come with the package."""
+    """Return the names of the configs that come with the package."""
     return sorted(path.stem for path in _READY.glob("*.json"))
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Content of a config file, or of a ready config by its name (`ready_names`). An existing file comes first."""
+    """Return the content of a config file, or of a ready config by its name. An existing file comes first."""
+    # A file of your own named like a ready config wins.
     if not path.exists() and str(path) in ready_names():
         path = _READY / f"{path}.json"
     try:
+        # Without "-sig", json.loads refuses the first character.
         # utf-8-sig: editors on Windows put a byte order mark in front.
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -54,14 +57,15 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_text(text: str, *, source: str = "config text") -> dict[str, Any]:
-    """Content of a config given as text.
+    """Return the content of a config given as text.
 
     Raises:
-        ConfigError: with line and column, or with the dotted path of a key that stands there twice.
+        ConfigError: with line and column, or with the dotted path of a duplicate key.
     """
     try:
         content = json.loads(blank_comments(text), object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
+        # Only text that is no JSON needs hjson, which is an optional package.
         content = _by_hjson(text)
         if content is None:
             place = f"line {error.lineno}, column {error.colno}"
@@ -77,7 +81,7 @@ def read_text(text: str, *, source: str = "config text") -> dict[str, Any]:
 
 
 def _by_hjson(text: str) -> Any:
-    """What DeepSpeed, which reads by `hjson`, finds in it; None if that is nothing, or if the package is not installed."""
+    """Parse text with `hjson`, as DeepSpeed does; None if that fails, or if the package is not installed."""
     try:
         import hjson
 
@@ -87,12 +91,13 @@ def _by_hjson(text: str) -> Any:
 
 
 def blank_comments(text: str) -> str:
-    """The text with blanks for comments and trailing commas: plain JSON in which everything stands where it stood."""
+    """Replace comments and trailing commas by blanks. All other characters keep their line and column."""
     return _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
 
 
 def _blank(match: re.Match[str]) -> str:
     token = match[0]
+    # Line breaks inside a comment stay: they carry the line numbers.
     return token if token.startswith('"') else re.sub(r"[^\n]", " ", token)
 
 

@@ -1,4 +1,4 @@
-"""What this machine has for a training: drives and how fast they are, memory, processors, a GPU, packages.
+"""This machine's drives and their speed, memory, processors, GPU and packages.
 
-`here` answers what plans ask, `drive_profile` measures, `storage` and `computing` find what `infinity doctor` says.
+`here` answers what plans ask, `drive_profile` measures, `storage` and `computing` serve `infinity doctor`.
 """

@@ -1,7 +1,4 @@
-"""What `infinity profile` measured on this machine's drives, kept from run to run in one small JSON file.
-
-The file is a help and never a condition: one that cannot be read or written costs a line in the log.
-"""
+"""Stores the results of `infinity profile` in one small JSON file. A file that cannot be used is only logged."""
 
 from __future__ import annotations
 
@@ -24,7 +21,9 @@ from swapper.volumes.publish import replacing
 
 logger = logging.getLogger(__name__)
 
+# A file of another format fails validation, and is measured and written anew.
 _FORMAT: Literal[2] = 2
+# The newest entries are kept. 1 MiB is far more than 64 entries take: a larger file is none of ours.
 _MAX_ENTRIES = 64
 _MAX_FILE_BYTES = 1 << 20
 _MACHINE_ID = Path("/etc/machine-id")
@@ -55,9 +54,10 @@ _FILE = TypeAdapter(_File)
 
 
 def load(directories: Sequence[Path]) -> BandwidthCache | None:
-    """What was measured last on the drives under these directories, on this machine; None if they never were."""
+    """Return the last result for the drives under these directories, on this machine; None without one."""
     try:
         return _read().get(_key(directories))
+    # Without a result the defaults hold, so no error is worth an exception here.
     except (OSError, RuntimeError):  # a directory is missing, or links lead in a circle
         return None
 
@@ -69,12 +69,16 @@ def measured_bandwidth(directories: Sequence[Path]) -> Bandwidth | None:
 
 
 def store(directories: Sequence[Path], measured: BandwidthCache) -> None:
-    """Keep a result; what others have stored meanwhile stays."""
+    """Store a result. Results that other processes have stored meanwhile are kept."""
     try:
         path, key = cache_path(), _key(directories)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Read again just before writing: another process may have stored a result meanwhile. A race between the two
+        # loses one entry, which is measured again.
         others = [(other, value) for other, value in _read().items() if other != key]
+        # The new entry and the last 63 others.
         entries = dict([*others[1 - _MAX_ENTRIES :], (key, measured)])
+        # Written beside it and renamed: readers see the old file or the new one, whole.
         with replacing(path) as file:
             file.write(_FILE.dump_json(_File(entries), indent=1) + b"\n")
     except (OSError, RuntimeError) as error:
@@ -82,7 +86,7 @@ def store(directories: Sequence[Path], measured: BandwidthCache) -> None:
 
 
 def now() -> str:
-    """Local date and time as they are stored."""
+    """Return local date and time as they are stored."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
@@ -100,7 +104,7 @@ def cache_path() -> Path:
 
 
 def _key(directories: Sequence[Path]) -> str:
-    """What a measurement holds for: this machine and its kernel, and the directories in their order.
+    """Return the key of a result: this machine and its kernel, and the directories in their order.
 
     Raises:
         OSError: a directory is missing.
@@ -115,13 +119,14 @@ def _key(directories: Sequence[Path]) -> str:
 
 
 def _read() -> Mapping[str, BandwidthCache]:
-    """The entries of the file; none if it does not exist or is damaged."""
+    """Return the entries of the file; none if it does not exist or is damaged."""
     try:
         path = cache_path()
         if not path.is_file():
             return {}
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
+        # Strict, because the file may be damaged or edited by hand: no text becomes a number.
         return _FILE.validate_json(path.read_bytes(), strict=True).measured
     except (OSError, RuntimeError, ValueError) as error:
         logger.info("the file of measured I/O settings is not used: %s", " ".join(str(error).split())[:200])

@@ -1,4 +1,4 @@
-"""Memory, processors, a GPU, and the packages that a training needs."""
+"""Findings about memory, processors, GPU and packages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from infinity.machine.finding import Finding, bad, good, note, poor, size
 from infinity.machine.hardware import copy_finding, gpu_devices, is_wsl, link_finding, measure_copies
 from infinity.version import __version__
 
+# Bytes of free memory. Below the first, Python with torch and transformers hardly fits (it takes about 0.4 GB); below
+# the second, a training is possible, but swapping is near.
 _LEAST_BYTES = 500e6
 _LITTLE_BYTES = 4e9
+# A variable of torch: its CPU allocator then asks for huge pages (madvise).
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+# Quota and period in microseconds: "150000 100000" are 1.5 processors. The first file is of control groups version 2.
 _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _CPU_LIMIT_V1 = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
 _EXTRAS = {
@@ -30,7 +34,7 @@ _EXTRAS = {
 
 
 def computing_findings(*, measures: bool = True) -> Iterator[Finding]:
-    """All of them; ``measures``: copies to and from the GPU, too."""
+    """Yield all findings of this module. ``measures``: also measure copies to and from the GPU."""
     system = f"{platform.system()} {platform.release()}"
     yield note(
         "versions",
@@ -63,6 +67,7 @@ def _memory() -> Finding:
 
 def _limits() -> Iterator[Finding]:
     what, total = "limit of the control group", int(psutil.virtual_memory().total)
+    # A limit above the machine's memory limits nothing: containers without one have such a number.
     limits = [limit for limit in memory_limits() if limit.limit_bytes < total]
     if not limits:
         yield good(what, "none below the machine's memory")
@@ -75,12 +80,14 @@ def _limits() -> Iterator[Finding]:
 
 
 def _processors() -> Finding:
+    # The affinity mask counts the processors that this process may use; `os.cpu_count` counts all.
     what, usable, quota, threads = "processors", len(os.sched_getaffinity(0)), _quota(), torch.get_num_threads()
     capability = torch.backends.cpu.get_cpu_capability()
     text = f"{usable} of {os.cpu_count() or 1} usable, {threads} threads of torch, {capability}"
     if quota is not None and quota < usable:
         cure = f"Raise the limit (docker run --cpus), or set OMP_NUM_THREADS={max(1, math.floor(quota))}"
         return poor(what, f"{text}; the control group allows {quota:.1f} of them", cure)
+    # OpenMP threads beyond the processors take turns at barriers: each operation waits for one that does not run.
     if threads > usable:
         return poor(what, text, f"Set OMP_NUM_THREADS={usable}: threads beyond that wait for each other")
     if not torch.cuda.is_available() and not os.environ.get(_HUGE_PAGES):
@@ -89,12 +96,13 @@ def _processors() -> Finding:
 
 
 def _quota() -> float | None:
-    """Processors that the control group allows, as a fraction; None without a limit."""
+    """Return how many processors the control group allows, as a fraction; None without a limit."""
     try:
         if _CPU_LIMIT.is_file():
             allowed, period = _CPU_LIMIT.read_text().split()
         else:
             allowed, period = (path.read_text().strip() for path in _CPU_LIMIT_V1)
+        # "max" in version 2 and -1 in version 1 mean no limit.
         return None if allowed == "max" or int(allowed) < 0 else int(allowed) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
         return None
@@ -111,6 +119,7 @@ def _gpu() -> Finding:
             )
         names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
         return good("GPU", f"{names}; {size(free)} of {size(total)} free on the first")
+    # Tells a machine without a GPU from one whose torch does not see its GPU.
     if not _NVIDIA_DRIVER.exists():
         return note("GPU", "none: the CPU computes")
     if torch.version.cuda is None:
@@ -122,8 +131,9 @@ def _gpu() -> Finding:
 
 
 def _of_the_gpu(*, measures: bool) -> Iterator[Finding]:
-    """Its links, its copies, and whether it has memory of its own."""
+    """Yield findings about the links and copies of GPUs, and about unified memory."""
     for device in gpu_devices():
+        # An idle GPU lowers the speed of its link to save power, so only its number of lanes is judged.
         yield link_finding(device, rests=True)
     try:
         if is_unified():

@@ -1,4 +1,4 @@
-"""How fast drives are under the engine's requests, and which settings suit them: what `infinity profile` prints and keeps.
+"""Measures how fast drives are under the engine's requests, and which settings suit them, for `infinity profile`.
 
 [Note: choosing a setting]
 Every candidate moves the bytes of an optimizer step, reads and writes at once, for a tenth of a second or so; the best few
@@ -36,13 +36,19 @@ Block = dict[str, dict[str, Any]]
 """Keys and values of a config by the block that holds them."""
 Progress = Callable[[str, float], None]
 """``progress(what, share)``: what has begun, and how much is done, 0 to 1."""
+# Requests in flight occupy staging buffers, which the host memory budget pays for.
 _MOST_INFLIGHT_BYTES = 64 << 20
 """On each drive."""
+# Candidates are all combinations of these, as far as they fit into `_MOST_INFLIGHT_BYTES`. Example for one drive:
+#   threads, 1 MiB, 4 threads: 4 MiB in flight.    threads, 8 MiB, 16 threads: 128 MiB in flight, left out.
+#   uring, 2 MiB, depth 8: 8 * 4 = 32 requests, 64 MiB in flight.
 _REQUEST_BYTES = (1 << 20, 2 << 20, 4 << 20, 8 << 20)
 _NUM_THREADS = (4, 8, 16)
 _DEPTHS = (2, 4, 8)
 """Requests in flight per thread of the config with io_uring, whose requests keep no thread waiting."""
+# Settings that take part in the rounds after the first one.
 _NUM_FINALISTS = 4
+# See [Note: choosing a setting]: rates within 3 % and processor times within 10 % count as equal.
 _SPEED_TIE = 0.03
 _CPU_TIE = 0.1
 _FREE_SHARE = 0.5
@@ -68,12 +74,13 @@ class Effort:
     num_rounds: int = 5
 
 
+# Half the file and less than half the time of a sample: noisier, and under half a minute.
 QUICK = Effort(512 << 20, fill_seconds=15.0, sample_seconds=0.15, num_rounds=3)
 
 
 @dataclass
 class DriveProfile:
-    """What was measured, sample by sample, so that an end at any moment loses nothing."""
+    """The samples that were measured so far. An interrupted measurement keeps them."""
 
     directories: list[Directory]
     samples: dict[IOSetting, list[Sample]] = field(default_factory=dict)
@@ -91,7 +98,7 @@ class DriveProfile:
     """The best setting over minutes, if that was asked for."""
 
     def stop(self, reason: str) -> None:
-        """Take note that it is not complete, and why."""
+        """Record why the measurement is not complete."""
         self.stopped_by = reason
 
     def rates(self, setting: IOSetting) -> list[float]:
@@ -107,14 +114,17 @@ class DriveProfile:
         return _cpu_per_byte(_typical(self.samples[setting])) * 1e9
 
     def advice(self) -> BandwidthCache | None:
-        """The best setting of these samples, and what it reaches; None without any."""
+        """Return the best setting and its rates; None if the measurement is not complete."""
         if self.stopped_by is not None or not self.samples:
             return None
+        # Only settings that took part in every round: the finalists have more samples, and are compared with each
+        # other.
         most = max(map(len, self.samples.values()))
         best = choose([_typical(each) for each in self.samples.values() if len(each) == most])
         mixed = best.bytes_per_second
         read, write = (
             self.alone[each].bytes_per_second if each in self.alone else mixed
+            # `sweep` asks for advice before it measures these: the mixed rate stands for both until then.
             for each in (Workload.READ, Workload.WRITE)
         )
         if self.long_run is not None and self.long_run.fell_at is not None:
@@ -123,10 +133,11 @@ class DriveProfile:
         return BandwidthCache(best.setting, Bandwidth(read, write, mixed, now()), best.cpu_cores)
 
     def block(self, setting: IOSetting) -> Block:
-        """The config that makes the engine work like ``setting``. A queue's depth counts for each thread."""
+        """Return the part of a config that makes the engine use ``setting``."""
         return {
             "aio": {
                 "block_size": setting.request_bytes,
+                # The inverse of `_resolve_io`, which multiplies the depth by the threads.
                 "queue_depth": setting.max_inflight // setting.num_threads,
                 "intra_op_parallelism": setting.num_threads,
             },
@@ -135,24 +146,27 @@ class DriveProfile:
 
 
 def default_setting() -> IOSetting:
-    """What the engine does when its config says nothing and io_uring is not faster."""
+    """Return the setting of an engine whose config has none, if io_uring is not faster."""
     io = load_config(ANY_BATCH, check_storage=False).io
+    # `candidates` may not contain the defaults; `settings_for` adds them, so that the report can compare.
     return IOSetting("threads", io.request_bytes, io.num_threads, io.max_inflight)
 
 
 def suitable_backends(directories: Sequence[Directory]) -> tuple[BackendName, ...]:
-    """What may be able to move bytes there."""
+    """Return the backends that may work in these directories."""
+    # aiofiles is the backend for network file systems.
     is_network = any(describe_drive(directory.path).is_network for directory in directories)
     return ("aiofiles", "threads") if is_network else ("threads", "uring")
 
 
 def candidates(backends: Sequence[BackendName], num_drives: int = 1) -> list[IOSetting]:
-    """Settings to try, those with few bytes in flight first.
+    """Return the settings to try, those with few bytes in flight first.
 
     Args:
-        backends: what may be able to move the bytes here.
+        backends: those that may work.
         num_drives: how many directories share the work.
     """
+    # Setting -> bytes in flight on all drives.
     found: dict[IOSetting, int] = {}
     for backend, request_bytes in itertools.product(backends, _REQUEST_BYTES):
         if backend == "uring":
@@ -165,12 +179,13 @@ def candidates(backends: Sequence[BackendName], num_drives: int = 1) -> list[IOS
             for num_threads in _NUM_THREADS:
                 setting = IOSetting(backend, request_bytes, num_threads, depth * num_threads)
                 found[setting] = setting.bytes_inflight * num_drives
+    # A dict drops settings that two combinations give. Those with few bytes come first, as in the tie-break.
     ordered = sorted(found, key=lambda setting: (found[setting], setting.backend, setting.request_bytes))
     return [each for each in ordered if found[each] <= _MOST_INFLIGHT_BYTES * num_drives]
 
 
 def choose(samples: Sequence[Sample]) -> Sample:
-    """The best of some samples of one workload; see [Note: choosing a setting]."""
+    """Return the best of some samples of one workload, see [Note: choosing a setting]."""
     fastest = max(sample.bytes_per_second for sample in samples)
     tied = [sample for sample in samples if sample.bytes_per_second >= (1 - _SPEED_TIE) * fastest]
     cheapest = min(map(_cpu_per_byte, tied))
@@ -183,7 +198,8 @@ def _cpu_per_byte(sample: Sample) -> float:
 
 
 def _typical(samples: Sequence[Sample]) -> Sample:
-    """One sample at the median rate, with the processor time that all of them took per byte."""
+    """Return one sample at the median rate, with the mean processor time per byte."""
+    # The median rate ignores an outlier. Processor time per byte is that of all samples together.
     rate = statistics.median(sample.bytes_per_second for sample in samples)
     read, written = sum(each.read_bytes for each in samples), sum(each.write_bytes for each in samples)
     cpu_seconds = sum(sample.cpu_seconds for sample in samples)
@@ -191,20 +207,21 @@ def _typical(samples: Sequence[Sample]) -> Sample:
 
 
 def settings_for(directories: Sequence[Directory]) -> list[IOSetting]:
-    """What a profile measures: all candidates, and what the engine does when its config says nothing."""
+    """Return the settings that a profile measures: all candidates, and the default."""
     settings = candidates(suitable_backends(directories), len(directories))
     return list(dict.fromkeys([*settings, default_setting()]))
 
 
 @contextlib.contextmanager
 def drive_test(found: DriveProfile, effort: Effort) -> Iterator[DriveTest]:
-    """Nameless test files in the directories, whose place is free again afterwards, whatever ends the program.
+    """Open test files in the directories. They have no name, so they vanish with the process.
 
     Raises:
         RuntimeError: there is too little space.
         VolumeError: a directory cannot be used.
     """
     directories, file_bytes = _test_space(found.directories, effort.file_bytes)
+    # Measures each drive by itself, so that stripes of the test have the proportions of a training's.
     directories = with_speeds(directories, file_bytes * len(directories), direct=True)
     with DriveTest(directories, file_bytes) as test:
         found.is_direct = test.is_direct
@@ -224,6 +241,7 @@ def sweep(
         SwapperError: a drive failed, or no backend can be used.
     """
     progress("writing the test files", 0.0)
+    # The first write to a block is slower, and reads of a hole are no reads of the drive.
     test.prepare(max_seconds=effort.fill_seconds)
     found.written_bytes += test.num_bytes
     tried = list(settings)
@@ -238,6 +256,7 @@ def sweep(
         raise ArgumentError(f"no backend can be used here: {every or 'the test files are too small'}")
     if (best := found.advice()) is None:
         return
+    # Half as long again as a sample of the mix: there is one of each only.
     for workload in (Workload.READ, Workload.WRITE):
         sample = test.measure(best.setting, workload, 1.5 * effort.sample_seconds)
         found.alone[workload] = sample
@@ -245,7 +264,7 @@ def sweep(
 
 
 def hold_for(test: DriveTest, found: DriveProfile, seconds: float, progress: Progress) -> None:
-    """After a `sweep`: keep the best setting going for so long, which shows where a drive's cache ends.
+    """Run the best setting of a `sweep` for ``seconds``, to find where the cache of a drive ends.
 
     Raises:
         SwapperError: a drive failed.
@@ -265,6 +284,7 @@ def hold_for(test: DriveTest, found: DriveProfile, seconds: float, progress: Pro
 
 
 def _add(test: DriveTest, found: DriveProfile, setting: IOSetting, seconds: float) -> None:
+    # One failure to open a backend is enough: the kernel or the container forbids it.
     if setting.backend in found.unusable:
         return
     try:
@@ -278,7 +298,7 @@ def _add(test: DriveTest, found: DriveProfile, setting: IOSetting, seconds: floa
 
 
 def _test_space(directories: Sequence[Directory], file_bytes: int) -> tuple[list[Directory], int]:
-    """The directories with what a test may take of each, and the size of the files.
+    """Return the directories with the space that a test may use in each, and the size of the files.
 
     Raises:
         RuntimeError: there is too little.
@@ -289,6 +309,7 @@ def _test_space(directories: Sequence[Directory], file_bytes: int) -> tuple[list
     for directory, drive in zip(directories, drives, strict=True):
         # A file system that says 0 bytes has no limit.
         free = drive.free_bytes if drive.total_bytes else math.inf
+        # Directories on one drive share its free space.
         room = min(file_bytes, free * _FREE_SHARE / numbers.count(drive.device_number))
         room = min(room, directory.capacity_bytes or math.inf)
         if room < _LEAST_FILE_BYTES:
@@ -298,7 +319,8 @@ def _test_space(directories: Sequence[Directory], file_bytes: int) -> tuple[list
             )
         rooms.append(int(room))
     limited = [replace(directory, capacity_bytes=room) for directory, room in zip(directories, rooms, strict=True)]
-    # A drive that is much faster than the others gets nearly all of the files: that, too, must find room.
+    # A drive that is much faster than the others gets nearly all stripes, so each directory has to have room for all
+    # files together.
     return limited, min(rooms) // len(rooms)
 
 

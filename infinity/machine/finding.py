@@ -1,4 +1,4 @@
-"""One thing that was found about the machine, what it means, and what would help."""
+"""Findings of `infinity doctor`: what was found, what it means for a training, and what would help."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One of them.
+    """One finding.
 
     Attributes:
         verdict: what it means.
-        what: that it is about.
+        what: its subject.
         text: what was found.
-        cure: what would help; empty where nothing is to be done.
-        directory: which it is about; empty if it is about none.
+        cure: what would help; empty if nothing is to be done.
+        directory: its directory; empty if it concerns none.
     """
 
     verdict: Verdict
@@ -38,11 +38,13 @@ class Finding:
     directory: str = ""
 
 
+# In the order of `Verdict`: good("memory", "64 GB") is Finding(Verdict.GOOD, "memory", "64 GB").
 good, note, poor, bad = (functools.partial(Finding, verdict) for verdict in Verdict)
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in words, as people say them of memory and drives: ``"23.4 GB"`` (decimal)."""
+    """Format bytes for people, in decimal units: ``"23.4 GB"``."""
+    # Decimal, as drives are sold. Memory of 64 GiB is shown as 68.7 GB.
     for factor, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
         if num_bytes >= factor:
             return f"{num_bytes / factor:,.1f} {name}"

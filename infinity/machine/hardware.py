@@ -1,4 +1,4 @@
-"""Where GPUs and drives sit: their NUMA nodes, PCIe links, and how an NVMe drive is doing. All from sysfs and one ioctl."""
+"""Reads NUMA nodes, PCIe links and the health of NVMe drives from sysfs and one ioctl; measures copies to the GPU."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ _BYTES_PER_TRANSFER = {2.5: 0.1, 5.0: 0.1}
 """Of a lane, by GT/s: 8 of 10 bits are data. Faster links send 128 of 130."""
 HOT_CELSIUS = 70.0
 """NVMe drives begin to slow down at 70 to 85."""
+# Of the writes that the drive is rated for.
 _WORN_PERCENT = 80
+# NVME_IOCTL_ADMIN_CMD of <linux/nvme_ioctl.h>: _IOWR('N', 0x41, struct nvme_admin_cmd), a struct of 72 bytes.
 # NVMe: Get Log Page (admin command 2) of the log "SMART / Health Information" (2), 512 bytes.
 _NVME_ADMIN_COMMAND = 0xC0484E41
 _HEALTH_BYTES = 512
+# Large enough that the launch of a copy does not count, small enough for a GPU that is nearly full.
 _COPY_BYTES = 256 << 20
 
 
@@ -57,7 +60,7 @@ class PciDevice:
 
 @dataclass(frozen=True)
 class Health:
-    """What an NVMe drive says of itself; None where it is not said, or not to this user."""
+    """The health log of an NVMe drive. None: not reported, or not to this user."""
 
     celsius: float | None = None
     used_percent: int | None = None
@@ -71,12 +74,16 @@ def _link(gigatransfers: float, lanes: int) -> str:
 
 
 def _link_rate(gigatransfers: float, lanes: int) -> float:
-    """Bytes per second each way."""
+    """Return the bytes per second of a link in each direction."""
+    # Example: 16 GT/s x 4 lanes: 16e9 * 4 * 128/130 bits = 63e9 bits, 7.9 GB/s. 2.5 and 5 GT/s send 8 of 10 bits: 0.1
+    # bytes per transfer.
     return gigatransfers * 1e9 * lanes * _BYTES_PER_TRANSFER.get(gigatransfers, 128 / 130 / 8)
 
 
 def pci_device(name: str, folder: Path) -> PciDevice | None:
-    """The PCIe device that a folder of sysfs belongs to: itself, or the next one above. None if there is none."""
+    """Return the PCIe device at a folder of sysfs or at its nearest parent; None without one."""
+    # sysfs nests devices: .../0000:00:01.0/0000:01:00.0/nvme/nvme0/nvme0n1. The first folder upwards with a link speed
+    # is the PCIe device.
     place = folder.resolve()
     while place != place.parent:
         if (place / "current_link_speed").is_file():
@@ -90,6 +97,7 @@ def pci_device(name: str, folder: Path) -> PciDevice | None:
         node = int(_text(place / "numa_node") or "-1")
     except (ValueError, IndexError):  # "Unknown": a virtual device
         return None
+    # -1: the machine has one node, or its firmware names none.
     return PciDevice(name, node if node >= 0 else None, speeds[0], lanes[0], speeds[1], lanes[1])
 
 
@@ -101,12 +109,12 @@ def _text(path: Path) -> str:
 
 
 def drive_device(block_device: str) -> PciDevice | None:
-    """The PCIe device of a drive, for example of ``"nvme0n1"``."""
+    """Return the PCIe device of a drive such as ``"nvme0n1"``."""
     return pci_device(block_device, SYS / "block" / block_device / "device")
 
 
 def gpu_devices() -> list[PciDevice]:
-    """Those of the GPUs that torch sees, as far as the system tells."""
+    """Return the PCIe devices of the GPUs that torch sees, as far as sysfs has them."""
     if not torch.cuda.is_available():
         return []
     found = []
@@ -115,15 +123,17 @@ def gpu_devices() -> list[PciDevice]:
         domain, bus, device = (getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
         if bus is None:  # a build of torch that does not tell
             continue
+        # sysfs spells a PCI address in hexadecimal: domain:bus:device.function, as in 0000:3b:00.0.
         address = f"{domain or 0:04x}:{bus:02x}:{device or 0:02x}.0"
         found.append(pci_device(f"GPU {index}", SYS / "bus/pci/devices" / address))
     return [each for each in found if each is not None]
 
 
 def link_finding(device: PciDevice, *, rests: bool) -> Finding:
-    """What a device's link is. ``rests``: its speed now says nothing, only its lanes do."""
+    """Judge the link of a device. ``rests``: it is idle, so only its lanes count and not its speed."""
     speed, what = device.most_gigatransfers if rests else device.gigatransfers, f"link of {device.name}"
     now, most = _link_rate(speed, device.lanes), _link_rate(device.most_gigatransfers, device.most_lanes)
+    # A narrower or slower link loses half as a rule, so the tolerance is only for rounding.
     if now >= 0.9 * most:
         return good(what, device.words())
     text = f"{device.words()}, where the device can {_link(device.most_gigatransfers, device.most_lanes)}"
@@ -132,7 +142,7 @@ def link_finding(device: PciDevice, *, rests: bool) -> Finding:
 
 
 def node_finding(devices: Sequence[PciDevice]) -> Finding | None:
-    """Whether this process, its GPU and its drives are next to the same memory; None on a machine of one node.
+    """Judge whether this process, its GPU and its drives are on one NUMA node; None on a machine of one node.
 
     ``devices``: GPUs before drives.
     """
@@ -144,6 +154,7 @@ def node_finding(devices: Sequence[PciDevice]) -> Finding | None:
     known = [each for each in devices if each.numa_node is not None]
     if not known:
         return note("NUMA", f"{text}; the system does not say where devices sit")
+    # A GPU if there is one: drives and this process should be on its node.
     first = known[0]
     far = ", ".join(f"{each.name} on {each.numa_node}" for each in known if each.numa_node != first.numa_node)
     if far:
@@ -167,10 +178,11 @@ def _processors(node: int) -> set[int]:
 
 
 def health(block_device: str) -> Health:
-    """How an NVMe drive is doing: its temperature from sysfs, its wear from the drive itself, which only root may ask."""
+    """Return temperature and wear of an NVMe drive. Wear comes from the drive itself, which only root may ask."""
     if not block_device.startswith("nvme"):
         return Health()
     controller = block_device[: block_device.index("n", 4)]  # nvme0n1 -> nvme0
+    # hwmon gives thousandths of a degree, to every user. The drive's own log has wear as well, and needs root.
     sensors = sorted((SYS / "class/nvme" / controller).glob("hwmon*/temp1_input"))
     celsius = next((int(text) / 1000 for each in sensors if (text := _text(each)).lstrip("-").isdigit()), None)
     try:
@@ -182,13 +194,18 @@ def health(block_device: str) -> Health:
 
 def parse_health(log: bytes, celsius: float | None = None) -> Health:
     """Read the log page as NVM Express defines it: kelvin at byte 1, spare at 3, used at 5."""
+    # 0: not reported.
     kelvin = struct.unpack_from("<H", log, 1)[0]
     return Health(kelvin - 273.0 if kelvin else celsius, log[5], log[3])
 
 
 def _health_log(controller: Path) -> bytes:
     log = ctypes.create_string_buffer(_HEALTH_BYTES)
+    # The NVMe command counts 4-byte words, and counts from 0: 127 for 512 bytes.
     number_of_dwords = _HEALTH_BYTES // 4 - 1
+    # struct nvme_admin_cmd: opcode, flags, rsvd1, nsid, cdw2, cdw3, metadata; addr, metadata_len, data_len, cdw10 to
+    # cdw15, timeout_ms, result. nsid 0xFFFFFFFF asks for the whole controller; cdw10 has the number of words and the
+    # log's id.
     command = struct.pack(
         "<BBHIIIQQIIIIIIIIII",
         *(2, 0, 0, 0xFFFFFFFF, 0, 0, 0),
@@ -200,7 +217,7 @@ def _health_log(controller: Path) -> bytes:
 
 
 def health_finding(block_device: str) -> Finding | None:
-    """What a drive says of its heat and wear; None if it says nothing."""
+    """Judge temperature and wear of a drive; None if it reports neither."""
     found, told = health(block_device), []
     if found.celsius is not None:
         told.append(f"{found.celsius:.0f} °C")
@@ -248,11 +265,13 @@ def measure_copies() -> Copies:
     Raises:
         RuntimeError: The GPU has no room for them.
     """
+    # Pageable memory first: registering pins the pages of `here` in place.
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
     here = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cpu")
     up, down = _copy_rate(there, here), _copy_rate(here, there)
     runtime: Any = torch.cuda.cudart()
     began = time.perf_counter()
+    # The call that the engine pins its staging memory with. torch's pin_memory would allocate other memory.
     code = int(runtime.cudaHostRegister(here.data_ptr(), _COPY_BYTES, 0))
     took = time.perf_counter() - began
     if code:
@@ -260,6 +279,7 @@ def measure_copies() -> Copies:
     try:
         return Copies(_copy_rate(there, here), _copy_rate(here, there), up, down, took)
     finally:
+        # A copy may still be under way after an error: its memory must stay registered until then.
         torch.cuda.synchronize()
         runtime.cudaHostUnregister(here.data_ptr())
 
@@ -276,7 +296,7 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def copy_finding(copies: Copies) -> Finding:
-    """What copies between host and GPU come to."""
+    """Judge the speed of copies between host and GPU."""
     text = f"{size(copies.up)}/s up, {size(copies.down)}/s down"
     if copies.refused:
         refused = (

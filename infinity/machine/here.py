@@ -1,4 +1,4 @@
-"""What plans need to know of this machine: free memory, room on its drives, and how fast they are."""
+"""Describes this machine for plans: free memory, room on its drives, and their speed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from swapper.volumes.directory import Directory
 from swapper.volumes.file_system import describe_drive
 from swapper.volumes.left_runs import bytes_of_run
 
+# For `infinity plan` without a profile: short, because it should answer at once.
 _SECONDS = 0.3
 
 
 def this_machine(directories: Sequence[Path], *, asks_gpu: bool = True) -> Machine:
-    """This machine, with states in these directories; without its GPU unless ``asks_gpu``.
+    """Describe this machine, with states in these directories; without its GPU unless ``asks_gpu``.
 
     Raises:
-        VolumeError: nothing can be said of a directory.
+        VolumeError: a directory cannot be examined.
     """
     free, on_gpu = free_bytes(), None
     if asks_gpu and torch.cuda.is_available():
         on_gpu = torch.cuda.mem_get_info()[0]
         if is_unified():
+            # One pool of memory serves both sides. Counted twice, a plan would promise it twice.
             free = on_gpu = free // 2
     return Machine(
         host_free_bytes=free,
@@ -41,39 +43,46 @@ def this_machine(directories: Sequence[Path], *, asks_gpu: bool = True) -> Machi
 
 
 def room_bytes(directories: Sequence[Directory]) -> int | None:
-    """What they have room for together, what a run that goes on has there included; None: no limit.
+    """Return the space that directories have together, including the files of a resumed run; None: no limit.
 
     Raises:
-        VolumeError: nothing can be said of one.
+        VolumeError: a directory cannot be examined.
     """
     return together([_room(each) for each in directories])
 
 
 def _room(directory: Directory) -> Room:
     drive = describe_drive(existing(directory.path.absolute()))
+    # A file system that says 0 bytes has no limit.
     free = drive.free_bytes if drive.total_bytes else None
+    # A resumed run writes over its own files, so their bytes count as room.
     return Room(directory, drive.device_number, free, bytes_of_run(directory.path))
 
 
 def bandwidth_of(config: InfinityConfig) -> Bandwidth | None:
-    """What is known of a config's drives; None if one was never measured. Those of weights and of states work side by side."""
+    """Return the measured bandwidth of a config's drives; None if one was never measured.
+
+    Drives of weights and drives of states work in parallel, so their rates add up.
+    """
     sections = (config.offload_param, config.offload_optimizer)
     found = [measured_bandwidth(paths) for paths in {s.nvme_paths: None for s in sections if s.device == "nvme"}]
     known = [bandwidth for bandwidth in found if bandwidth is not None]
+    # With one set of drives unknown, a sum would be too low.
     if not known or len(known) < len(found):
         return None
     return Bandwidth(
         sum(bandwidth.read_bytes_per_second for bandwidth in known),
         sum(bandwidth.write_bytes_per_second for bandwidth in known),
         sum(bandwidth.mixed_bytes_per_second for bandwidth in known),
+        # The older date: the sum is no newer than its oldest part.
         min(bandwidth.measured_at for bandwidth in known),
     )
 
 
 def glance(directories: Sequence[Path]) -> Bandwidth | None:
-    """What the drives do in a third of a second, of which 32 MiB on each are written; None if that cannot be found out.
+    """Measure drives for a third of a second, with 32 MiB written on each; None if that fails.
 
-    `measured_bandwidth` is better: it is what a long measurement found.
+    `measured_bandwidth` is more accurate: it comes from a long measurement.
     """
     try:
         mixed = rate_at_a_glance([Directory(path) for path in directories], _SECONDS)

@@ -1,4 +1,4 @@
-"""A drive over minutes: where its cache ends, how hot it gets, and the rate that a step of an hour's training can count on."""
+"""Measures a drive over minutes: where its write cache ends, how hot it gets, and the rate that it holds."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from infinity.machine.hardware import HOT_CELSIUS
 from swapper.measure.io_setting import IOSetting, Workload
 from swapper.measure.measurement import DriveTest, Sample
 
+# Long against the bursts of a drive, short against the minutes of a run. `_LEAST_SAMPLES` keeps the medians below
+# meaningful in a short run.
 _SAMPLE_SECONDS = 5.0
 _LEAST_SAMPLES = 12
 _FALL = 0.1
@@ -39,7 +41,7 @@ class Moment:
 
 @dataclass
 class LongRun:
-    """What a drive did under the mix of an optimizer step, sample by sample."""
+    """Samples of a drive under the mix of reads and writes of an optimizer step."""
 
     moments: list[Moment] = field(default_factory=list)
 
@@ -49,7 +51,8 @@ class LongRun:
 
     @property
     def first_rate(self) -> float:
-        """Bytes per second at its begin."""
+        """Bytes per second at the beginning."""
+        # The cache of the drive still takes all writes.
         return statistics.median(self._rates[:_AT_ONCE])
 
     @property
@@ -59,15 +62,17 @@ class LongRun:
 
     @property
     def fell_at(self) -> Moment | None:
-        """From where on it is slower; None if it is not."""
+        """The sample before the rate falls; None if it does not fall."""
         if self.rate > (1 - _FALL) * self.first_rate:
             return None
+        # The first place whose median of three is below the middle of both rates. Example: rates 3, 3, 3, 3, 1, 1, 1,
+        # ... have the middle 2. At n = 3 the samples 3, 1, 1 have the median 1, so the fall is reported at moment 2.
         middle, rates = (self.first_rate + self.rate) / 2, self._rates
         slow = (n for n in range(len(rates)) if statistics.median(rates[n : n + _AT_ONCE]) < middle)
         return self.moments[max(0, next(slow) - 1)]
 
     def words(self) -> str:
-        """What was found, and what to do."""
+        """Describe the result, and what to do."""
         end = self.moments[-1]
         heat = [each.celsius for each in self.moments if each.celsius is not None]
         warmth = f" It went from {heat[0]:.0f} to {max(heat):.0f} °C." if heat else ""
@@ -82,6 +87,7 @@ class LongRun:
             f"It slows down from {self.first_rate / 1e9:.2f} to {self.rate / 1e9:.2f} GB/s after "
             f"{fall.written_bytes / 1e9:.1f} GB written ({fall.seconds / 60:.1f} minutes)"
         )
+        # Heat explains a fall as well as the end of a cache does, and can be cured.
         if heat and max(heat) >= HOT_CELSIUS:
             return f"{text}, hot.{warmth} Cool it (a heat sink, air that moves) and measure again. Plans take the lower rate."
         return (
@@ -108,15 +114,15 @@ def hold(
     progress: Callable[[str, float], None],
     keep: Callable[[Sample], None],
 ) -> LongRun:
-    """Keep a drive busy with the mix of an optimizer step.
+    """Measure a drive with the mix of reads and writes of an optimizer step.
 
     Args:
         test: the drive.
         setting: how requests are made.
         seconds: how long; at least twelve samples are taken.
-        celsius: the temperature now; None if it is not told.
-        progress: told what is done, and which share of it.
-        keep: gets each sample.
+        celsius: returns the temperature now; None if it is not known.
+        progress: called with a text and the finished fraction.
+        keep: called with each sample.
 
     Raises:
         SwapperError: the drive failed.

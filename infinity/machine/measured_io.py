@@ -1,4 +1,4 @@
-"""What `infinity profile` found best on the drives of a config, in place of the defaults."""
+"""Replaces the default I/O settings of a config by those that `infinity profile` found best on its drives."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ def with_measured_io(config: InfinityConfig) -> InfinityConfig:
     """
     # The optimizer's states are by far the most bytes.
     directories = config.offload_optimizer.nvme_directories or config.offload_param.nvme_directories
+    # Settings in the config win. A profile measures with O_DIRECT.
     if not directories or config.io.is_from_config or not config.io.direct:
         return config
     measured = load([each.path for each in directories])
     if measured is None:
         return config
     setting, budget = measured.setting, config.infinity.host_memory_budget
+    # A profile knows no budget: on a small one, requests in flight would take the memory of the staging pool.
     if budget is not None and setting.request_bytes * setting.max_inflight > budget // _BUDGET_SHARE:
         return config
     try:
         settings = setting.swapper_config()
         if setting.backend != "threads":  # a container may forbid io_uring
+            # A trial with the smallest file. The profile may have run outside of the container.
             Swapper.open(list(directories), ALIGNMENT, settings).close()
     except (SwapperError, OSError) as error:
         logger.info("the settings that `infinity profile` found do not work here: %s", error)

@@ -1,4 +1,4 @@
-"""A directory for states: whether it can be used, what lies under it, and which backend would move its bytes."""
+"""Findings about directories for states: the drive, its space and speed, O_DIRECT, and the backend for its bytes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ from swapper.volumes.volume import Volume
 
 _TRIAL_BYTES = 256 << 20
 """On a smaller volume, backends are not compared."""
+# Bytes of free space: below the first nothing can be tried, below the second there is room for 1.7B parameters at most
+# (12 bytes each, see `_space`).
 _LEAST_BYTES = 1 << 20
 _LITTLE_BYTES = 20e9
+# io_uring's registered buffers count as locked memory. 64 MiB are the most that a profile keeps in flight on a drive.
 _ENOUGH_LOCKED_BYTES = 64 << 20
+# Time for the threads of a backend to end.
 _STOP_SECONDS = 10.0
 _BLOCK_DEVICES = Path("/sys/block")
 
 
 def storage_findings(directories: Sequence[Path], *, measures: bool) -> Iterator[Finding]:
-    """Each directory by itself.
+    """Yield the findings about each directory, then those about all drives.
 
     Args:
         directories: where states would lie.
@@ -45,11 +49,13 @@ def storage_findings(directories: Sequence[Path], *, measures: bool) -> Iterator
             yield bad("directory", str(error), "Name another one with --nvme-path, or make it", str(path))
             continue
         for finding in _findings(drives[path], measures=measures):
+            # `_findings` speaks of one drive, and does not know under which name it was asked for.
             yield replace(finding, directory=str(path))
     names = sorted({drive.device for drive in drives.values() if drive.device is not None})
     devices = [*gpu_devices(), *filter(None, map(drive_device, names))]
     if (nodes := node_finding(devices)) is not None:
         yield nodes
+    # Two partitions, or two folders, on one drive.
     if len({drive.identity for drive in drives.values()}) < len(drives):
         told = f"several of {', '.join(map(str, drives))} lie on one drive: striping over them adds no speed"
         yield poor("drives", told, "Name one directory for each drive")
@@ -59,6 +65,7 @@ def _findings(drive: Drive, *, measures: bool) -> Iterator[Finding]:
     yield _drive(drive)
     if drive.device is not None:
         if (link := drive_device(drive.device)) is not None:
+            # Links of GPUs slow down while idle. The speed of a drive's link counts as it is.
             yield link_finding(link, rests=False)
         if (health := health_finding(drive.device)) is not None:
             yield health
@@ -73,15 +80,16 @@ def _findings(drive: Drive, *, measures: bool) -> Iterator[Finding]:
 
 
 def writable_drive(path: Path) -> Drive:
-    """What is under a directory.
+    """Return the drive under a directory.
 
     Raises:
-        VolumeError: it is none that can be written to.
+        VolumeError: it is not a directory, or not writable.
     """
     drive = describe_drive(path)
     if not path.is_dir():
         raise VolumeError(path, f"{path} is not a directory")
     if not os.access(path, os.W_OK | os.X_OK):
+        # `os.access` says no in both cases; the cures differ.
         is_read_only = os.statvfs(path).f_flag & os.ST_RDONLY
         raise VolumeError.unwritable(path, "its file system is mounted read-only" if is_read_only else "no permission")
     return drive
@@ -95,6 +103,7 @@ def _drive(drive: Drive) -> Finding:
         return poor("drive", f"{words}: files lie in memory", cure)
     if drive.is_network:
         return poor("drive", f"{words}: a network or FUSE file system", "Name a directory on a local SSD")
+    # Virtual drives and device mappers say "rotational" whatever is below them.
     is_virtual = drive.device is None or drive.device.startswith(("vd", "xvd", "dm-", "md", "loop"))
     if _read(drive, "queue/rotational") == "1" and not is_virtual:
         return poor("drive", f"{words}: a disk that rotates", "Name a directory on an SSD, best NVMe")
@@ -134,6 +143,7 @@ def _count(number: float) -> str:
 
 
 def _files(drive: Drive, *, measures: bool) -> Iterator[Finding]:
+    # A trial must not fill the drive that it judges.
     num_bytes = _TRIAL_BYTES if measures and drive.free_bytes > 4 * _TRIAL_BYTES else _LEAST_BYTES
     try:
         with _silent():
@@ -146,6 +156,7 @@ def _files(drive: Drive, *, measures: bool) -> Iterator[Finding]:
         if file.is_direct:
             yield good("O_DIRECT", "reads and writes go past the page cache")
         else:
+            # Without O_DIRECT the kernel keeps a copy of all pages that go by, outside of the budget.
             text = f"refused: {file.buffered_because}; the page cache then takes memory of its own"
             yield poor("O_DIRECT", text, "Name a directory on ext4, xfs or btrfs on a local drive")
         with _silent():
@@ -155,6 +166,7 @@ def _files(drive: Drive, *, measures: bool) -> Iterator[Finding]:
 
 
 def _backend(volume: Volume, *, measures: bool) -> Finding:
+    # `choose` compares backends by a measurement, but needs none where io_uring is out of the question.
     if measures or not volume.is_direct or volume.is_network:
         return _of(choose(volume, SwapperConfig()))
     try:  # as far as it can be told without a comparison
@@ -165,15 +177,17 @@ def _backend(volume: Volume, *, measures: bool) -> Finding:
 
 
 def _of(choice: Choice) -> Finding:
+    # "REASON; to change that, CURE", as `Choice.__str__` writes it.
     text, _, cure = str(choice).partition("; to change that, ")
     return poor("backend", text, cure) if cure else good("backend", text)
 
 
 def locked_memory() -> Finding:
-    """How much memory may be locked, which io_uring's registered memory needs."""
+    """Judge how much memory may be locked: the registered buffers of io_uring are."""
     what, limit = "memory that may be locked", resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return good(what, "no limit")
+    # CAP_IPC_LOCK lifts the limit.
     if os.geteuid() == 0:
         return good(what, f"{size(limit)}, which does not bind root")
     if limit >= _ENOUGH_LOCKED_BYTES:
@@ -184,7 +198,7 @@ def locked_memory() -> Finding:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Swapper logs nothing inside the ``with`` block: findings say the same."""
+    """Silence the log of Swapper inside the ``with`` block: findings say the same."""
     swappers = logging.getLogger("swapper")
     level = swappers.level
     swappers.setLevel(logging.CRITICAL + 1)

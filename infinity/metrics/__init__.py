@@ -1,7 +1,4 @@
-"""What a run did: seconds and bytes of each step, a timeline, the log of the run, curves for monitors.
-
-Knows figures and files; must not know engines, plans, or what is shown of a run.
-"""
+"""Measures a run: seconds and bytes of each step, a timeline, the log of the run, curves for monitors."""
 
 from infinity.metrics.report import StepReport
 from infinity.metrics.run_log import RunLog

@@ -1,11 +1,9 @@
-"""The training thread's time: what it computes, what it waits for, by cause.
-
-Knows time only; must not know what it waits for.
+"""Measures the training thread's time: computing by phase, and waiting by cause.
 
 [Note: stamps]
-Computing is measured between two points of the compute stream. On the CPU such a point is the present second. A GPU runs
-behind the host, and knows when it passed a point only after it has: so the clock keeps pairs of stamps, and counts them
-as soon as their seconds are known (`collect_events`).
+Computing is measured between two points of the compute stream. On the CPU such a point is the present second. A GPU
+runs behind the host, so a point is an event, whose time is known after the GPU has passed it. The clock keeps pairs of
+stamps, and counts them as soon as their seconds are known (`collect_events`).
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from typing import Any, Protocol
 from infinity.device.compute import ComputeDevice
 from infinity.metrics.timeline import Row, Timeline
 
+# Cause -> what `Engine.waiting_for` says while the thread waits.
 _CAUSES = {
     "read": "reads from NVMe",
     "update": "the optimizer",
@@ -32,7 +31,7 @@ _PHASES = ("forward", "backward", "step")
 
 
 class Awaited(Protocol):
-    """Somebody waits for it."""
+    """A future, a handle or a job that the training thread can wait for."""
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
@@ -42,8 +41,7 @@ class Awaited(Protocol):
 
 
 class StepClock:
-    """Seconds since the last `reset`, computed and waited, the latter by cause: "read", "update", "gradients", "write",
-    "commit".
+    """Seconds since the last `reset`, of computing by phase and of waiting by the causes in `_CAUSES`.
 
     Attributes:
         waited_seconds: Seconds that the training thread waited, by cause.
@@ -62,43 +60,45 @@ class StepClock:
         self._phase = ""
         self._unit = ""
         self._since: Any = None
-        """The stamp at which the computing that goes on began; None while there is none."""
+        """The stamp at which the present computing began; None while nothing is counted."""
+        # Limited by the GPU's delay: `pause_compute` collects each time, from the oldest on.
         self._open: deque[tuple[str, str, Any, Any]] = deque()
-        """Computing of which it is not known yet when it was: phase, unit, first and last stamp."""
+        """Computing whose seconds are not known yet: phase, unit, first and last stamp."""
 
     # ------------------------------------------------------------------------------------------------------ computing
 
     def begin_compute(self, phase: str) -> None:
-        """The model computes from now on: ``phase`` is "forward", "backward" or "step". Nothing happens if it does."""
+        """Begin to count computing of ``phase`` ("forward", "backward" or "step"), unless it is counted already."""
         if self._phase != phase:
             self.end_compute()
             self._phase = phase
             self.resume_compute()
 
     def end_compute(self) -> None:
-        """It does not any more."""
+        """Stop counting, and leave the phase."""
         self.pause_compute()
         self._phase = self._unit = ""
 
     def pause_compute(self) -> None:
-        """What comes now is the engine's: paging, or waiting."""
+        """Stop counting within a phase, while the engine pages or waits."""
         if self._since is not None:
             self._open.append((self._phase, self._unit, self._since, self._device.stamp()))
             self._since = None
             self.collect_events()
 
     def resume_compute(self, unit: str | None = None) -> None:
-        """The model goes on, with the weights of ``unit`` (None: the same as before), if it is at work at all."""
+        """Count again, for ``unit`` (None: the same as before). Outside of a phase nothing is counted."""
         if self._phase and self._since is None:
             self._unit = self._unit if unit is None else unit
             self._since = self._device.stamp()
 
     def collect_events(self) -> None:
-        """Count the computing of which the device has told when it was."""
+        """Count the computing that the device has finished."""
         while self._open:
             phase, unit, first, last = self._open[0]
             begin, end = self._device.seconds_at(first), self._device.seconds_at(last)
             if begin is None or end is None:
+                # Points pass in order: if the oldest is not known, no later one is.
                 return
             self._open.popleft()
             self.compute_seconds += end - begin
@@ -110,8 +110,9 @@ class StepClock:
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
-        """The thread waits inside the ``with`` block."""
+        """Count the time of the ``with`` block as waiting for ``cause``, a key of `_CAUSES`."""
         begin = time.perf_counter()
+        # Waits happen inside of forward, in a hook. Computing stops for as long, and goes on with the same unit.
         was_computing = self._since is not None
         self.pause_compute()
         self.waiting_for = _CAUSES[cause]
@@ -127,7 +128,8 @@ class StepClock:
                 self.resume_compute()
 
     def wait_for(self, awaited: Awaited, cause: str) -> None:
-        """The thread waits, which counts unless it is done already."""
+        """Wait, and count the seconds if it is not done already."""
+        # A wait that returns at once would pause computing for nothing, which costs two events on a GPU.
         with contextlib.nullcontext() if awaited.done() else self.waiting(cause):
             awaited.wait()
 

@@ -1,7 +1,4 @@
-"""Curves of a run, written where others show them: TensorBoard, Weights & Biases, files of comma-separated values.
-
-Knows names, values and samples; must not know engines. Names and axes are DeepSpeed's.
-"""
+"""Writes curves for TensorBoard, Weights & Biases and CSV files. Names and axes are DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from swapper.volumes.publish import make_directory, opener
 logger = logging.getLogger(__name__)
 
 Event = tuple[str, Any, int]
-"""Name, value, and where on the axis: the samples so far."""
+"""Name, value, and place on the axis: the number of samples so far."""
 
 
 class Monitor(Protocol):
@@ -34,16 +31,17 @@ class Monitor(Protocol):
 
 
 class Monitors:
-    """``MonitorMaster(config.monitor_config)`` of DeepSpeed's: what the config names; none on other ranks than the first."""
+    """The monitors that the config names, as DeepSpeed's ``MonitorMaster``. Other ranks than the first have none."""
 
     def __init__(self, section: MonitorsSection) -> None:
-        """Open them.
+        """Open the monitors of the config.
 
         Raises:
-            ConfigError: one cannot be opened; says why. Those that were are closed again.
+            ConfigError: one cannot be opened. Those that were opened are closed again.
         """
         self._monitors: dict[str, Monitor] = {}
         self._has_warned = False
+        # Every rank has the same losses: one of them writes.
         if world().index:
             return
         try:
@@ -53,6 +51,7 @@ class Monitors:
                 self._open("tensorboard", "tensorboard", _TensorBoard, section.tensorboard)
             if section.wandb is not None:
                 self._open("wandb", "wandb", _Wandb, section.wandb)
+        # Also at Ctrl-C: a monitor may have threads and files open.
         except BaseException:
             self.close()
             raise
@@ -72,6 +71,8 @@ class Monitors:
             raise ConfigError.value(
                 f"{key}.enabled", True, f"it needs the package {package}: {error}", cure=cure
             ) from error
+        # Libraries raise errors of their own (wandb without a login, for example). All of it is the config's matter
+        # here.
         except Exception as error:
             cure = "Set it to false, or see to that"
             if key == "wandb":
@@ -80,16 +81,17 @@ class Monitors:
             raise ConfigError.value(f"{key}.enabled", True, problem, cure=cure) from error
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Write values of one's own.
+        """Write values under names of your own.
 
-        A monitor that fails (a full disk) says so once and is left alone from then on: training goes on.
+        If a monitor fails (a full disk), one warning is logged and the monitor is dropped. Training continues.
 
         Args:
-            events: of each the name, the value, and where on the axis, which is the number of samples in DeepSpeed's.
+            events: name, value, and place on the axis of each. DeepSpeed's axis is the number of samples.
         """
         for key, monitor in list(self._monitors.items()):
             try:
                 monitor.write_events(events)
+            # A curve is not worth a training: see the docstring.
             except Exception as error:
                 del self._monitors[key]
                 logger.warning("%s gets no more values: %s: %s. Training goes on", key, type(error).__name__, error)
@@ -97,16 +99,18 @@ class Monitors:
     def write_step(
         self, report: StepReport, lr: float | None, samples_before: int, samples: int, *, with_seconds: bool
     ) -> None:
-        """What DeepSpeed writes of a step, under its names.
+        """Write the values that DeepSpeed writes for a step, under its names.
 
         Args:
             report: of the step.
             lr: learning rate of the first group, for the next step; None without groups.
-            samples_before, samples: without and with this step. Where nobody counts them, steps are the axis.
-            with_seconds: whether the seconds of its phases are wanted as well.
+            samples_before, samples: without and with this step. If they are equal, the axis is in steps.
+            with_seconds: whether to write the seconds of its phases as well.
         """
         if not self._monitors:
             return
+        # Example with 8 samples a step: the loss of step 1 is at 0, its learning rate at 8. Without samples: at 0 and
+        # at 1.
         before, now = (samples_before, samples) if samples > samples_before else (report.step - 1, report.step)
         events: list[Event] = []
         if report.loss is not None:  # DeepSpeed writes it in backward, when the step does not count yet
@@ -166,6 +170,7 @@ class _TensorBoard:
     def write_events(self, events: Sequence[Event]) -> None:
         for name, value, samples in events:
             self._writer.add_scalar(name, value, samples)
+        # TensorBoard shows a step as soon as it has ended, and a killed run loses none.
         self._writer.flush()
 
     def close(self) -> None:
@@ -178,6 +183,7 @@ class _Wandb:
     def __init__(self, section: WandbBlock) -> None:
         import wandb
 
+        # The script's own run is not finished by us: it may log on after training.
         self._is_own = wandb.run is None
         self._run = wandb.init(project=section.project, group=section.group, entity=section.team)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# A choice: no measurement says where a wait begins to matter.
 _SMALL_WAIT = 0.1
-"""A step that waits for less than this share of its time would not be faster without any waiting worth the name."""
+"""A step that waits for less than this share of its time counts as one that does not wait."""
 _WORDS = {"read": "reads", "write": "writes", "compute": "compute", "optimizer": "the optimizer", "other": "other code"}
 
 
@@ -88,6 +89,7 @@ class StepReport:
     """The most host memory that the engine's buffers took in the step: what ``host_memory_budget`` limits. Python, its libraries
     and activations come on top. Several engines of a process count together."""
 
+    # Shares may add up to more than 1: drives, optimizer and model work side by side.
     compute_share = _share_of("compute_busy_seconds")
     drive_busy_share = _share_of("drive_busy_seconds")
     read_busy_share = _share_of("read_busy_seconds")
@@ -97,12 +99,12 @@ class StepReport:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None where tokens are not known."""
+        """Tokens per second; None if tokens are not known."""
         return self.num_tokens / self.seconds if self.num_tokens is not None and self.seconds > 0 else None
 
     @property
     def drive_bytes_per_second(self) -> float | None:
-        """Both ways, while a drive was at work; None if none was."""
+        """Bytes read and written per second while a drive was busy; None if none was."""
         moved = self.read_bytes + self.write_bytes
         return moved / self.drive_busy_seconds if self.drive_busy_seconds > 0 else None
 
@@ -114,11 +116,12 @@ class StepReport:
     @property
     def other_seconds(self) -> float:
         """Neither computing nor waiting: the loop's own code, such as a data loader, and the engine's paging."""
+        # The two come from different clocks on a GPU, so the difference may be slightly negative.
         return max(0.0, self.compute_seconds - self.compute_busy_seconds)
 
     @property
     def busy_seconds(self) -> dict[str, float]:
-        """How long each was busy that `bound_by` may name."""
+        """Busy seconds of each candidate for `bound_by`."""
         return {
             "compute": self.compute_busy_seconds,
             "other": self.other_seconds,
@@ -131,15 +134,17 @@ class StepReport:
     def bound_by(self) -> str:
         """What a faster step needs more of: "read", "write", "compute", "optimizer", or "other".
 
-        Whatever was busy longest; or the training thread itself, when it hardly waited: then "compute", or "other" if it
-        spent more of the step outside of forward and backward (a slow data loader, say).
+        The one that was busy longest. If the training thread hardly waited, it is "compute", or "other" if the thread spent
+        more time outside of forward and backward (a slow data loader, for example).
         """
+        # Example: a step of 1.0 s that waits 0.4 s, with reads at a drive for 0.9 s and compute for 0.5 s: bound by
+        # "read". If it waits 0.05 s, drives cannot be the cause, however busy they are: bound by "compute".
         hardly_waits = self.wait_seconds < _SMALL_WAIT * self.seconds
         busy = self.busy_seconds
         return max(("compute", "other") if hardly_waits else busy, key=lambda name: busy[name])
 
     def describe(self) -> str:
-        """One line in words."""
+        """Describe the step in one line."""
         parts = [
             f"step {self.step}: {self.seconds:.{_digits(self.seconds)}f} s",
             f"compute {self.compute_share:.0%}",
@@ -167,7 +172,7 @@ class StepReport:
 
 
 def _digits(seconds: float) -> int:
-    """Decimals that leave two figures of a step's time."""
+    """Return how many decimals show two figures of a step's time."""
     return 1 if seconds >= 1 else 2 if seconds >= 0.1 else 3
 
 

@@ -1,4 +1,4 @@
-"""Makes a report of each step, and says what the config wants said."""
+"""Makes a `StepReport` of each step, and logs what the config asks for."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ _GIVEN = (
 
 @dataclass(frozen=True)
 class DriveCounters:
-    """A snapshot of the NVMe tier, several drives together, under `StepReport`'s names. Busy seconds count time with any of them
-    at work once."""
+    """A snapshot of all drives together, under the names of `StepReport`. Time in which several are busy counts once."""
 
     read_bytes: int = 0
     write_bytes: int = 0
@@ -39,12 +38,13 @@ class DriveCounters:
     drive_busy_seconds: float = 0.0
 
     def since(self, before: DriveCounters) -> DriveCounters:
-        """What happened between two snapshots."""
+        """Return the difference from an earlier snapshot."""
+        # Counters only grow, so a step is the difference of two snapshots.
         return DriveCounters(**{name: now - getattr(before, name) for name, now in vars(self).items()})
 
 
 class Reporter:
-    """Collects losses, seconds and bytes between two steps. Must not know where they come from."""
+    """Collects losses, seconds and bytes between two steps."""
 
     def __init__(
         self,
@@ -79,42 +79,47 @@ class Reporter:
         self._timeline = timeline
         self._steps_per_print = steps_per_print
         self._prints_breakdown = prints_breakdown
+        # Of the micro-batches of this step: detached, so that no graph is kept.
         self._losses: list[torch.Tensor] = []
         self._sizes: list[tuple[int, int | None]] = []
         self._has_begun = False
         self._counted = DriveCounters()
         self._optimizer_seconds = 0.0
+        # End of the latest copy that was counted, see `_collect_events`.
         self._copies_end = 0.0
         self._copy_seconds = 0.0
         self._schedule = ("ordinary", "")
 
     def begin(self) -> None:
-        """Something happens in the present step; the first time, counting begins."""
+        """Begin to count, at the first call. Later calls do nothing."""
         if not self._has_begun:
             self._has_begun = True
             self._collect_events()
+            # Drops what happened before the first forward: building the engine is no part of step 1.
             self._clock.reset()
             self._copy_seconds = 0.0
             self._counted = self._counters()
+            # Resets the peak of the engine's buffers.
             self._memory()
 
     def on_loss(self, loss: torch.Tensor, step: int) -> None:
-        """A micro-batch's loss. On a GPU it is looked at when the step ends, so that nothing waits for it."""
+        """Record the loss of a micro-batch. On a GPU it is read when the step ends, so that nothing waits for it."""
         detached = loss.detach()
         self._losses.append(detached)
         if detached.device.type == "cpu":
+            # float() of a CUDA tensor would synchronize with the GPU in the middle of a step.
             _warn_if_not_finite(float(detached), step)
 
     def on_micro_batch(self, num_samples: int, num_tokens: int | None) -> None:
-        """A micro-batch goes through the model."""
+        """Record the size of a micro-batch."""
         self._sizes.append((num_samples, num_tokens))
 
     def on_schedule(self, schedule: str, reason: str) -> None:
-        """In which order the present step goes, and why not vertically."""
+        """Record the schedule of the present step, and why it is not vertical."""
         self._schedule = (schedule, reason)
 
     def forget_losses(self) -> None:
-        """The micro-batches so far do not count."""
+        """Drop the micro-batches so far: they do not count."""
         self._losses.clear()
         self._sizes.clear()
 
@@ -129,12 +134,13 @@ class Reporter:
         num_samples: int | None = None,
         is_skipped: bool = False,
     ) -> StepReport:
-        """The report of the step that ends now, which is the ``step``-th; see `StepReport`.
+        """Return the report of the step that ends now, which has the number ``step``.
 
         ``prediction``: bytes read and written per step, and seconds, if they are known.
-        ``num_samples``: of all processes together, where no batch was seen; None if nobody knows.
+        ``num_samples``: of all processes, if the engine saw no batch; None if that is not known.
         """
         self._collect_events()
+        # All figures are read before `reset`, which clears them.
         phases = dict(self._clock.phase_seconds)
         seen_samples, num_tokens = self._sizes_of_step()
         given: dict[str, Any] = dict(zip(_GIVEN, (*prediction, *self._memory()), strict=True))
@@ -144,8 +150,10 @@ class Reporter:
         seconds = self._clock.reset()
         counted, optimizer_seconds = self._counters(), self._optimizer_seconds_of()
         moved = counted.since(self._counted)
+        # On a GPU, float() waits for the kernels of the loss.
         losses = [float(loss) for loss in self._losses]
         if any(loss.device.type != "cpu" for loss in self._losses):
+            # Those on the CPU were looked at in `on_loss`.
             for value in losses:
                 _warn_if_not_finite(value, step - 1)
         self._losses.clear()
@@ -176,6 +184,7 @@ class Reporter:
             **vars(moved),
             **given,
         )
+        # Only `train_batch` sets it; the user's own loop is always ordinary.
         self._schedule = ("ordinary", "")
         self._counted, self._optimizer_seconds = counted, optimizer_seconds
         if self._timeline is not None:
@@ -187,7 +196,7 @@ class Reporter:
         return report
 
     def _sizes_of_step(self) -> tuple[int | None, int | None]:
-        """Samples and tokens of all processes, which have as many each."""
+        """Return samples and tokens of all processes, which have the same number each."""
         # A vertical step that is begun anew in the ordinary order has seen its batches twice.
         sizes = self._sizes[-len(self._losses) :] if self._losses else self._sizes
         if not sizes:
@@ -197,12 +206,13 @@ class Reporter:
         return num * sum(samples for samples, _ in sizes), num * sum(tokens) if tokens else None
 
     def save_timeline(self, path: Path) -> None:
-        """Write what has been recorded so far.
+        """Write the spans recorded so far.
 
         Raises:
             ConfigError: nothing is recorded, or the file cannot be written.
         """
         if self._timeline is None:
+            # Spans are only kept if the config names a file: see `Timeline` for what they take.
             problem = "no timeline is recorded"
             raise ConfigError.value(KEY, None, problem, cure="Name a file there before the engine is made")
         self._collect_events()
@@ -210,10 +220,11 @@ class Reporter:
         self._timeline.save(path)
 
     def _collect_events(self) -> None:
-        """Count what the device has done meanwhile."""
+        """Count the computing and copies that the device has finished."""
         self._clock.collect_events()
         for copy, begin, end in self._copies():
-            # Uploads and downloads run side by side: time that is covered already does not count again.
+            # Example: an upload from 0 to 3 s and a download from 1 to 4 s count 3 s, then max(0, 4 - max(1, 3)) = 1 s:
+            # 4 s busy. Uploads and downloads run side by side: time that is covered already does not count again.
             self._copy_seconds += max(0.0, end - max(begin, self._copies_end))
             self._copies_end = max(self._copies_end, end)
             if self._timeline is not None:

@@ -1,7 +1,4 @@
-"""Reads the log of a run, whole or while it is being written.
-
-Knows records; must not know how they are shown.
-"""
+"""Reads the log of a run, whole or while it is being written."""
 
 from __future__ import annotations
 
@@ -22,17 +19,20 @@ from infinity.metrics.run_log import FILE_NAME, FORMAT
 from infinity.numerics.plain_data import UNREADABLE
 from infinity.version import __version__
 
+# A log may be damaged or edited, so records are validated before they become figures and dates on a page.
 _REPORT = TypeAdapter(StepReport)
 _STEP: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=0, lt=1 << 63)])
+# `datetime.fromtimestamp` raises beyond year 9999.
 _LAST_TIME = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 _TIME: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=_LAST_TIME)])
+# Records with a "to": the step that the run has gone back to.
 _GOES_BACK = ("rollback", "load")
 _MARKS = ("lr", "spike", "note", "save", *_GOES_BACK)
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened.
+    """An event of a run.
 
     Attributes:
         kind: "restart", "end", "skipped", "lr", "spike", "note", "rollback", "load" or "save".
@@ -49,7 +49,7 @@ class Mark:
 
 @dataclass
 class Run:
-    """What a log says.
+    """The content of a log.
 
     Attributes:
         directory: of the run.
@@ -74,7 +74,7 @@ class Run:
     has_ended: bool = False
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take in a record.
+        """Apply a record.
 
         Raises:
             KeyError, TypeError, ValueError, OverflowError: it is not what this version writes.
@@ -87,6 +87,8 @@ class Run:
             self.plan = dict(record["plan"])
         elif kind == "step":
             report = _REPORT.validate_python(dict(record))
+            # A run that was killed and resumed makes some steps again. Example: steps 1 to 7, then a restart from step
+            # 5: its steps 6 and 7 replace the old ones.
             self._forget_after(step - 1)
             self.steps.append(report)
             self.times.append(seconds)
@@ -114,17 +116,19 @@ class Run:
             last = self.steps[-1].step if self.steps else 0
             lost = f"; the last one before was {last}" if last != step else ""
             self.marks.append(Mark("restart", step, seconds, f"started again from step {step}{lost}"))
+        # Step 0: nothing is dropped yet.
         if step:  # else the engine may still load a checkpoint, or begin anew: the next record says
             self._forget_after(step)
 
     def _forget_after(self, step: int) -> None:
         while self.steps and self.steps[-1].step > step:
+            # Steps are in order, so only the end of the list can be newer.
             self.steps.pop()
             self.times.pop()
 
 
 class RunReader:
-    """Reads on where it stopped.
+    """Reads a log piece by piece, while it is written.
 
     Attributes:
         run: what has been read so far.
@@ -143,21 +147,24 @@ class RunReader:
             raise CheckpointError.of_log(self._path, problem, cure=cure)
         self.run = Run(self._path.parent)
         self._offset = 0
+        # The begin of a line whose end is not written yet.
         self._rest = b""
 
     def read_on(self) -> bool:
-        """Read what has been written since; returns whether that was anything. An unfinished line waits for its end.
+        """Read what was written since the last call, and return whether there was anything. Keeps an unfinished line.
 
         Raises:
             CheckpointError: the file cannot be read, or is of a newer version.
         """
         try:
             with self._path.open("rb") as file:
+                # Opened anew each time: a log that was removed is an error then, and no handle is kept.
                 file.seek(self._offset)
                 data = file.read()
         except OSError as error:
             raise CheckpointError.of_log(self._path, f"cannot be read: {error.strerror or error}") from error
         self._offset += len(data)
+        # Example: b'{"a":1}\n{"b' gives one line, and the rest b'{"b'.
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in filter(None, lines):
             try:
@@ -165,14 +172,17 @@ class RunReader:
             except CheckpointError:  # of another version, not damaged
                 raise
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                # Readers leave it out and go on, see [Note: one call for a line] in run_log.py.
                 self.run.num_damaged += 1
         return bool(data)
 
     @property
     def has_writer(self) -> bool:
-        """Whether an engine holds the log: it trains, or is being built. Where there are no locks, whether none has ended."""
+        """Whether an engine has the log open. On a file system without locks: whether the last engine has not ended."""
         with self._path.open("rb") as file:
             try:
+                # The writer holds an exclusive lock. A shared one fails as long as it does, and is released when the
+                # file is closed.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return True
@@ -181,7 +191,7 @@ class RunReader:
         return False
 
     def finish(self) -> None:
-        """There is no more to come: an unfinished line is a damaged one."""
+        """Count an unfinished line as damaged: nothing follows any more."""
         self.run.num_damaged += bool(self._rest)
         self._rest = b""
 
@@ -194,6 +204,7 @@ def read_run(directory: Path) -> Run:
     """
     reader = RunReader(directory)
     reader.read_on()
+    # With a writer, an unfinished line is not damaged: its end is to come.
     if not reader.has_writer:
         reader.finish()
     if not reader.run.num_starts:
@@ -205,7 +216,7 @@ def read_run(directory: Path) -> Run:
 
 @contextlib.contextmanager
 def showing(directory: Path) -> Iterator[None]:
-    """What a log holds that no engine writes is a `CheckpointError` where it is shown."""
+    """Raise a `CheckpointError` for values of a log that no engine writes."""
     try:
         yield
     except InfinityError:

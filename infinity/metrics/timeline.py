@@ -1,4 +1,4 @@
-"""Who was busy when: spans of computing, waiting, transfers and updates, in bounded memory; and their file.
+"""Records spans of computing, waiting, transfers and updates in bounded memory, and writes them as a trace.
 
 [Note: trace format] Perfetto (ui.perfetto.dev) and chrome://tracing open the file: a JSON object whose "traceEvents" are
 complete events ("ph": "X", a begin and a duration in microseconds) on threads, and metadata events ("ph": "M") that name
@@ -28,6 +28,7 @@ from swapper.volumes.publish import replacing
 
 logger = logging.getLogger(__name__)
 KEY = "infinity.timeline"
+# The newest spans and steps are kept, about 15 MB together.
 _MAX_SPANS = 1 << 16
 _MAX_STEPS = 1 << 14
 _THREADS_OF_A_ROW = 1000
@@ -35,7 +36,7 @@ _THREADS_OF_A_ROW = 1000
 
 
 class Row(IntEnum):
-    """Whose time a span is."""
+    """The row of a span: what was busy."""
 
     STEPS = 0
     COMPUTE = 1
@@ -67,13 +68,13 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """The last spans: each new one beyond a fixed number drops the oldest. Thread safe.
+    """The last spans: each new one beyond a fixed number drops the oldest. Any thread may call it.
 
     All of them take about 15 MB, which the host memory budget does not cover.
     """
 
     def __init__(self, path: Path, max_spans: int = _MAX_SPANS) -> None:
-        """``path``: the file for the end.
+        """``path``: the file that `save` writes.
 
         Raises:
             ConfigError: it cannot be written.
@@ -81,6 +82,7 @@ class Timeline:
         check_writable(path)
         self._path = path
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
+        # A deque with `maxlen` drops from its other end: nobody waits when it is full.
         self._spans: deque[Span] = deque(maxlen=max_spans)
         self._num_added = 0
         self._steps: deque[tuple[Span, StepReport]] = deque(maxlen=_MAX_STEPS)
@@ -89,40 +91,41 @@ class Timeline:
     def add(
         self, row: Row, name: str, begin: float, end: float, *, num_bytes: int = 0, queued_seconds: float = 0.0
     ) -> None:
-        """Record that ``row`` was busy with ``name`` from ``begin`` to ``end``; it may have been with other things too."""
+        """Record that ``row`` was busy with ``name`` from ``begin`` to ``end``. Spans of a row may overlap."""
         with self._lock:
             self._spans.append(Span(row, name, begin, end, num_bytes, queued_seconds))
             self._num_added += 1
 
     def on_transfer(self, record: TransferRecord) -> None:
-        """An observer of swappers."""
+        """Record a transfer. Swappers call it as an observer."""
         row = Row.READS if record.direction is Direction.READ else Row.WRITES
         span = record.began_seconds, record.ended_seconds
         self.add(row, record.extent_name, *span, num_bytes=record.num_bytes, queued_seconds=record.queued_seconds)
 
     def add_step(self, begin: float, end: float, report: StepReport) -> None:
-        """Record a step that has ended, from the end of the one before (or its first forward)."""
+        """Record a step, from the end of the one before (or its first forward) to its own end."""
         with self._lock:
             self._steps.append((Span(Row.STEPS, f"step {report.step}", begin, end), report))
 
     @property
     def num_dropped(self) -> int:
-        """Spans that are gone because newer ones needed their place."""
+        """Number of spans that newer ones have replaced."""
         return self._num_added - len(self._spans)
 
     def spans(self) -> list[Span]:
-        """All but the steps, in the order of their begin."""
+        """Return all spans but the steps, sorted by their beginning."""
         with self._lock:
+            # Copied under the lock: a deque must not change while it is iterated.
             kept = list(self._spans)
         return sorted(kept, key=lambda span: span.begin_seconds)
 
     # ------------------------------------------------------------------------------------------------------- the file
 
     def save(self, path: Path | None = None) -> None:
-        """Write what has been recorded so far; to the file for the end if no other is named.
+        """Write the spans recorded so far, to ``path`` or to the timeline's own file.
 
         Raises:
-            OSError: it cannot be written; what was there before stays.
+            OSError: it cannot be written. An older file is kept.
         """
         path = path or self._path
         with replacing(path) as file:
@@ -139,7 +142,7 @@ class Timeline:
             )
 
     def save_at_end(self) -> None:
-        """As `save`; a file that cannot be written is no reason to lose what was trained."""
+        """As `save`, but an error is only logged: the trained weights matter more."""
         try:
             self.save()
         except OSError as error:
@@ -149,8 +152,12 @@ class Timeline:
         """See [Note: trace format]."""
         with self._lock:
             steps = list(self._steps)
+        # Ends of steps are sorted, so a binary search finds the step in which a span ended. None: it ended after the
+        # last one.
         ends = [span.end_seconds for span, _ in steps]
         numbers = [*(report.step for _, report in steps), None]
+        # Example: reads 0-3, 1-2, 2-4 (ns). The first takes thread 0, the second thread 1, because thread 0 is busy
+        # until 3. The third takes thread 1 again, which is free at 2.
         free_at: dict[Row, list[int]] = {row: [] for row in Row}  # of each thread of a row, in nanoseconds
         yield {"ph": "M", "pid": os.getpid(), "name": "process_name", "tid": 0, "args": {"name": "infinity"}}
         for span, report in steps:
@@ -168,6 +175,7 @@ class Timeline:
         # Whole nanoseconds: rounded apart, a begin and a duration could end behind the next begin.
         begin, end = (round((at - self.began_seconds) * 1e9) for at in (span.begin_seconds, span.end_seconds))
         number = next((number for number, until in enumerate(free_at) if until <= begin), len(free_at))
+        # Replaces the entry of a thread, or appends one if `number` is the length.
         free_at[number : number + 1] = [end]
         event = {"ph": "X", "name": span.name, "cat": span.row.name.lower(), "pid": os.getpid()}
         return {
@@ -180,6 +188,7 @@ class Timeline:
 
 
 def _thread(row: Row, number: int) -> int:
+    # Sorted by this number, rows are in the order of `Row`. 0 names the process.
     return 1 + row * _THREADS_OF_A_ROW + number
 
 
@@ -201,16 +210,17 @@ def _arguments_of_step(report: StepReport) -> dict[str, object]:
 
 
 def check_writable(path: Path) -> None:
-    """See that a trace can be written there, before the training that it is to show.
+    """Check before training that a trace can be written.
 
     Raises:
-        ConfigError: it cannot; says why. Nothing is left behind.
+        ConfigError: it cannot be written. No file is left behind.
     """
     cure = "Name a file in a directory that exists and may be written to, or set it to null"
     if os.path.isdir(path):  # never raises, unlike `Path.is_dir`
         raise ConfigError.value(KEY, str(path), "it is a directory", cure="Name a file in it")
     try:
         # The very thing that will happen in the end: permissions, read-only file systems and quotas all show up.
+        # A name of this process alone. `replacing` writes the real trace in the same directory.
         beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
         beside.touch(exist_ok=False)
         beside.unlink()

@@ -22,11 +22,14 @@ from infinity.plan.plan import Plan
 
 INKS = ("ink", "faint", "paper", "a", "b", "c", "d", "e", "f", "g", "bad")
 """CSS variables, see the page's style."""
+# #010203, #010204, ...: nearly black, and used by nothing else in the SVG, so a text replacement finds each of them.
 _COLOURS = {name: f"#0102{place + 3:02x}" for place, name in enumerate(INKS)}
 _SIZE = (8.6, 3.0)
 """Inches."""
+# A chart is 8.6 inches wide, which are 619 points of SVG: more would not be seen.
 _MOST_POINTS = 600
 _MOST_BARS = 100
+# Kind of mark -> colour of its line. "save" has none: there are too many.
 _MARKED = {"spike": "bad", "skipped": "bad", "rollback": "e", "load": "e", "restart": "d", "lr": "c", "note": "ink"}
 
 
@@ -46,8 +49,10 @@ class Chart:
 
 
 def losses(steps: Sequence[StepReport], marks: Sequence[Mark]) -> Chart:
-    """Loss and learning rate, with the logbook's marks."""
+    """Draw loss and learning rate, with the marks of the log."""
+    # A loss that is not finite would stretch the axis. A dashed line marks it: it is a spike in the log.
     known = [(step.step, step.loss) for step in steps if step.loss is not None and np.isfinite(step.loss)]
+    # The first group stands for all.
     rates = [(step.step, step.lr[0]) for step in steps if step.lr]
 
     def draw(figure: Any) -> None:
@@ -72,7 +77,7 @@ def losses(steps: Sequence[StepReport], marks: Sequence[Mark]) -> Chart:
 
 
 def breakdown(steps: Sequence[StepReport]) -> Chart:
-    """Where the time of each step went."""
+    """Draw where the time of each step went."""
     kinds: dict[str, tuple[str, Callable[[StepReport], float]]] = {
         "forward": ("a", lambda step: step.forward_seconds),
         "backward": ("b", lambda step: step.backward_seconds),
@@ -90,6 +95,7 @@ def breakdown(steps: Sequence[StepReport]) -> Chart:
         bottom = np.zeros(len(parts))
         for name, (ink, of) in kinds.items():
             heights = np.array([np.mean([of(step) for step in part]) for part in parts])
+            # Kinds that took no time need no entry in the legend.
             if heights.max(initial=0) > 0:
                 axes.bar(places, heights, width, bottom, color=_COLOURS[ink], label=name, linewidth=0)
             bottom += heights
@@ -102,10 +108,11 @@ def breakdown(steps: Sequence[StepReport]) -> Chart:
 
 
 def throughput(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
-    """Gigabytes per second of the drives, against what they can do."""
+    """Draw gigabytes per second of the drives, and their measured ceiling."""
     speed = plan.bandwidth if plan is not None else None
     rows = [(step.step, step.drive_bytes_per_second) for step in steps]
     busy = [(number, value / 1e9) for number, value in rows if value is not None]
+    # Below the first curve wherever drives were idle for a part of the step.
     over = [(step.step, (step.read_bytes + step.write_bytes) / step.seconds / 1e9) for step in steps if step.seconds]
 
     curves = {"while a drive was busy": ("b", busy), "over the whole step": ("a", over)}
@@ -120,7 +127,7 @@ def throughput(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
 
 
 def memory(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
-    """The engine's buffers and their budget, the process's memory, and the GPU's peak."""
+    """Draw the engine's buffers and their budget, the memory of the process, and the peak of the GPU."""
     host = [(step.step, step.host_bytes / 1e9) for step in steps if step.host_bytes]
     buffers = [(step.step, step.buffers_peak_bytes / 1e9) for step in steps if step.buffers_peak_bytes]
     device = [(step.step, step.device_peak_bytes / 1e9) for step in steps if step.device_peak_bytes is not None]
@@ -143,7 +150,7 @@ def memory(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
 def _curves(
     curves: Mapping[str, tuple[str, Sequence[tuple[int, float]]]], levels: Mapping[str, tuple[str, float]], unit: str
 ) -> Callable[[Any], None]:
-    """Label -> ink and values of steps; and of levels, ink and value."""
+    """Return a function that draws curves (label -> ink and points) and levels (label -> ink and value)."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -167,11 +174,15 @@ def _svg(draw: Callable[[Any], None], salt: str) -> str:
     try:
         import matplotlib
         from matplotlib.figure import Figure
+    # An optional dependency: `pip install infinity-offload[plot]`.
     except ImportError:
         raise LibraryError.of_version("matplotlib", found=None, least="3.8", extra="plot") from None
     ink, faint = _COLOURS["ink"], _COLOURS["faint"]
     style: Any = {
+        # Texts stay texts, and are drawn in the font of the page.
         "svg.fonttype": "none",
+        # Ids in the SVG are hashes. With a salt of its own, each chart has others on one page, and the same in each
+        # run.
         "svg.hashsalt": salt,
         "font.size": 9,
         "text.color": ink,
@@ -191,6 +202,7 @@ def _svg(draw: Callable[[Any], None], salt: str) -> str:
     }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=_SIZE, layout="constrained")
+        # The page's background shows through.
         figure.patch.set_alpha(0)
         draw(figure)
         file = io.StringIO()
@@ -199,12 +211,14 @@ def _svg(draw: Callable[[Any], None], salt: str) -> str:
 
 
 def _inlined(svg: str) -> str:
-    """Only the element, in the page's colours, as wide as its place."""
+    """Return the SVG element alone, in the colours of the page, without a size of its own."""
+    # Without the XML declaration and the doctype, which may not be inside HTML.
     svg = svg[svg.index("<svg") :]
     for name, colour in _COLOURS.items():
         svg = svg.replace(colour, f"var(--{name})")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' id="[a-z0-9.]+_[0-9]+"', "", svg)  # nothing refers to them, and other charts have the same
+    # Width and height go, so that CSS scales the chart by its viewBox. Screen readers get `Chart.text` instead.
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     return re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 aria-hidden="true" focusable="false"', svg, count=1)
 
@@ -221,17 +235,19 @@ def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[npt.NDArray[Any], np
 
 
 def _thinned(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """At most so many points, which keep the lowest and the highest of each interval: no spike is lost."""
+    """Thin a curve to `_MOST_POINTS`. The lowest and highest point of each interval stay, so no spike is lost."""
     if len(x) <= _MOST_POINTS:
         return x, y
     places: list[int] = []
+    # Two points for each of 300 intervals. `sorted` keeps them in the order of steps, and the set drops a double.
     for part in np.array_split(np.arange(len(x)), _MOST_POINTS // 2):
         places += sorted({int(part[y[part].argmin()]), int(part[y[part].argmax()])})
     return x[places], y[places]
 
 
 def _bars(steps: Sequence[StepReport]) -> tuple[npt.NDArray[Any], float, list[list[StepReport]]]:
-    """Steps in at most so many groups: where each group is, how wide a bar is, and the groups."""
+    """Group steps into at most `_MOST_BARS` bars; return their places, their width, and the groups."""
     parts = [list(part) for part in np.array_split(np.array(steps, dtype=object), min(len(steps), _MOST_BARS))]
     places = np.array([np.mean([step.step for step in part]) for part in parts])
+    # Example: 250 steps in 100 groups of 2 or 3: each bar is 2.5 * 0.9 steps wide.
     return places, max(len(steps) / max(len(parts), 1), 1) * 0.9, parts

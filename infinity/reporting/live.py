@@ -1,4 +1,4 @@
-"""A run as it is now, in a terminal, for as long as it goes on."""
+"""Shows a run in a terminal for as long as it goes on."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from infinity.reporting.page import facts
 from infinity.reporting.verdict import judge, known_plan, steady_steps
 from swapper import Latch
 
+# How late a step may be shown.
 _BETWEEN_SECONDS = 0.5
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 48
+# The newest marks, and the steps over which the bar averages.
 _MOST_MARKS = 6
 _RECENT = 20
 _SPANS = (
@@ -44,6 +46,7 @@ def watch(directory: Path, console: Console, *, once: bool = False) -> bool:
     Raises:
         CheckpointError: there is no log, or it cannot be read.
     """
+    # A generator, so that the three ways of showing below share one loop.
     reader = RunReader(directory)
     looks = _looks(reader)
     with showing(reader.run.directory):
@@ -52,6 +55,7 @@ def watch(directory: Path, console: Console, *, once: bool = False) -> bool:
         elif not console.is_terminal:
             _as_lines(reader, looks, console)
         else:
+            # Drawn only if something is new: a thread of rich's would redraw all the time.
             with Live(console=console, auto_refresh=False) as live:
                 for goes_on in looks:
                     live.update(show(reader.run, goes_on=goes_on), refresh=True)
@@ -59,7 +63,7 @@ def watch(directory: Path, console: Console, *, once: bool = False) -> bool:
 
 
 def _looks(reader: RunReader) -> Iterator[bool]:
-    """Each time that there is something new, whether the run goes on; until it does not."""
+    """Yield whether the run goes on, each time that the log has something new, until it has ended."""
     is_first = True
     while True:
         goes_on = reader.has_writer  # asked first: what was written before its end is read
@@ -80,6 +84,8 @@ def _as_lines(reader: RunReader, looks: Iterator[bool], console: Console) -> Non
     shown: list[StepReport] = []
     for goes_on in looks:
         steps = reader.run.steps
+        # After a rollback the reader has dropped steps. Reports are compared by identity: a step that was made again is
+        # a new object.
         while shown and (len(shown) > len(steps) or shown[-1] is not steps[len(shown) - 1]):
             shown.pop()  # the run went back
         for step in steps[len(shown) :]:
@@ -91,17 +97,19 @@ def _as_lines(reader: RunReader, looks: Iterator[bool], console: Console) -> Non
 
 
 def show(run: Run, *, goes_on: bool) -> RenderableType:
-    """What a terminal shows of a run."""
+    """Return what a terminal shows of a run."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     table.add_row("run", Text(str(run.directory.absolute()), overflow="fold"))
     for name, value in facts(run, known_plan(run), _state(run, goes_on=goes_on)).items():
         table.add_row(name, Text(value))
+    # One character of the sparkline for each loss.
     losses = [step.loss for step in run.steps[-_WIDTH:] if step.loss is not None]
     if losses:
         table.add_row("loss", f"{losses[-1]:.4f}  {_sparkline(losses)}")
     if run.steps:
+        # Skipped steps and the first ones are left out, see `steady_steps`.
         table.add_row("time", _bar(steady_steps(run.steps[-_RECENT:])))
     for mark in run.marks[-_MOST_MARKS:]:
         style = "red" if mark.kind in ("spike", "skipped") else "yellow"
@@ -120,6 +128,7 @@ def _state(run: Run, *, goes_on: bool) -> str:
 def _sparkline(values: Sequence[float]) -> str:
     finite = [value for value in values if abs(value) < float("inf")]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
+    # 8 blocks: the lowest loss is block 0, the highest block 7. If all are equal, all are block 0.
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((value - low) * scale)] if abs(value) < float("inf") else "!" for value in values)
 
@@ -132,6 +141,7 @@ def _bar(steps: Sequence[StepReport]) -> Text:
         sum(step.update_wait_seconds for step in steps),
     )
     fractions: list[float] = []
+    # The last entry, "other", gets what the three leave of 1: min(1, 1 - sum).
     for part in (*parts, total):  # a damaged log can tell of more waiting than time: the bar ends at its width
         fractions.append(min(max(0.0, part / total), 1 - sum(fractions)))
     bar, words = Text(), []

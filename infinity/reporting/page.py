@@ -1,4 +1,4 @@
-"""The report of a run: one page of HTML that needs no network and no script."""
+"""Writes the report of a run: one page of HTML without scripts, which needs no network."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from infinity.reporting.verdict import Verdict, judge, known_plan, steady_steps
 from swapper.volumes.publish import replacing
 
 _TEMPLATE = "page.html.j2"
+# The newest marks and steps. A table of 100,000 steps would make the page slow to open; the charts have all of them.
 _MOST_MARKS = 200
 _MOST_ROWS = 50
 
@@ -37,22 +38,25 @@ def run_report(directory: Path, out: Path | None = None) -> Path:
     with showing(run.directory):
         page = render(run)
     path = out or run.directory / "report.html"
+    # An old page stays until the new one is whole.
     with replacing(path) as file:
         file.write(page.encode(errors="replace"))  # what a path has that is no text
     return path
 
 
 def render(run: Run) -> str:
-    """The page as text."""
+    """Return the page as text."""
     from jinja2 import Environment, PackageLoader
 
     plan = known_plan(run)
     verdict = judge(run)
     steps = run.steps
+    # Charts of no steps would be empty axes.
     drawn = []
     if steps:
         drawn = [charts.losses(steps, run.marks), charts.breakdown(steps)]
         drawn += [charts.throughput(steps, plan), charts.memory(steps, plan)]
+    # `autoescape`: names of runs and notes are anybody's text.
     environment = Environment(loader=PackageLoader("infinity.reporting", "."), autoescape=True, trim_blocks=True)
     return environment.get_template(_TEMPLATE).render(
         name=str(run.directory.absolute()),
@@ -77,6 +81,7 @@ def _accuracy(verdict: Verdict, run: Run) -> str:
     text = f"A step took {measured:.3g} s on average"
     if verdict.predicted_seconds is not None:
         text += f"; the plan predicts {verdict.predicted_seconds:.3g} s"
+    # The plan predicts steady steps.
     steps = steady_steps(run.steps)
     moved = sum(step.read_bytes + step.write_bytes for step in steps)
     predicted = sum(step.predicted_read_bytes + step.predicted_write_bytes for step in steps)
@@ -86,7 +91,7 @@ def _accuracy(verdict: Verdict, run: Run) -> str:
 
 
 def facts(run: Run, plan: Plan | None, state: str) -> dict[str, str]:
-    """What there is to say of a run in figures."""
+    """Return the figures of a run, by name."""
     steps = steady_steps(run.steps)
     found = {"steps": str(run.steps[-1].step if run.steps else 0), "state": state}
     if run.num_starts > 1:
@@ -94,6 +99,7 @@ def facts(run: Run, plan: Plan | None, state: str) -> dict[str, str]:
     if plan is not None:
         found["parameters"] = f"{plan.num_parameters:,}"
     if steps:
+        # A damaged log may have steps without a duration.
         seconds = sum(step.seconds for step in steps) or 1.0
         found["step"] = f"{seconds / len(steps):.3g} s"
         if tokens := sum(step.num_tokens or 0 for step in steps):
@@ -101,6 +107,7 @@ def facts(run: Run, plan: Plan | None, state: str) -> dict[str, str]:
         elif samples := sum(step.num_samples or 0 for step in steps):
             found["samples per second"] = f"{samples / seconds:,.3g}"
         budget = "" if plan is None else f", of a budget of {plan.host_budget_bytes / 1e9:.3g} GB"
+        # Peaks are of all steps, averages of the steady ones.
         buffers = max(step.buffers_peak_bytes for step in run.steps)
         found["engine's host buffers, peak"] = f"{buffers / 1e9:.3g} GB{budget}"
         found["process memory, peak"] = f"{max(step.host_peak_bytes for step in run.steps) / 1e9:.3g} GB"

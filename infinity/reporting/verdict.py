@@ -1,7 +1,6 @@
-"""What bound a run, and what would have made it faster, by the cost model of the plan.
+"""Judges what bound a run, and predicts what would have made it faster.
 
-Knows reports and plans; must not know how it is shown. It has no formula of its own: a plan is asked what it predicts with
-other means, as it was asked with those that were there.
+It has no formula of its own. It changes the memory, drives or speed of a plan, and compares the predictions.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from infinity.plan.cost_model import place_for_schedule
 from infinity.plan.plan import Plan, of_record
 
 _WARM_UP = 2
-"""Steps that say nothing of the others."""
+"""Steps at the start of a run that are left out of averages."""
 _WORTH = 1.05
 """Less than this is no gain."""
 _SHARES = (0.25, 0.5, 1.0)
-"""Of what rests on drives, so much more memory is tried."""
+"""Fractions of the bytes on drives: so much more memory is tried."""
 _GIGABYTE = 1e9
 
 
@@ -44,7 +43,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of a run.
+    """The verdict on a run.
 
     Attributes:
         words: all of it, in a few sentences.
@@ -63,15 +62,16 @@ class Verdict:
 
 
 def steady_steps(steps: Sequence[StepReport]) -> list[StepReport]:
-    """Those that say how long the others will take: neither the first nor skipped ones, if there are others."""
+    """Return the steps without the first and skipped ones; all of them if no others are left."""
     return [step for step in steps[_WARM_UP:] if not step.is_skipped] or [*steps]
 
 
 def judge(run: Run) -> Verdict:
-    """The verdict on a run."""
+    """Return the verdict on a run."""
     steps = steady_steps(run.steps)
     if not steps:
         return Verdict("No step has ended yet.")
+    # The most frequent one: a mean of busy times would hide that some steps were bound otherwise.
     bound_by = Counter(step.bound_by for step in steps).most_common(1)[0][0]
     total = sum(step.seconds for step in steps) or 1.0
     share = sum(step.busy_seconds[bound_by] for step in steps) / total
@@ -79,6 +79,7 @@ def judge(run: Run) -> Verdict:
     subject = _subject(bound_by, known)
     words = [f"{subject} bound this run: {share:.0%} of the step.".replace("%", " %")]
     measured = total / len(steps)
+    # Without a plan, or without steps after the first ones, there is nothing to compare.
     if known is None or len(run.steps) <= _WARM_UP:
         words.append("There are too few steps to say what would make them faster.")
         return Verdict(" ".join(words), bound_by, share, None, measured)
@@ -88,11 +89,12 @@ def judge(run: Run) -> Verdict:
 
 
 def alternatives(plan: Plan) -> tuple[Alternative, ...]:
-    """What the plan predicts with other means, the fastest first; none as long as it does not know how long a step takes."""
+    """Return what the plan predicts with other means, the fastest first; none if it cannot predict a step."""
     now = plan.predicted_step_seconds
     if not now or plan.compute_seconds is None:
         return ()
     tried: list[tuple[str, Plan]] = []
+    # Drives and memory only help a plan that moves bytes.
     if plan.predicted_read_bytes_per_step + plan.predicted_write_bytes_per_step:
         tried.append(("a second drive", _with_two_drives(plan)))
         tried += _with_memory(plan)
@@ -103,7 +105,8 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
 
 
 def _with_two_drives(plan: Plan) -> Plan:
-    """Stripes go to both, so each direction is twice as fast."""
+    """Return the plan with a second drive: stripes go to both, so each direction is twice as fast."""
+    # `seen`: as steps reached it; `bandwidth`: as `infinity profile` measured it.
     seen, speed = plan.seen_bytes_per_second, plan.bandwidth
     if speed is not None:
         names = ("read_bytes_per_second", "write_bytes_per_second", "mixed_bytes_per_second")
@@ -112,10 +115,12 @@ def _with_two_drives(plan: Plan) -> Plan:
 
 
 def _with_memory(plan: Plan) -> list[tuple[str, Plan]]:
-    """More of the budget; and what there is used, if the config leaves it unused."""
+    """Return plans with a larger budget, and with `keep_in_memory` if the config switches it off."""
     found: list[tuple[str, Plan]] = []
     request, resting = plan.request, plan.states_bytes["nvme"]
+    # More memory only helps if the plan may keep weights and states in it.
     keeping = dataclasses.replace(request, keeps_in_memory=True)
+    # Example: 40 GB of states on NVMe: 10, 20 and 40 GB more are tried.
     options = [(f"{_size(share * resting)} more RAM", round(share * resting)) for share in _SHARES]
     if not request.keeps_in_memory:
         options = [
@@ -127,6 +132,7 @@ def _with_memory(plan: Plan) -> list[tuple[str, Plan]]:
         schedule = "vertical" if plan.traffic.is_vertical else "ordinary"
         try:
             placement, _ = place_for_schedule(schedule, plan.sizes, wanted, plan.order)
+        # No placement fits with this option.
         except ConfigError:
             continue
         found.append((means, dataclasses.replace(plan, request=wanted, placement=placement).predicted()))
@@ -140,6 +146,7 @@ def _in_words(found: Sequence[Alternative]) -> str:
     for each in found:  # of several amounts of memory, the least that gives nearly as much as the most
         kind = "RAM" if "RAM" in each.means else each.means
         known = best.get(kind)
+        # `found` begins with the largest gain. A later one replaces it if it gives 95 % of that.
         if known is None or each.gain > 0.95 * known.gain:
             best[kind] = each
     worth = [each for each in best.values() if each.gain >= _WORTH]
@@ -151,9 +158,10 @@ def _in_words(found: Sequence[Alternative]) -> str:
 
 
 def known_plan(run: Run) -> Plan | None:
-    """The plan as it was known last; None if this version cannot read it."""
+    """Return the last plan of the log; None if this version cannot read it."""
     try:
         return of_record(run.plan)
+    # Then the report has figures of the steps alone.
     except UNREADABLE:  # of another version
         return None
 
@@ -165,6 +173,7 @@ def _subject(bound_by: str, plan: Plan | None) -> str:
             return what
         kinds = plan.prediction_of_bytes().kinds
         column = 0 if bound_by == "read" else 1
+        # The kind with the most bytes: "Reads of the optimizer state bound this run".
         kind = max(kinds, key=lambda name: kinds[name][column])
         return f"{what} of {'the ' if kind == 'optimizer state' else ''}{kind}" if kinds[kind][column] else what
     words = {

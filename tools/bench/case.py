@@ -17,8 +17,10 @@ from bench.measured.models import Workload
 from bench.participant import Participant, ParticipantFailed, ParticipantSpec
 
 Progress = Callable[[str], None]
+# --direct=1 (O_DIRECT), 1 MiB, 32 in flight: the requests of the engine.
 _FIO = ("fio", "--output-format=json", "--eta=never", "--name=mix", "--direct=1")
 _REQUESTS = ("--bs=1M", "--ioengine=libaio", "--iodepth=32")
+# Ends an fio that hangs.
 _FIO_SECONDS = 120.0
 has_fio = shutil.which("fio") is not None
 
@@ -40,7 +42,7 @@ class DriveSample:
 def mixed_rate(
     directory: Path, *, bytes_per_second: int | None, num_bytes: int = 2 << 30, run_seconds: int = 5
 ) -> Iterator[Callable[[float], DriveSample]]:
-    """Gives a function that runs fio for a few seconds; its argument is the share of the bytes that are reads.
+    """Yield a function that runs fio for a few seconds; its argument is the fraction of bytes that are reads.
 
     The test file in `directory` is written once at first: the first write to a block is slower. It is removed on exit. With
     `bytes_per_second`, samples are taken in a control group that holds reads and writes, each, to that.
@@ -64,12 +66,14 @@ def mixed_rate(
     with contextlib.ExitStack() as stack:
         stack.callback(path.unlink, missing_ok=True)
         group = stack.enter_context(Cgroup("fio", () if bytes_per_second is None else ("blkio",)))
+        # Before the throttle is set, so that preparing takes no longer than it has to.
         run("--rw=write", "--end_fsync=1")
         if bytes_per_second is not None:
             group.throttle(directory, bytes_per_second)
 
         def sample(read_share: float) -> DriveSample:
             mix = f"--rwmixread={round(100 * read_share)}"
+            # --overwrite=1: writes go to blocks that exist, as those of the engine do.
             job = run("--rw=rw", mix, "--time_based", f"--runtime={run_seconds}", "--overwrite=1")
             return DriveSample(float(job["read"]["bw_bytes"]), float(job["write"]["bw_bytes"]))
 
@@ -140,6 +144,7 @@ class Outcome:
             return cls(participant.spec.name, error="no turn was finished")
         return cls(
             name=participant.spec.name,
+            # With the flush of the turn, so that deferred updates count for the steps that caused them.
             seconds_per_step=[turn["total_seconds"] / turn["num_steps"] for turn in turns],
             read_bytes_per_step=statistics.median(turn["read_bytes"] / turn["num_steps"] for turn in turns),
             write_bytes_per_step=statistics.median(turn["write_bytes"] / turn["num_steps"] for turn in turns),
@@ -157,6 +162,7 @@ def _judge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """`busy_shares`, `bound_by` and `schedule` of an outcome from the reports of its steps."""
     if not reports:
         return {}
+    # Peers report nothing: their outcome has empty shares.
     names = [name for name in reports[0] if name.endswith("_share")]
     return {
         "busy_shares": {name: statistics.median(report[name] for report in reports) for name in names},
@@ -186,6 +192,8 @@ class CaseResult:
         bounds: list[float] = []
         if self.drive_samples:
             speed = statistics.median(sample.total_bytes_per_second for sample in self.drive_samples)
+            # Example: 3 GB read and 4.5 GB written. fio reaches 1.2 GB/s both ways together: 6.25 s. A throttle of 600
+            # MB/s lets 4.5 GB through in 7.5 s, which is the bound.
             bounds.append((read + written) / speed)
         if self.case.throttle_bytes is not None:
             bounds.append(max(read, written) / self.case.throttle_bytes)
@@ -215,7 +223,7 @@ def available_controllers() -> tuple[str, ...]:
 
 
 def run_case(result: CaseResult, directory: Path, schedule: Schedule, tell: Progress, *, measure_drive: bool) -> None:
-    """Fills `result`. All participants stay alive and take turns, so that the machine's moods meet all of them.
+    """Fills `result`. All participants stay alive and take turns, so that changes of the machine's load meet all of them.
 
     A participant that fails is reported and left out; the others go on.
     """
@@ -233,6 +241,7 @@ def run_case(result: CaseResult, directory: Path, schedule: Schedule, tell: Prog
                     alive.append(stack.enter_context(participant))
                 except ParticipantFailed as error:
                     result.outcomes.append(Outcome(spec.name, error=str(error)))
+            # Warm-up writes every block once, and records the order of the units.
             _take_turns(result, alive, schedule.num_warmup_steps, tell, counts=False)
             sample_drive = None
             if measure_drive and alive:
@@ -240,9 +249,11 @@ def run_case(result: CaseResult, directory: Path, schedule: Schedule, tell: Prog
             for turn in range(schedule.num_turns):
                 tell(f"{case.label}: turn {turn + 1} of {schedule.num_turns}")
                 _take_turns(result, alive, schedule.steps_per_turn, tell, counts=True)
+                # Between the turns, with the mix of the first participant: the speed of the drive drifts.
                 if sample_drive is not None and alive:
                     result.drive_samples.append(sample_drive(_read_share(alive[0])))
         finally:
+            # Also after Ctrl-C: what was measured by then is reported.
             result.outcomes.extend(Outcome.of(participant) for participant in alive)
             order = [spec.name for spec in case.specs]
             result.outcomes.sort(key=lambda outcome: order.index(outcome.name))

@@ -23,8 +23,10 @@ from swapper.volumes.file_system import describe_drive
 
 _MOUNTS, _MEMBERSHIP = Path("/proc/self/mounts"), Path("/proc/self/cgroup")
 _PREFIX = "infinity_bench"
+# blkio of version 1 is called io in version 2.
 _VERSION_2_NAMES = {"blkio": "io"}
-# What stands before -- are files of groups, which the shell joins. Then it becomes the program, so its own memory counts.
+# What stands before -- are files of groups, which the shell joins. Then it becomes the program, so its own memory
+# counts.
 _JOINING = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 97; shift; done; shift; exec "$@"'
 
 
@@ -39,6 +41,7 @@ class _Hierarchy:
 
 
 def _find_hierarchy(controller: str) -> _Hierarchy | None:
+    # A machine may have both versions mounted: version 1 wins for a controller that it has.
     unified = None
     for line in _MOUNTS.read_text().splitlines():
         _, mount, kind, options, *_ = line.split()
@@ -55,7 +58,9 @@ def _own_group(mount: Path, controller: str) -> Path:
     for line in _MEMBERSHIP.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
+            # A line is "4:memory:/user.slice" in version 1, and "0::/user.slice" in version 2.
             group = mount / posixpath.normpath(path).lstrip("/")
+    # A container sees its group's path on the host, which is not mounted in it.
     while group != mount and not group.is_dir():
         group = group.parent
     return group
@@ -64,8 +69,11 @@ def _own_group(mount: Path, controller: str) -> Path:
 def _find_parent(hierarchy: _Hierarchy, controllers: list[str]) -> Path | None:
     """The group below which new ones with these controllers can be made."""
     if hierarchy.version == 1:
+        # At the root: groups inside the own one would share its limits.
         return hierarchy.mount if os.geteuid() == 0 and os.access(hierarchy.mount, os.W_OK) else None
     names = {_VERSION_2_NAMES.get(controller, controller) for controller in controllers}
+    # From the own group upwards: version 2 lets no group with processes enable controllers for its children, but for
+    # the root.
     candidates = (hierarchy.own, *hierarchy.own.parents)
     below_mount = (group for group in candidates if group.is_relative_to(hierarchy.mount))
     return next((group for group in below_mount if _can_enable(group, names)), None)
@@ -118,10 +126,11 @@ class MemoryGroup:
         self._peak_file: IO[bytes] | None = None
 
     def limit(self, num_bytes: int | None) -> None:
-        """The kernel kills a process of the group that cannot stay under `num_bytes`; None removes the limit."""
+        """Let the kernel kill processes of the group that need more than `num_bytes`; None removes the limit."""
         if not self._is_version_2:
             (self._folder / "memory.limit_in_bytes").write_text(str(-1 if num_bytes is None else num_bytes))
             return
+        # Without swap the limit is one of RAM. Otherwise the kernel would page out what exceeds it.
         swap = self._folder / "memory.swap.max"
         if swap.exists():
             swap.write_text("max" if num_bytes is None else "0")
@@ -135,6 +144,7 @@ class MemoryGroup:
     @property
     def peak_bytes(self) -> int:
         """Most memory charged to the group since it was made, or since `reset_peak`."""
+        # A reset holds for the descriptor that made it, so the peak is read by that one.
         if self._peak_file is not None:
             self._peak_file.seek(0)
             return int(self._peak_file.read())
@@ -158,6 +168,7 @@ class MemoryGroup:
     def num_out_of_memory_kills(self) -> int:
         """Processes the kernel has killed because of the memory limit."""
         text = (self._folder / ("memory.events" if self._is_version_2 else "memory.oom_control")).read_text()
+        # Both files have a line "oom_kill 3".
         found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
         return int(found.group(1)) if found else 0
 
@@ -180,6 +191,7 @@ def set_bandwidth(folder: Path, device: str, read: int | None, write: int | None
         (folder / "io.max").write_text(f"{device} {rule}")
         return
     for direction, rate in (("read", read), ("write", write)):
+        # 0 removes a rule of version 1.
         (folder / f"blkio.throttle.{direction}_bps_device").write_text(f"{device} {rate or 0}")
 
 
@@ -196,6 +208,7 @@ class Cgroup:
     def __init__(self, name: str, controllers: tuple[str, ...] = ("memory", "blkio")) -> None:
         self._paths: dict[str, Path] = {}
         for controller, parent in _parents(controllers).items():
+            # Names have our pid, so a group of a dead benchmark is recognized.
             _remove_stale(parent)
             self._paths[controller] = parent / f"{_PREFIX}_{os.getpid()}_{name}"
         for path in self._folders:
@@ -204,6 +217,7 @@ class Cgroup:
 
     @property
     def _folders(self) -> list[Path]:
+        # Version 1 has a folder per controller.
         return list(dict.fromkeys(self._paths.values()))  # of version 2 there is one for all controllers
 
     def throttle(self, path: Path, bytes_per_second: int) -> None:
@@ -221,7 +235,7 @@ class Cgroup:
         return [folder / "cgroup.procs" for folder in self._folders]
 
     def command(self, *program: str) -> list[str]:
-        """What starts a program that is in the group from its first instruction."""
+        """Return a command whose program is in the group from its first instruction."""
         return ["/bin/sh", "-c", _JOINING, "sh", *map(str, self.task_files), "--", *program]
 
     def close(self) -> None:
@@ -239,11 +253,12 @@ class Cgroup:
 
 
 def _parents(controllers: tuple[str, ...]) -> dict[str, Path]:
-    """For each controller the group below which its new one goes: for all of version 2 the same."""
+    """Return the parent of each controller's new group; all controllers of version 2 have the same."""
     hierarchies = {controller: _find_hierarchy(controller) for controller in controllers}
     unified = [name for name, hierarchy in hierarchies.items() if hierarchy is not None and hierarchy.version == 2]
     parents = {}
     for controller, hierarchy in hierarchies.items():
+        # Version 2 has one group for all controllers, so its parent must enable all of them.
         together = unified if controller in unified else [controller]
         parent = None if hierarchy is None else _find_parent(hierarchy, together)
         if parent is None:
@@ -254,6 +269,7 @@ def _parents(controllers: tuple[str, ...]) -> dict[str, Path]:
 
 
 def _remove(folder: Path) -> None:
+    # A group can be removed when its last process is reaped, which takes the kernel a moment.
     deadline = time.monotonic() + 20.0
     while folder.exists():
         _kill_all(folder)
@@ -270,13 +286,14 @@ def _kill_all(folder: Path) -> None:
     if kill.exists():  # version 2 since Linux 5.14
         kill.write_text("1")
         return
+    # Version 1, and old kernels. A process may fork in between: the caller repeats this until the group is empty.
     for pid in (folder / "cgroup.procs").read_text().split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
 
 
 def _remove_stale(parent: Path) -> None:
-    """Groups of benchmarks that were killed outright: their children died with them, the empty groups stay."""
+    """Remove empty groups of benchmarks that were killed: their children died with them."""
     for path in parent.glob(f"{_PREFIX}_*"):
         pid = path.name.removeprefix(f"{_PREFIX}_").split("_")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():

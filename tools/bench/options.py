@@ -20,7 +20,7 @@ _BUILD_DIR = Path("~/.cache/infinity-offload/peer_extensions")
 
 
 def several(convert: Callable[[str], Any], example: str) -> Callable[[str], tuple[Any, ...]]:
-    """``1,2,3``: each of them is measured."""
+    """Return a parser of lists such as ``1,2,3``, whose parts ``convert`` reads."""
 
     def parse(text: str) -> tuple[Any, ...]:
         try:
@@ -34,14 +34,14 @@ def several(convert: Callable[[str], Any], example: str) -> Callable[[str], tupl
 
 
 def at_least_one(text: str) -> int:
-    """A whole number above 0."""
+    """Parse a whole number above 0."""
     if (number := int(text)) < 1:
         raise ValueError(f"{text} is below 1")
     return number
 
 
 def size(text: str) -> int:
-    """``1.5GB``, in bytes."""
+    """Parse a size such as ``1.5GB`` to bytes."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -49,7 +49,7 @@ def size(text: str) -> int:
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """The processor's dtype, the peer, the drive, and where results go."""
+    """Add the options for dtype, peer, drive and results."""
     add = parser.add_argument
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="some processors are faster in float32")
     add("--peer", choices=["deepspeed"], help="takes turns with us")
@@ -60,7 +60,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def problem_of(given: argparse.Namespace, **controllers: tuple[bool, str, str]) -> str | None:
-    """Why this cannot be measured here, with the cure; None if it can.
+    """Return why this cannot be measured here, with the cure; None if it can.
 
     Args:
         given: the options of `add_common`.
@@ -68,6 +68,7 @@ def problem_of(given: argparse.Namespace, **controllers: tuple[bool, str, str]) 
             what to do without.
     """
     path, python = given.nvme_path, given.peer_python
+    # Overlay and tmpfs: the kernel counts no bytes of them in /proc/PID/io.
     if block_device(path) is None:
         return (
             f"--nvme-path {path} lies on no block device, so its bytes could not be counted; "
@@ -83,12 +84,14 @@ def problem_of(given: argparse.Namespace, **controllers: tuple[bool, str, str]) 
 
 def describe_machine(directory: Path) -> dict[str, Any]:
     """Processor, memory, drive, accelerator and versions, as plain values for the table and the JSON."""
+    # Variables that all participants get, see `participant.ENVIRONMENT`.
     environment = ", ".join(f"{name}={os.environ.get(name, value)}" for name, value in ENVIRONMENT.items())
     return description.describe_machine(directory) | {"revision": _revision(), "environment": environment}
 
 
 def version_in(python: str, distribution: str) -> str | None:
     """Version of `distribution` in another interpreter's environment, None if it is not installed there."""
+    # Asks for the metadata alone: importing DeepSpeed takes seconds, and may fail without a GPU.
     code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
     answer = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     return answer.stdout.strip() if answer.returncode == 0 else None

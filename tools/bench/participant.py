@@ -24,13 +24,14 @@ ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 """For all participants alike: torch asks for huge pages, without which a CPU spends much of a step in page faults."""
 _MEASURED = Path(__file__).resolve().parent / "measured"
 OURS = Path(__file__).resolve().parents[2]
-# Takes that folder for a package of its own: a peer's environment has not what importing `infinity` needs, and a peer's memory is
-# measured without it.
+# Takes that folder for a package of its own: a peer's environment has not what importing `infinity` needs, and a peer's
+# memory is measured without it.
 _START = (
     "import importlib.util as u, sys; place = sys.argv.pop(1); "
     "spec = u.spec_from_file_location('measured', f'{place}/__init__.py', submodule_search_locations=[place]); "
     "sys.modules['measured'] = u.module_from_spec(spec); from measured.child import main; main()"
 )
+# io_uring registers memory, which counts as locked.
 _LAUNCH = 'ulimit -l unlimited 2>/dev/null; exec "$@"'
 
 
@@ -68,10 +69,13 @@ class Participant:
         self.turns: list[dict[str, Any]] = []
         self.peak_bytes: int | None = None
         self.steady_peak_bytes: int | None = None
+        # False for version 2 before Linux 6.12: then there is no steady peak.
         self._resets_peak = True
+        # If anything fails, all that was made is undone in reverse. At the end `pop_all` keeps it for `__exit__`.
         with contextlib.ExitStack() as resources:
             scratch = tempfile.TemporaryDirectory(prefix=f"{spec.name}_", dir=directory, ignore_cleanup_errors=True)
             resources.enter_context(scratch)
+            # stderr of the process: a file, because nobody reads a pipe while it computes.
             self._log = resources.enter_context(tempfile.TemporaryFile("w+", dir=directory))
             self._group = resources.enter_context(Cgroup(spec.name, tuple(controllers)))
             self._memory = self._group.memory
@@ -82,9 +86,11 @@ class Participant:
             self._process = self._start(workload, scratch.name)
             resources.callback(self._end)
             if limit_seconds is not None:
+                # Killed by a thread: this one is blocked in `readline`, which then returns nothing.
                 timer = threading.Timer(limit_seconds, self._kill)
                 timer.start()
                 resources.callback(timer.cancel)
+            # Waits until the model is built.
             self.ready = self._answer()
             self._resources = resources.pop_all()
 
@@ -96,7 +102,9 @@ class Participant:
                 # The environment's own tools (ninja for one) come first.
                 "PATH": f"{Path(self.spec.python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
                 # A peer must not find our libraries instead of its own.
+                # Example: for our own kind it is this checkout, for a peer's interpreter it is empty.
                 "PYTHONPATH": self.spec.path or (str(OURS) if self.spec.python == sys.executable else ""),
+                # Models are made from a config: nothing is downloaded.
                 "HF_HUB_OFFLINE": "1",
             }
         )
@@ -110,6 +118,7 @@ class Participant:
             stderr=self._log,
             text=True,
             env=environment,
+            # Ctrl-C is for the benchmark alone, which ends its children in order.
             start_new_session=True,
         )
 
@@ -126,6 +135,7 @@ class Participant:
         turn = self._answer()
         if self._memory is not None and self._memory.has_peak:
             self.peak_bytes = max(self.peak_bytes or 0, self._memory.peak_bytes)
+            # The peak of warm-up includes building the model: `steady_peak_bytes` begins after it.
             if not counts:
                 self._resets_peak = self._memory.reset_peak()
             elif self._resets_peak:
@@ -137,6 +147,7 @@ class Participant:
     def _answer(self) -> dict[str, Any]:
         stdout = self._process.stdout
         line = stdout.readline() if stdout is not None else ""
+        # An empty line is the end of the pipe: the process has died.
         answer: dict[str, Any] = json.loads(line) if line else {"error": self._how_it_ended()}
         if "error" in answer:
             self._log.seek(0)
@@ -146,6 +157,7 @@ class Participant:
 
     def _how_it_ended(self) -> str:
         code = self._process.wait()
+        # SIGKILL alone does not tell who sent it. The group counts kills of its memory limit.
         if self._memory is not None and self._memory.num_out_of_memory_kills:
             limit = self.spec.memory_limit_bytes or 0
             return f"killed by the kernel: it needs more than its memory limit of {limit / 1e9:.2f} GB"

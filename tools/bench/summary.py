@@ -33,11 +33,13 @@ def case_table(result: CaseResult, alone: Outcome | None) -> Table:
     table.add_column("")
     for heading in _COLUMNS:
         table.add_column(heading, justify="right", no_wrap=True)
+    # Compute alone may have been measured in a case before this one.
     before = [alone] if alone is not None and alone not in result.outcomes else []
     for outcome in [*before, *result.outcomes]:
         if not outcome.seconds_per_step:
             table.add_row(outcome.name, "failed", *[""] * 8)
             continue
+        # They move no bytes, so they have no bound.
         if outcome.name in (IN_MEMORY, RECOMPUTING):
             table.add_row(outcome.name, _times(outcome), "", "", "", "", "", *_memory(outcome))
             continue
@@ -77,6 +79,7 @@ def bound_seconds(result: CaseResult, outcome: Outcome, alone: Outcome | None) -
     at_drive_speed = result.bytes_bound_seconds(outcome)
     if at_drive_speed is None or alone is None:
         return None
+    # Drive and compute work side by side in the best case, so the slower one is the bound.
     return max(at_drive_speed, alone.median_seconds)
 
 
@@ -87,7 +90,9 @@ def find_alone(results: Sequence[CaseResult], result: CaseResult) -> Outcome | N
     """
     ours = result.outcome("ours")
     is_vertical = ours is not None and ours.schedule == "vertical"
+    # A vertical step computes each block once more in backward.
     wanted = (RECOMPUTING, IN_MEMORY) if is_vertical else (IN_MEMORY,)
+    # Compute does not depend on the drive: the same workload at another speed will do.
     same = [each for each in results if each.case.workload == result.case.workload and each is not result]
     for name in wanted:
         for each in [result, *same]:

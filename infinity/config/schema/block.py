@@ -1,4 +1,4 @@
-"""The words in which the models of the JSON are written: `Block`, and what can be said about a key besides its type.
+"""`Block`, the base of the models of the JSON, and the marks that a key may have besides its type.
 
 A key with neither `NoEffect` nor `Refused` has an effect. `Refused` is for whatever would change the numbers if it were
 ignored; `NoEffect` is for speed, memory and logging.
@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from infinity.config.schema.quantities import parse_count, parse_flag, parse_number, parse_rounded
 from infinity.errors import ConfigError
 
+# The parsers replace pydantic's own conversions, which accept "1" as true and refuse 1e9 as an integer.
 Flag = Annotated[bool, BeforeValidator(parse_flag)]
 Number = Annotated[float, BeforeValidator(parse_number)]
 Count = Annotated[int, BeforeValidator(parse_count), Field(ge=0)]
@@ -26,17 +27,19 @@ Untyped = dict[str, Any] | None
 class Block(BaseModel):
     """One JSON object. Field names are the JSON's keys; `renamed` maps other spellings to them."""
 
+    # `tidy` has removed unknown keys, with better messages: "forbid" only guards callers that skip it.
     model_config = ConfigDict(extra="forbid", frozen=True)
     renamed: ClassVar[Mapping[str, str]] = {}
 
     def is_active(self) -> bool:
         """Whether the block is switched on. What a switched-off block holds is checked for names only."""
+        # A block without a switch is always on. `OffloadBlock` overrides this: its switch is `device`.
         return bool(getattr(self, "enabled", True))
 
 
 @dataclass
 class Findings:
-    """What reading a config brings to light besides the values."""
+    """Collects what reading a config finds besides the values."""
 
     unknown: list[tuple[str, str | None]] = field(default_factory=list)
     """Dotted path of each unknown key, and what may have been meant."""
@@ -47,6 +50,7 @@ class Findings:
 
     def record(self, key: str, reason: str) -> None:
         """Record that `key` is accepted without effect."""
+        # By reason, so that the log has one line for twenty keys that only tune DeepSpeed.
         keys = self.ineffective.setdefault(reason, [])
         if key not in keys:
             keys.append(key)
@@ -58,7 +62,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """The key is accepted and does nothing. Values in `silent` ask for nothing, so nothing is said about them."""
+    """Marks a key that is accepted without effect. Values in `silent` are not reported: they ask for nothing."""
 
     reason: str
     silent: tuple[object, ...] = ()
@@ -71,7 +75,7 @@ class NoEffect:
 
 @dataclass(frozen=True)
 class Refused:
-    """The key would change the numbers and is not implemented: only `allowed` values and switched-off blocks pass."""
+    """Marks a key that is not implemented and would change the numbers. Passes: `allowed`, and switched-off blocks."""
 
     reason: str
     cure: str
@@ -83,6 +87,8 @@ class Refused:
         """Refuse it, unless it passes."""
         asked = value
         if self.is_by_parts and isinstance(value, dict):
+            # data_efficiency: {"enabled": true, "data_sampling": {"enabled": false}} asks for nothing. The outer switch
+            # is dropped, so that only the inner ones count.
             parts = {name: part for name, part in value.items() if name != "enabled"}
             asked = parts if _switches(parts) else value
         if value not in self.allowed and not (is_switched_off(value) or is_switched_off(asked)):
@@ -91,14 +97,14 @@ class Refused:
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of a block of which only these names are known, because no value in it has an effect."""
+    """Marks a block whose values nobody reads, with the names of the keys that it may have."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class NotNull:
-    """`null` is not "absent" here: it would be read as something else than what happens."""
+    """Marks a key that may not be null, because readers would expect another value than its default."""
 
     problem: str
     cure: str
@@ -112,6 +118,7 @@ def is_switched_off(value: object) -> bool:
     if not isinstance(value, dict):
         return False
     switches = _switches(value)
+    # {} is off. {"enabled": false} is off. {"enabld": false} has no switch, and is on: the error then names the block.
     return not value or (bool(switches) and all(_is_false(switch) for switch in switches))
 
 
@@ -119,6 +126,7 @@ def _switches(value: dict[str, Any]) -> list[object]:
     found: list[object] = []
     for key, item in value.items():
         if isinstance(item, dict):
+            # "enabled" may also be the name of a block inside; then its own switches count.
             found.extend(_switches(item))
         elif key == "enabled":
             found.append(item)
@@ -128,5 +136,6 @@ def _switches(value: dict[str, Any]) -> list[object]:
 def _is_false(switch: object) -> bool:
     try:
         return not parse_flag(switch)
+    # A switch with a value that is no flag is not off: the type error comes later.
     except ValueError:
         return False

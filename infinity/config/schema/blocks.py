@@ -27,6 +27,7 @@ from infinity.config.schema.quantities import (
 from swapper.config import LEAST_DEADLINE_SECONDS, BackendName
 from swapper.volumes.directory import Directory
 
+# A silent 0 would train differently than the same file under DeepSpeed.
 DEFAULT_GRADIENT_CLIPPING = 1.0
 """What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
 
@@ -41,14 +42,17 @@ def _steps_per_print(value: object) -> object:
     # accelerate writes Infinity to silence the line.
     if isinstance(value, float) and math.isinf(value):
         return None
+    # 0 means "no line", too.
     return parse_count(value) or None
 
 
 def _directory(value: object) -> str:
+    # "" is the default of DeepSpeed's monitors: the directory of the script.
     return "" if value in ("", None) else parse_path(value)
 
 
 def _strictness(value: object) -> object:
+    # `infinity.strict` may say "warn": the same as false.
     return False if value == "warn" else value
 
 
@@ -72,6 +76,7 @@ class SchedulerBlock(Block):
     """Its arguments; a wrong name is an error. Where `warmup_max_lr` is `"auto"`, it is the optimizer's rate."""
 
 
+# The texts under the fields of the models are printed into docs/reference/keys.md and the JSON schema.
 class InfinityBlock(Block):
     """`infinity`: what DeepSpeed has no key for."""
 
@@ -83,30 +88,31 @@ class InfinityBlock(Block):
     the activations) and of at least 2 GB, but not more than half. One that is too small is an error that names the
     minimum."""
     device_memory_budget: Annotated[int | None, BeforeValidator(parse_bytes)] = None
-    """On a GPU, a ceiling on the device memory of weights that are there. `"auto"`: 65 %
-    of what gradients and states leave of its free memory; the rest is for activations."""
+    """On a GPU, a ceiling on the device memory of resident weights. `"auto"`: 65 % of the free memory after gradients
+    and states; the rest is for activations."""
     staging_buffer_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = None
     """Size of a buffer of the staging pool, a multiple of 4096: the largest single transfer of optimizer state. `"auto"`:
     from the model and the budget."""
     prefetch: Flag = True
     """Read ahead in the order of the last step; `false` reads on demand."""
     keep_in_memory: Flag = True
-    """What the budgets leave over keeps weights and states off the drives; `false` leaves it unused."""
+    """Keep weights and states off the drives as far as the budgets leave room; `false` leaves that room unused."""
     progress_bars: Flag = True
-    """Where stderr is a terminal, what takes more than 2 seconds (building the engine, saving, loading, export) shows there
-    how far it is and what time is left."""
+    """Show progress and the time left of work that takes more than 2 seconds (building the engine, saving, loading,
+    export), if stderr is a terminal."""
     durable: Flag = False
-    """Commit every step: after a kill, a power cut or a full disk the same script goes on from the last one, see [Durable
+    """Commit every step. After a kill, a power cut or a full disk, the same script resumes from the last commit, see [Durable
     runs](../guides/checkpoints.md#durable-runs)."""
     durable_path: Annotated[tuple[Directory, ...] | None, BeforeValidator(parse_directories)] = None
-    """Directory of the durable run, or a list with one for each drive. `"auto"`: `durable` below each `nvme_path`. One that is
-    missing is made if its parent exists."""
+    """Directory of the durable run, or a list with one for each drive. `"auto"`: `durable` below each `nvme_path`. A
+    missing directory is made if its parent exists."""
     keep_last: Annotated[int, Field(ge=1)] = 1
     """How many commits `engine.rollback` can choose from. Each takes as much space as a step writes."""
     keep_every: Annotated[int, Field(ge=0)] = 0
-    """Keep as many commits again of steps that are multiples of this, for `engine.rollback` over longer ways; 0 keeps none."""
+    """Keep `keep_last` more commits, of steps that are multiples of this, so that `engine.rollback` reaches further back.
+    0 keeps none."""
     drive_tbw: Annotated[Number | None, Field(gt=0)] = None
-    """Terabytes that the drives together are rated to take (TBW): the plan then says after how many steps they have."""
+    """Terabytes that all drives together are rated to write (TBW). The plan then says how many steps they last."""
     units: Annotated[tuple[str, ...], BeforeValidator(parse_names)] = ()
     """Class names or name patterns of the modules that are paged as one; empty finds repeated blocks."""
     tile_above: Annotated[int | None, BeforeValidator(parse_bytes)] = None
@@ -162,22 +168,24 @@ class InfinityBlock(Block):
     keeps it in memory within the budget, writes what exceeds that to the drives and reads it back in time. Together with
     `activation_checkpointing` that is the inputs of blocks. Not in it: what is smaller than 64 KiB, and losses that are
     computed outside of the model."""
+    # 120 seconds trade late news of a dead drive against false alarms of a busy one. The number is not measured.
     io_deadline_seconds: Annotated[Number, Field(ge=LEAST_DEADLINE_SECONDS)] = 120.0
-    """A read or write that takes longer is an error instead of a hang."""
+    """A read or write that takes longer than this raises an error."""
     direct_io: Flag = True
-    """Go past the page cache (O_DIRECT) where the file system can."""
+    """Bypass the page cache (O_DIRECT) if the file system supports it."""
     io_backend: Annotated[BackendName, BeforeValidator(parse_choice)] = "auto"
-    """What moves the bytes; `"auto"` takes the fastest that proves to work, see [the engine for
-    I/O](swapper.md#backends). Where neither this key nor `aio` has a setting, engines use those that `infinity
-    profile` found best on these drives."""
+    """How bytes are moved; `"auto"` chooses the fastest backend that works here, see [the engine for
+    I/O](swapper.md#backends). If neither this key nor `aio` is set, engines use the
+    settings that `infinity profile` found best on these drives."""
     verify_checksums: Flag = False
-    """Keep a crc32c of what is written to drives and compare it with what is read; a difference is an error that names
-    parameter, file and offset."""
+    """Keep a crc32c of written bytes, and compare it when they are read. A difference raises an error with parameter,
+    file and offset."""
     timeline: Annotated[str | None, BeforeValidator(parse_path)] = None
-    """A file for a trace of who was busy when, which ui.perfetto.dev opens; written when the engine is closed."""
+    """A file for a trace of computing, waiting and transfers, which ui.perfetto.dev opens. It is written when the engine
+    is closed."""
     run_log: Annotated[str | None, BeforeValidator(parse_path)] = None
-    """A directory for the [log of the run](run-log.md): config, plan, every step and what happened, a line
-    of JSON each. A run that is resumed goes on behind what is there."""
+    """A directory for the [log of the run](run-log.md): config, plan, every step and every event, as lines of JSON.
+    A resumed run appends to its log."""
 
 
 @with_inert_keys
@@ -186,7 +194,7 @@ class ActivationCheckpointingBlock(Block):
     `checkpointing.configure(None, config)`. It switches nothing on; `infinity.activation_checkpointing` does."""
 
     cpu_checkpointing: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT, silent=(False,))] = False
-    """Inputs of checkpointed functions wait for backward in pinned host memory. On a CPU they are there anyway."""
+    """Inputs of checkpointed functions are kept in pinned host memory until backward. On a CPU they are there anyway."""
 
 
 @with_inert_keys
@@ -295,6 +303,7 @@ class RootBlock(Block):
     wandb: WandbBlock = WandbBlock()
     infinity: InfinityBlock = InfinityBlock()
 
+    # "expert_parallel" and others that need no code of their own are in inert.toml.
     # ---- what would change the numbers
 
     tensor_parallel: TensorParallelBlock = TensorParallelBlock()

@@ -27,6 +27,7 @@ def parse_directories(value: object) -> tuple[Directory, ...]:
 
     Paths are as the config has them, see `resolve_directories`.
     """
+    # Raises ValueError, which pydantic turns into its error for the key: all parsers of this package do so.
     values = value if isinstance(value, list | tuple) else [value]
     return tuple(_parse_directory(item) for item in values)
 
@@ -60,6 +61,7 @@ def _parse_path(value: object) -> str:
     if not isinstance(value, str | PurePath) or not str(value):
         raise ValueError('must be a text, an object {"path": ..., "capacity": ...}, or a list of those')
     text = str(value)
+    # A JSON escape can spell half of a surrogate pair ("\ud800"), which no file name can encode.
     if "\0" in text or any("\ud800" <= character <= "\udbff" for character in text):
         raise ValueError("has a character that no path can have")
     return text
@@ -75,6 +77,7 @@ def resolve_directories(named: Sequence[Directory], *, key: str) -> tuple[Direct
         problem = 'the device is "nvme", and no directory is given'
         raise ConfigError.value(key, None, problem, cure="Name a directory on a fast local drive, or a list of them")
     directories = tuple(replace(each, path=resolve_file(str(each.path), key=key)) for each in named)
+    # Two links to one directory would put two stripes on one drive, and count its space twice.
     paths = [os.path.realpath(directory.path) for directory in directories]
     for path in paths:
         if paths.count(path) > 1:
@@ -83,15 +86,17 @@ def resolve_directories(named: Sequence[Directory], *, key: str) -> tuple[Direct
 
 
 def check_capacities(one: Sequence[Directory], other: Sequence[Directory], *, key: str) -> None:
-    """See that a directory that two blocks share keeps to one capacity: blocks with the same list share their space.
+    """Check that both offload blocks give a shared directory the same capacity.
 
     Raises:
-        ConfigError: it would not.
+        ConfigError: they differ.
     """
+    # Equal lists share one volume, with one capacity: see the cure below.
     if one == other:
         return
     limits = {os.path.realpath(each.path): each.capacity_bytes for each in one}
     for each in other:
+        # 0 stands for "not in the other block". None means "without a limit": two of these agree.
         limit = limits.get(os.path.realpath(each.path), 0)
         if limit != 0 and (limit, each.capacity_bytes) != (None, None):
             problem = (
@@ -102,7 +107,7 @@ def check_capacities(one: Sequence[Directory], other: Sequence[Directory], *, ke
 
 
 def describe_directories(directories: Iterable[Directory]) -> str:
-    """The paths, and what may be used of each if not all."""
+    """Return the paths, with their capacities, for messages."""
     return ", ".join(
         str(each.path) if each.capacity_bytes is None else f"{each.path} (at most {each.capacity_bytes} bytes)"
         for each in directories
@@ -114,12 +119,13 @@ def _limit(capacity_bytes: int | None) -> str:
 
 
 def check_directories(directories: Sequence[Path], *, key: str) -> None:
-    """See that scratch files can be made there, without making any. One that is missing is made later, if its parent is there.
+    """Check that scratch files can be made in these directories. A missing one is made later, if its parent exists.
 
     Raises:
         StorageError: one of them is not a directory, not writable, or missing in one that is not; or its parent is missing.
     """
     for path in directories:
+        # The directory itself, or its nearest ancestor that exists, in which it would be made.
         directory = existing(path)
         # isdir and exists never raise, also where a parent may not be entered.
         if not os.path.exists(directory):
@@ -130,6 +136,7 @@ def check_directories(directories: Sequence[Path], *, key: str) -> None:
         if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
             cure = "Change its permissions, or set the key to a directory that you own"
             raise StorageError(directory, "is not writable", cure=cure, key=key)
+        # Only the last folder is made. A path with two missing folders is misspelt, or its drive is not mounted.
         if directory not in (path, path.parent):
             raise StorageError(path, _missing_words(directory), cure=_CURE_OF_MISSING, key=key)
 
@@ -139,17 +146,18 @@ def _missing_words(nearest: Path) -> str:
 
 
 def existing(path: Path) -> Path:
-    """The path, or what there is of those above it, in which it would be made."""
+    """Return the path, or its nearest ancestor that exists."""
+    # `lexists` and not `exists`: a dangling link counts as existing, and the caller names it.
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return path
 
 
 def make_directories(directories: Iterable[Path]) -> list[Path]:
-    """Make those that are missing, but not their parents: a wrong path, or a drive that is not mounted, has none.
+    """Make missing directories, but not their parents: a wrong path, or a drive that is not mounted, has none.
 
     Returns:
-        What was made, the innermost first.
+        The directories that were made, the innermost first.
 
     Raises:
         StorageError: it cannot be made.
@@ -165,24 +173,27 @@ def make_directories(directories: Iterable[Path]) -> list[Path]:
             cure = "Make it yourself, or name one that exists"
             raise StorageError(directory, f"cannot be made: {error.strerror}", cure=cure) from error
         if is_new:
+            # Innermost first, so that `remove_empty` can undo it in this order.
             made.insert(0, directory)
             logger.warning("directory %s did not exist and was made: is its drive mounted?", directory)
     return made
 
 
 def remove_empty(directories: Iterable[Path]) -> None:
-    """Remove those that are empty."""
+    """Remove the directories that are empty."""
     for directory in directories:
+        # ENOTEMPTY: somebody else uses it by now.
         with contextlib.suppress(OSError):
             directory.rmdir()
 
 
 def resolve_file(name: str, *, key: str) -> Path:
-    """The absolute path of a file or directory, with `~` and environment variables filled in; not looked at yet.
+    """Return an absolute path, with `~` and environment variables filled in. The file need not exist.
 
     Raises:
         ConfigError: it names a variable that is not set, or an unknown home.
     """
+    # `expandvars` leaves unknown variables as they are: a path with a dollar sign would be made literally.
     expanded = os.path.expandvars(name)
     if unset := re.search(r"\$(\w+|\{[^}]*\})", expanded):
         cure = f"Set the environment variable {unset[1].strip('{}')}, or write the directory itself"

@@ -20,6 +20,7 @@ from infinity.config.schema.vocabulary import child_block
 
 _NUMBERS: list[dict[str, Any]] = [
     {"type": "number"},
+    # What `parse_bytes` and `parse_number` accept as text: "2GB", "1_000", "1e-4".
     {"type": "string", "pattern": r"^\s*[-+]?[0-9.][-+0-9.eE_]*\s*([KMGTkmgt]?[Ii]?[Bb]?)\s*$"},
 ]
 _FLAGS: list[dict[str, Any]] = [
@@ -34,11 +35,13 @@ _OF_READERS: dict[Any, list[dict[str, Any]]] = {
     quantities.parse_flag: _FLAGS,
     quantities.parse_path: [{"type": "string"}],
 }
-"""What a file may write for a key, by the function that reads it. What others read is not described."""
+"""The forms that a key accepts, by the function that parses it. Keys with other parsers accept anything."""
 _OF_TYPES: dict[Any, list[dict[str, Any]]] = {str: [{"type": "string"}], int: _NUMBERS[:1]}
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+# The same keys as `reading._COMMENT_KEY`: JSON schema has no flag for upper and lower case.
 _COMMENTS = r"^(\$schema|\$?_*([cC][oO][mM][mM][eE][nN][tT])[sS]?[0-9]*|//.*|#.*)$"
 _DOTTED = r"^[a-z]\w*(\.\w+)+$"
+# Flags that `legacy.modernise` rewrites. They are no fields of a model.
 _OLD = ("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory")
 
 
@@ -46,6 +49,7 @@ def json_schema() -> dict[str, Any]:
     """The schema (draft 2020-12) of a whole config, as plain values."""
     schema = _block(RootBlock)
     schema["patternProperties"][_DOTTED] = {"description": "The key of that block, in place of the value there."}
+    # `_kinds` puts the block itself first, before true and false, "auto" and null.
     zero = schema["properties"]["zero_optimization"]["anyOf"][0]["properties"]
     zero.update({name: {"description": "An older form of the offload blocks.", "deprecated": True} for name in _OLD})
     return {
@@ -85,6 +89,7 @@ def _property(field: FieldInfo) -> dict[str, Any]:
 
 def _kinds(field: FieldInfo) -> list[dict[str, Any]]:
     if (child := child_block(field)) is not None:
+        # `"bf16": true` and, in old files, `"zero_optimization": true`.
         is_switch = "enabled" in child.model_fields or "stage" in child.model_fields
         return [_block(child), *([{"type": "boolean"}] if is_switch else [])]
     if field.annotation == Untyped:
@@ -92,9 +97,11 @@ def _kinds(field: FieldInfo) -> list[dict[str, Any]]:
         return [{"type": "object"} if names is None else _object({name: {} for name in names}), {"type": "boolean"}]
     parts = [*field.metadata, *leaves(field.annotation)]
     readers = [part.func for part in parts if isinstance(part, BeforeValidator)]
+    # {} in a JSON schema accepts everything: the file then loads or fails by the parser alone.
     if not all(reader in _OF_READERS or reader is quantities.parse_choice for reader in readers):
         return [{}]
     if choices := choices_of(field):
+        # `parse_choice` ignores case, JSON schema cannot: "nvme" becomes [nN][vV][mM][eE].
         cased = ("".join(f"[{c.lower()}{c.upper()}]" if c.isalpha() else c for c in name) for name in choices)
         return [{"enum": choices}, {"type": "string", "pattern": rf"^\s*({'|'.join(cased)})\s*$"}]
     kinds = _OF_READERS[readers[0]] if readers else next((_OF_TYPES[part] for part in parts if part in _OF_TYPES), [{}])

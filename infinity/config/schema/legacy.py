@@ -1,4 +1,4 @@
-"""Forms that DeepSpeed gave up but that are still found in files, rewritten to the present ones."""
+"""Rewrites forms that DeepSpeed gave up, and that files still have, to the present ones."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ _DOTTED = re.compile(r"[a-z]\w*(\.\w+)+")
 
 
 def modernise(raw: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
-    """A copy of `raw` in which `zero_optimization` has its present form.
+    """Return a copy of `raw` in which `zero_optimization` has its present form.
 
     Keys with dots are put into their blocks, `true` becomes stage 1, and the flags `cpu_offload` and `cpu_offload_param`
     become the blocks that replaced them.
     """
+    # {"zero_optimization.stage": 2, "zero_optimization": {"cpu_offload": true}} becomes
+    # {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}.
     config = _undotted(raw, findings)
     zero = config.get("zero_optimization")
     if isinstance(zero, bool):
+        # An old form of DeepSpeed's: a switch in place of the stage.
         config["zero_optimization"] = {"stage": 1 if zero else 0}
     elif isinstance(zero, Mapping):
         config["zero_optimization"] = _modernise_zero(dict(zero), findings)
@@ -35,10 +38,11 @@ def modernise(raw: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
 
 
 def _undotted(raw: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
-    """A copy in which keys like "zero_optimization.stage" stand in their block. TRL writes them to replace a value."""
+    """Return a copy in which keys like "zero_optimization.stage" are in their block. TRL writes such keys."""
     config: dict[str, Any] = {}
     dotted: dict[str, Any] = {}
     for key, value in raw.items():
+        # All blocks first: a dotted key replaces a value wherever it is in the file.
         (dotted if _DOTTED.fullmatch(str(key)) else config)[key] = value
     for key, value in dotted.items():
         target = config
@@ -47,6 +51,7 @@ def _undotted(raw: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
             inner = target.get(block)
             if isinstance(inner, bool):
                 inner = {"stage" if block == "zero_optimization" else "enabled": inner}
+            # A copy: `raw` is the caller's dict.
             target[block] = dict(inner) if isinstance(inner, Mapping) else {}
             target = target[block]
         target[name] = value
@@ -68,6 +73,7 @@ def _modernise_zero(zero: dict[str, Any], findings: Findings) -> dict[str, Any]:
             present = {"device": "cpu"}
         if not isinstance(present, Mapping):
             continue  # whoever looks at types says what is wrong with it
+        # Both forms may be given if they agree. "nvme" and `cpu_offload` do not.
         device = present.get("device", "none")
         if device != "cpu" and not is_auto(device):
             problem = f"it contradicts zero_optimization.{new}.device = {device!r}"

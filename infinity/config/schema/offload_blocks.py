@@ -23,12 +23,13 @@ class OffloadBlock(Block):
     """`offload_param` and `offload_optimizer`. Each takes the other's keys too: files in the wild mix them up."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(parse_choice)] = "none"
-    """Where these states rest: in the compute device's memory, in host memory, or on drives."""
+    """Where these states are stored: in the compute device's memory, in host memory, or on drives."""
     nvme_path: Annotated[tuple[Directory, ...], BeforeValidator(parse_directories)] = ()
     """The directory on the drive, or a list of them, one per drive, which are striped. Each may be an object that limits
     what is used: `{"path": "/mnt/nvme", "capacity": "400GB"}`. `~`, `$NAME` and `${NAME}` are filled in. A directory
     that is missing is made, and stays, if its parent exists. Scratch files in it have no name and vanish with the process."""
 
+    # "none" is DeepSpeed's word for a block that is switched off.
     def is_active(self) -> bool:
         return self.device != "none"
 
@@ -41,6 +42,7 @@ class ZeroBlock(Block):
     """What several processes divide among them: from 1 on main weights, optimizer states and their updates; with 3
     also model weights. The numbers are the same with all of them (but see `bf16.check_grad_overflow`), and one process takes
     it as 3. Where it is not written: 3 if `offload_param` or `offload_optimizer` names a device, else 0, as in DeepSpeed."""
+    # An empty block is the same as none: its device is "none".
     offload_param: OffloadBlock = OffloadBlock()
     offload_optimizer: OffloadBlock = OffloadBlock()
 

@@ -23,7 +23,8 @@ _FLOAT_TYPES = {
 
 
 def float_type(value: object) -> str:
-    """A name of fp32, fp16 or bf16, as one of those. ValueError: it is none."""
+    """Return "fp32", "fp16" or "bf16" for any of their names. Raises ValueError for other values."""
+    # Accepts torch's own spelling as well, as in "torch.bfloat16".
     name = _FLOAT_TYPES.get(str(value).lower().removeprefix("torch."))
     if name is None:
         raise ValueError(f"must be one of {', '.join(_FLOAT_TYPES)}")

@@ -1,6 +1,6 @@
-"""Numbers, sizes and flags as people write them in config files, made exact or refused.
+"""Parsers of numbers, sizes and flags in config files.
 
-Every function takes whatever stands in the JSON, and raises `ValueError` with words that fit behind the key's name.
+Each accepts any JSON value, and raises `ValueError` with a message that continues the key's name ("must be ...").
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from pathlib import PurePath
 
 _SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+# "k" and "kb" are 1000 and "kib" is 1024, as drives are sold and as SI and IEC define them: "2GB" is 2e9 bytes.
 _FACTORS: dict[str, int] = {
     "": 1,
     "b": 1,
@@ -22,7 +23,8 @@ _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 def parse_number(value: object) -> float:
-    """A finite number; texts such as "1e-4" count, since YAML front ends produce them."""
+    """Parse a finite number, also from a text such as "1e-4", which YAML front ends produce."""
+    # Python's bool is an int: `true` would be the number 1.
     if isinstance(value, bool) or not isinstance(value, Real | str):
         raise ValueError("must be a number")
     try:
@@ -37,8 +39,9 @@ def parse_number(value: object) -> float:
 
 
 def parse_count(value: object) -> int:
-    """A whole number; 4.0 and 1e9 are whole, 4.5 is not."""
+    """Parse a whole number. 4.0 and 1e9 are whole, 4.5 is not."""
     if not isinstance(value, bool) and isinstance(value, Integral):
+        # Before any float: an integer above 2^53 would lose its last digits.
         return int(value)
     number = parse_number(value)
     if number != int(number):
@@ -47,12 +50,12 @@ def parse_count(value: object) -> int:
 
 
 def parse_rounded(value: object) -> int:
-    """A number of elements. Fractions are rounded: `auto` tools write things like 0.9 * hidden_size**2."""
+    """Parse a number of elements, rounded: tools compute values such as 0.9 * hidden_size**2."""
     return round(parse_number(value))
 
 
 def parse_bytes(value: object) -> int:
-    """A positive number of bytes: an integer, or a text such as "2GB" (2e9), "2GiB" (2 * 2**30), "384 MB" or "1.5g"."""
+    """Parse a positive number of bytes, also from a text such as "2GB" (2e9), "2GiB" (2 * 2**30), "384 MB" or "1.5g"."""
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         factor = _FACTORS.get(match[2].lower()) if match else None
@@ -67,7 +70,7 @@ def parse_bytes(value: object) -> int:
 
 
 def parse_flag(value: object) -> bool:
-    """True or false, also as text ("true": DeepSpeed's own tuning tool writes it so) or as 0 and 1."""
+    """Parse a flag, also from 0, 1 or a text such as "true", which DeepSpeed's tuning tool writes."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().lower() in _FLAGS:
@@ -78,7 +81,8 @@ def parse_flag(value: object) -> bool:
 
 
 def parse_names(value: object) -> tuple[str, ...]:
-    """A text (or path) or a list of them, always as a tuple."""
+    """Parse a text (or path), or a list of them, to a tuple."""
+    # A single name needs no brackets.
     values = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(item, str | PurePath) and str(item) for item in values):
         raise ValueError("must be a text or a list of texts")
@@ -89,11 +93,12 @@ FROZEN_DTYPES = ("bf16", "int8", "nf4", "fp8_e4m3")
 
 
 def parse_frozen_dtype(value: object) -> str | tuple[tuple[str, str], ...] | None:
-    """One of `FROZEN_DTYPES` for all, or an object from patterns to them, as pairs. None, and "bf16" for all: as they are."""
+    """Parse one of `FROZEN_DTYPES`, or an object from patterns of names to them, which becomes pairs."""
     if value is None or is_auto(value):
         return None
     if isinstance(value, str):
         return _frozen_dtype(value)
+    # Pairs are this function's own result: a validated block may be validated again.
     if isinstance(value, list | tuple) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
         value = dict(value)
     if not isinstance(value, Mapping) or not all(isinstance(pattern, str) and pattern for pattern in value):
@@ -109,17 +114,17 @@ def _frozen_dtype(value: object) -> str:
 
 
 def parse_path(value: object) -> str:
-    """A text (or path) that can name a file."""
+    """Parse a text (or path) that can name a file."""
     if not isinstance(value, str | PurePath) or not str(value) or "\0" in str(value):
         raise ValueError("must be the path of a file")
     return str(value)
 
 
 def parse_choice(value: object) -> object:
-    """One of a few texts, in upper or lower case; which ones there are, the field's type says."""
+    """Convert a text to lower case. The type of the field lists the choices."""
     return value.strip().lower() if isinstance(value, str) else value
 
 
 def is_auto(value: object) -> bool:
-    """Whether the value is "auto": it is to be decided from elsewhere."""
+    """Whether the value is "auto"."""
     return isinstance(value, str) and value.strip().lower() == "auto"

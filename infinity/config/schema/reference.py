@@ -1,4 +1,4 @@
-"""What the models of the JSON say of a key besides its type: the text under its field, and whether it has an effect."""
+"""Reads the models of the JSON for the reference page and the JSON schema: texts, choices and effects of keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from infinity.config.schema.block import Block, NoEffect, Refused
 
 
 def texts_of(block: type[Block]) -> dict[str, str]:
-    """Field name -> the text that stands under the field in the source."""
+    """Return the text under each field in the source, by the name of the field."""
+    # Python keeps no text under a field at run time, so it is read from the source of the class.
     tree = ast.parse(textwrap.dedent(inspect.getsource(block)))
     found: dict[str, str] = {}
     name = None
@@ -27,7 +28,7 @@ def texts_of(block: type[Block]) -> dict[str, str]:
 
 
 def rules_of(field: FieldInfo) -> Iterator[str]:
-    """Why the key has no effect, or when it is refused, as sentences."""
+    """Yield sentences that say why a key has no effect, or when it is refused."""
     for item in field.metadata:
         if isinstance(item, NoEffect):
             yield f"{item.reason[:1].upper()}{item.reason[1:]}."
@@ -41,16 +42,18 @@ def has_effect(field: FieldInfo) -> bool:
 
 
 def leaves(annotation: Any) -> Iterator[Any]:
-    """The types and the metadata in an annotation."""
+    """Yield the types and the metadata in an annotation."""
     origin = get_origin(annotation)
+    # Example: Annotated[Literal["a"], reader] | None yields the union, then Annotated and reader, then the Literal.
     yield origin if origin is dict else annotation
     yield from getattr(annotation, "__metadata__", ())
+    # The arguments of Literal are values, and those of dict[str, Any] describe its content.
     if origin not in (Literal, dict):
         for inner in get_args(annotation):
             yield from leaves(inner)
 
 
 def choices_of(field: FieldInfo) -> list[Any]:
-    """The values of a key that takes some alone; empty for others."""
+    """Return the values of a key with a fixed set of choices; empty for other keys."""
     parts = [*field.metadata, *leaves(field.annotation)]
     return [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]

@@ -1,4 +1,4 @@
-"""What a field of a block holds, and which key somebody may have meant."""
+"""The blocks and keys of the schema, and the key that a misspelt one may have meant."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from infinity.config.schema.block import Block, Keys, Untyped
 from infinity.config.schema.blocks import RootBlock
 
 _FORMER = {"page_bytes": "staging_buffer_bytes"}
-"""Keys that had another name: whoever still writes it is told the present one."""
+"""Former name of a key -> its present name, for the error about the former one."""
 
 
 def child_block(field: FieldInfo | None) -> type[Block] | None:
-    """The block that a field holds, or None when it holds a value, or is not there."""
+    """Return the block that a field holds; None for a value or a missing field."""
     annotation = None if field is None else field.annotation
+    # `OptimizerBlock | None` has its block among the arguments of the union.
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Block):
             return candidate
@@ -26,7 +27,7 @@ def child_block(field: FieldInfo | None) -> type[Block] | None:
 
 
 def opened(value: Any, field: FieldInfo | None) -> Any:
-    """What a field is given; a block that is written as a switch alone (`"bf16": true`) as an object."""
+    """Return the value of a field, with the short form of a switch (`"bf16": true`) written out as an object."""
     if not isinstance(value, bool) or field is None:
         return value
     child = child_block(field)
@@ -35,7 +36,7 @@ def opened(value: Any, field: FieldInfo | None) -> Any:
 
 
 def suggest(path: str, name: str, known_here: Iterable[str]) -> str | None:
-    """What may have been meant by key `name`, found in the block at `path` ("" or ending in a dot).
+    """Return the key that may have been meant by `name` in the block at `path` ("" or ending in a dot).
 
     A key that exists, but in another place, is more likely than a misspelt one; a misspelt one is looked for in its own
     block first.
@@ -43,17 +44,19 @@ def suggest(path: str, name: str, known_here: Iterable[str]) -> str | None:
     everywhere = known_keys()
     if name in _FORMER:
         return path + _FORMER[name]
+    # A right key in the wrong block: "stage" at the top level is zero_optimization.stage.
     if name in everywhere:
         return _place(everywhere[name])
     if (near := nearest(name, known_here)) is not None:
         return path + near
+    # Among all keys something always looks similar: 0.8 of difflib's ratio needs a closer match than in one block.
     if (near := nearest(name, everywhere, cutoff=0.8)) is not None:
         return _place(everywhere[near])
     return None
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The known name that looks most like `name`, or None when none does."""
+    """Return the known name that is most similar to `name`, or None."""
     lowered = {key.lower(): key for key in known}
     matches = get_close_matches(name.lower(), lowered, n=1, cutoff=cutoff)
     return lowered[matches[0]] if matches else None
@@ -61,8 +64,9 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 @cache
 def known_keys() -> dict[str, str]:
-    """For each key that stands in some block, its dotted path: the one nearest to the top when there are several."""
+    """Return the dotted path of each key. Of several, the one nearest to the top counts."""
     paths: dict[str, str] = {}
+    # Sorted by depth, and `setdefault` keeps the first.
     for path in sorted(known_paths(), key=lambda path: path.count(".")):
         paths.setdefault(path.rpartition(".")[2], path)
     return paths
@@ -73,7 +77,7 @@ def _place(path: str) -> str:
 
 
 def blocks(block: type[Block] = RootBlock, path: str = "") -> Iterator[tuple[str, type[Block]]]:
-    """Every block of the JSON by its dotted path, the top level first."""
+    """Yield every block of the JSON with its dotted path, the top level first."""
     yield path, block
     for name, field in block.model_fields.items():
         if (child := child_block(field)) is not None:
@@ -81,7 +85,7 @@ def blocks(block: type[Block] = RootBlock, path: str = "") -> Iterator[tuple[str
 
 
 def known_paths() -> Iterator[str]:
-    """The dotted path of every key under its present name."""
+    """Yield the dotted path of every key under its present name."""
     for path, block in blocks():
         for name, field in block.model_fields.items():
             yield path + name

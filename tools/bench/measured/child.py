@@ -21,6 +21,7 @@ from .models import Program, Workload
 
 def make_program(kind: str, workload: Workload, settings: dict[str, Any]) -> Program:
     """Builds the program called `kind`. Imports only what that program needs: the peers live in other environments."""
+    # Imports inside the branches: each environment has the packages of its own program.
     if kind == "ours":
         from .ours import Ours
 
@@ -38,12 +39,14 @@ def make_program(kind: str, workload: Workload, settings: dict[str, Any]) -> Pro
 
 def drive_bytes() -> tuple[int, int]:
     """Bytes this process has caused to be read from and written to block devices."""
+    # The kernel counts them per process, for block devices alone: tmpfs has none.
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"]), int(fields["write_bytes"])
 
 
 def synchronize() -> None:
     """Wait for the GPU, if there is one: a step's time holds its kernels."""
+    # Not imported here: it would count in the memory of a program without it.
     torch = sys.modules.get("torch")  # a program that has none computes nothing there
     if torch is not None and torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -70,6 +73,7 @@ def run_turn(program: Program, num_steps: int) -> dict[str, Any]:
     seconds, losses = [], []
     for _ in range(num_steps):
         step_began = time.perf_counter()
+        # A step returns when its loss is known; updates may still run. The flush below ends them.
         losses.append(program.step())
         synchronize()
         seconds.append(time.perf_counter() - step_began)
@@ -91,9 +95,11 @@ def run_turn(program: Program, num_steps: int) -> dict[str, Any]:
 
 
 def _die_with_parent(parent_pid: int) -> None:
-    """A parent that is killed outright cannot clean up: the kernel then ends this process too."""
+    """Let the kernel kill this process when its parent dies: a killed parent cannot clean up."""
+    # PR_SET_PDEATHSIG of <sys/prctl.h>.
     parent_death_signal = 1
     ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+    # The parent died before prctl was called, so the signal would never come.
     if os.getppid() != parent_pid:
         sys.exit("the benchmark has ended already")
 
@@ -117,10 +123,11 @@ def _obey(answers: TextIO, kind: str, workload: Workload, settings: dict[str, An
 
 
 def main() -> None:
-    """Entry, as `START` of the parent calls it, with KIND WORKLOAD_JSON SETTINGS_JSON."""
+    """Entry point, which `_START` of the parent calls with KIND WORKLOAD_JSON SETTINGS_JSON."""
     kind, workload, settings = sys.argv[1], Workload(**json.loads(sys.argv[2])), json.loads(sys.argv[3])
     _die_with_parent(settings["parent_pid"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children in order; Ctrl-C reaches it alone
+    # Answers get a copy of stdout, and stdout itself becomes stderr: prints of libraries cannot mix with answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:

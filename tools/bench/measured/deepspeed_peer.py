@@ -15,6 +15,7 @@ from .models import Program, Workload, build_model, micro_batches
 
 # Without the launcher DeepSpeed looks for these, and asks for mpi4py when they are missing.
 _LAUNCHER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+# Elements of a sub-group and of live parameters. Smaller ones take less host memory, and more operations.
 _LEAN_ELEMENTS = int(4e7)
 
 
@@ -54,6 +55,7 @@ def make_config(workload: Workload, settings: dict[str, Any], largest_numel: int
             "single_submit": False,
             "overlap_events": True,
         },
+        # Never: printing is no part of a step.
         "steps_per_print": 10**9,
     }
 
@@ -113,6 +115,7 @@ class _Moved:
     def __init__(self) -> None:
         self.read, self.written = 0, 0
         utils = importlib.import_module("deepspeed.runtime.swap_tensor.utils")
+        # Each module has imported the functions by name, so the counting ones have to be put into each.
         for name in ("partitioned_param_swapper", "pipelined_optimizer_swapper", "optimizer_utils", "async_swapper"):
             importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}")
         swappers = [module for name, module in sys.modules.items() if name.startswith("deepspeed.runtime.swap_tensor")]
@@ -138,6 +141,7 @@ class DeepSpeedPeer(Program):
 
     def __init__(self, workload: Workload, settings: dict[str, Any]) -> None:
         os.environ.update(_LAUNCHER)
+        # Two benchmarks at once would meet at DeepSpeed's default port.
         os.environ["MASTER_PORT"] = str(_free_port())
         os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
         os.environ["TORCH_EXTENSIONS_DIR"] = settings["extensions_directory"]
@@ -147,6 +151,7 @@ class DeepSpeedPeer(Program):
         self._moved = _Moved() if on_gpu else None
         model = build_model(workload, "cuda" if on_gpu and torch.cuda.is_available() else "cpu")
         self._num_parameters = sum(p.numel() for p in model.parameters())
+        # Before `initialize`: with stage 3, DeepSpeed empties the parameters.
         largest = max(p.numel() for p in model.parameters())
         config = (make_gpu_config if on_gpu else make_config)(workload, settings, largest)
         self._engine, *_ = deepspeed.initialize(model=model, config=config)
@@ -158,6 +163,7 @@ class DeepSpeedPeer(Program):
         for _ in range(self._workload.num_micro_batches):
             loss = self._engine(**next(self._batches)).loss
             self._engine.backward(loss)
+            # DeepSpeed updates at the last micro-batch, and waits for its writes there.
             self._engine.step()
             total += float(loss.detach())
         return total / self._workload.num_micro_batches
@@ -172,5 +178,6 @@ class DeepSpeedPeer(Program):
 
 def _free_port() -> int:
     with socket.socket() as probe:
+        # The kernel chooses a free port. It may be taken again before DeepSpeed binds it, which is unlikely.
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

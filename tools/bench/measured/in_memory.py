@@ -21,6 +21,7 @@ class InMemory(Program):
         for parameter in self._model.parameters():  # buffers keep their dtype, as in the engine
             parameter.data = parameter.data.to(getattr(torch, workload.dtype))
         self._params = [p for p in self._model.parameters() if p.requires_grad]
+        # fp32 models are their own main weights: the optimizer updates the parameters themselves.
         self._mains = [p.detach().float() if p.dtype != torch.float32 else p for p in self._params]
         params = workload.optimizer_params()
         self._optimizer = torch.optim.AdamW(self._mains, fused=True, **(params | {"betas": tuple(params["betas"])}))
@@ -31,6 +32,7 @@ class InMemory(Program):
         scale = self._workload.num_micro_batches
         for _ in range(scale):
             loss = self._model(**next(self._batches)).loss
+            # The mean over the micro-batches, as the engine divides it.
             (loss / scale).backward()
             total += float(loss.detach())
             self._accumulate()
@@ -47,6 +49,7 @@ class InMemory(Program):
         for param, main in zip(self._params, self._mains, strict=True):
             if param is main or param.grad is None:
                 continue
+            # bf16 gradients are added up in fp32, and freed at once.
             grad = param.grad.float()
             main.grad = grad if main.grad is None else main.grad.add_(grad)
             param.grad = None

@@ -67,7 +67,7 @@ class Workload:
         return {"lr": self.learning_rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 
     def config(self) -> dict[str, Any]:
-        """What a config of DeepSpeed says of it, the same for every participant that reads one."""
+        """Return the part of a DeepSpeed config that every participant shares."""
         return {
             "train_micro_batch_size_per_gpu": self.batch_size,
             "gradient_accumulation_steps": self.num_micro_batches,
@@ -92,11 +92,11 @@ class Program:
         """Wait for what a step has left pending: nothing here."""
 
     def moved_bytes(self) -> tuple[int, int] | None:
-        """Bytes read and written through files so far, where the program knows: the kernel counts none of a tmpfs."""
+        """Return bytes read and written through files so far, if the program counts them: the kernel misses a tmpfs."""
         return None
 
     def take_reports(self) -> list[dict[str, Any]]:
-        """What an engine says of the steps since the last call; only ours says anything."""
+        """Return the engine's reports since the last call; only our engine has any."""
         return []
 
     def close(self) -> None:
@@ -121,6 +121,7 @@ def build_model(workload: Workload, device: str = "cpu") -> torch.nn.Module:
         tie_word_embeddings=False,
         use_cache=False,
     )
+    # transformers builds in the default dtype, which is global: restored whatever happens.
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, workload.dtype))
     try:
@@ -141,6 +142,7 @@ def micro_batches(workload: Workload, device: torch.device | str = "cpu") -> Ite
     """Endless micro-batches of random tokens, the same sequence for every participant."""
     import torch
 
+    # Not the global one, which the model's dropout or a peer may have used.
     generator = torch.Generator().manual_seed(1)
     shape = (workload.batch_size, workload.seq_len)
     while True:

@@ -39,6 +39,7 @@ class Ours(Program):
         self._reports: list[Any] = []
         self._moved, self._counts = (0, 0), bool(settings.get("counts_bytes"))
         config = make_config(workload, settings)
+        # For models that do not fit into memory: weights go to the drive as they are made.
         with Init(config_dict_or_path=config) if settings.get("builds_on_drive") else contextlib.nullcontext():
             model = build_model(workload, settings.get("build_on", "cpu"))
         self._engine, *_ = initialize(model=model, config=config)
@@ -54,7 +55,7 @@ class Ours(Program):
         return loss
 
     def moved_bytes(self) -> tuple[int, int] | None:
-        """As the engine's reports count them, on a GPU, where a tmpfs is the drive; what a flush moves is the next step's."""
+        """Return the bytes of the engine's reports so far. Bytes that a flush moves count in the next step."""
         return self._moved if self._counts else None
 
     def flush(self) -> None:
@@ -62,7 +63,7 @@ class Ours(Program):
         self._engine.flush()
 
     def take_reports(self) -> list[dict[str, Any]]:
-        """The engine's reports of the steps since the last call, and writes the timeline if there is one.
+        """Return the engine's reports since the last call, and write the timeline if there is one.
 
         The first step of a turn is left out, if it has more: its report begins at the end of the turn before, and holds
         the flush and the other participants' turns.
@@ -70,6 +71,7 @@ class Ours(Program):
         reports, self._reports = self._reports, []
         if self._timeline is not None:
             self._engine.save_timeline(self._timeline)
+        # A turn of one step has only that one report.
         return [_plain(report) | _shards(report) for report in reports[1:] or reports]
 
     def describe(self) -> dict[str, Any]:
@@ -87,6 +89,7 @@ class Ours(Program):
 
     def close(self) -> None:
         """Releases the volumes."""
+        # The process ends: weights need not go back into the model.
         self._engine.close(restore_weights=False)
 
 
