@@ -241,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
             found += [measure(way, tokens, Path(directory), options) for way in options.ways]
     show(found)
     if options.json is not None:
-        write_json(options.json, [asdict(each) for each in found])
+        write_json([asdict(each) for each in found], options.json)
     return 0
 
 

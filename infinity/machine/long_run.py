@@ -62,14 +62,14 @@ class LongRun:
 
     @property
     def fell_at(self) -> Moment | None:
-        """The sample before the rate falls; None if it does not fall."""
+        """The last sample before the rate falls; None if it does not fall."""
         if self.rate > (1 - _FALL) * self.first_rate:
             return None
         # The first place whose median of three is below the middle of both rates. Example: rates 3, 3, 3, 3, 1, 1, 1,
-        # ... have the middle 2. At n = 3 the samples 3, 1, 1 have the median 1, so the fall is reported at moment 2.
+        # ... have the middle 2. At n = 3 the samples 3, 1, 1 have the median 1: moment 3 is the last fast one.
         middle, rates = (self.first_rate + self.rate) / 2, self._rates
         slow = (n for n in range(len(rates)) if statistics.median(rates[n : n + _AT_ONCE]) < middle)
-        return self.moments[max(0, next(slow) - 1)]
+        return self.moments[next(slow)]
 
     def words(self) -> str:
         """Describe the result, and what to do."""

@@ -143,11 +143,12 @@ def _in_words(found: Sequence[Alternative]) -> str:
     if not found:
         return "What would make it faster is not known yet."
     best: dict[str, Alternative] = {}
+    most: dict[str, float] = {}
     for each in found:  # of several amounts of memory, the least that gives nearly as much as the most
         kind = "RAM" if "RAM" in each.means else each.means
         known = best.get(kind)
-        # `found` begins with the largest gain. A later one replaces it if it gives 95 % of that.
-        if known is None or each.gain > 0.95 * known.gain:
+        # `found` begins with the largest gain, and with the smaller of two amounts that gain the same.
+        if known is None or 0.95 * most.setdefault(kind, known.gain) < each.gain < known.gain:
             best[kind] = each
     worth = [each for each in best.values() if each.gain >= _WORTH]
     if not worth:

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from infinity.machine.long_run import LongRun, hold
+from infinity.machine.long_run import LongRun, Moment, hold
 from swapper.measure.io_setting import IOSetting, Workload
 from swapper.measure.measurement import DriveTest, Sample
 
@@ -49,6 +49,11 @@ def test_where_a_cache_ends_is_found_and_what_to_count_with() -> None:
     assert found.fell_at.written_bytes == pytest.approx(drive.cache_bytes, rel=0.25)
     assert "from 3.00 to 1.20 GB/s" in found.words() and "cache ends" in found.words()
     assert found.as_json()["bytes_per_second"] == pytest.approx(1.2e9, rel=1e-3)
+
+
+def test_a_rate_falls_behind_the_last_fast_sample() -> None:
+    moments = [Moment(n, n, rate, None) for n, rate in enumerate([3e9, 3e9, 3e9, 3e9, 1e9, 1e9, 1e9, 1e9])]
+    assert LongRun(moments).fell_at is moments[3]
 
 
 def test_a_hot_drive_is_to_be_cooled() -> None:

@@ -13,7 +13,7 @@ from infinity.metrics import Run, StepReport
 from infinity.plan.cost_model import best_placement, predict
 from infinity.plan.plan import Plan, as_record
 from infinity.plan.sizes import UnitSize, guessed_order
-from infinity.reporting.verdict import alternatives, judge
+from infinity.reporting.verdict import Alternative, _in_words, alternatives, judge
 from infinity.units.layout import CHUNK_GRANULE
 from tests.step_reports import report
 from tests.unit.plan.planned import plan_of, request_of
@@ -58,6 +58,13 @@ def test_a_run_that_drives_bound() -> None:
     assert gains["a second drive"] == pytest.approx(2.0) and gains["twice the speed of computing"] == 1.0
     assert "a second drive" in verdict.words.lower() and " more RAM " in verdict.words
     assert "computing" not in verdict.words
+
+
+def test_of_amounts_of_memory_that_gain_about_the_same_the_least_is_told() -> None:
+    fastest_first = [
+        Alternative(f"{more} GB more RAM", 10 / gain, gain) for more, gain in ((40, 1.52), (10, 1.5), (20, 1.5))
+    ]
+    assert _in_words(fastest_first) == "10 GB more RAM would give 1.5x."
 
 
 def test_gains_are_those_of_the_cost_model() -> None:
