@@ -1,10 +1,9 @@
-"""Hands out flat buffers up to a fixed capacity.
+"""A pool of flat buffers with a fixed capacity.
 
-Knows sizes and free buffers; must not know which unit holds which. Units of one model mostly have one size, so a
-freed buffer is kept and handed out again: fresh memory would have to be zeroed by the kernel, page by page, every time.
+Units of one model mostly have one size, so a freed buffer is kept and reused. The kernel would zero fresh memory, page by page.
 
-[Note: quarantine] A buffer may come back while a read or write still has it: an interrupt or an error has taken away
-whoever waited, or the transfer hangs. It counts as used, and is handed out when the backend has released it and not before.
+[Note: quarantine] A buffer may be released while a read or write still uses it: an interrupt or an error has cut off
+whoever waited, or the transfer hangs. It counts as used until the backend has released it, and is reused only then.
 """
 
 from __future__ import annotations
@@ -49,6 +48,8 @@ class FlatPool:
             self.reclaim()
         if self.used_bytes + num_bytes > self.capacity_bytes:
             return None
+        # Reused only for exactly this size. Otherwise free buffers go back to the system, the oldest first, until the
+        # new one fits.
         sizes = [buffer.num_bytes for buffer in self._free]
         if num_bytes not in sizes:
             while self._free and self.used_bytes + self.free_bytes + num_bytes > self.capacity_bytes:
@@ -56,6 +57,7 @@ class FlatPool:
             buffer = self._device.allocate_flat(num_bytes)
         else:
             buffer = self._free.pop(sizes.index(num_bytes))
+        # A weak reference equals another one to the same buffer, so `release` finds the entry by a new reference.
         self._in_use[weakref.ref(buffer)] = num_bytes
         self.used_bytes += num_bytes
         return buffer
@@ -79,6 +81,7 @@ class FlatPool:
     def release_front(self, buffer: FlatBuffer, num_bytes: int) -> bool:
         """The first ``num_bytes`` of a buffer are unused from now on. Returns whether that makes room."""
         left = self._in_use[weakref.ref(buffer)]
+        # A buffer of 64 MiB that gave back 16 MiB has left = 48 and known = 16. A call with 24 MiB then returns 8 more.
         known = buffer.num_bytes - left
         more = buffer.discard_front(num_bytes) - known if num_bytes > known else 0
         if more <= 0:
@@ -91,6 +94,7 @@ class FlatPool:
         """The buffer is unused from now on, but maybe for requests. It must not have views. Doing so again does nothing."""
         reference = weakref.ref(buffer)
         left = self._in_use.get(reference)
+        # Released before, or by `disown`.
         if left is None:
             return
         if buffer.is_held:
@@ -112,6 +116,8 @@ class FlatPool:
         for buffer in [buffer for buffer in self._quarantined if not buffer.is_held]:
             del self._quarantined[buffer]
             self.release(buffer)
+        # Dropped without `release`: an interrupt came between `allocate` and whoever asked. The memory is freed
+        # already.
         for reference in [reference for reference in self._in_use if reference() is None]:
             self._in_use.pop(reference, None)
         self.used_bytes = sum(self._in_use.values())
@@ -127,6 +133,7 @@ class FlatPool:
         if not hangs:
             return False
         error = hangs[0]
+        # One transfer that does not hang will end, and its buffer may be enough.
         if error is not None and None not in hangs:
             raise error.with_traceback(None)
         time.sleep(_PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""How much host memory there is to take."""
+"""How much host memory is free, for budgets; and returning freed heap memory to the system."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from infinity.errors import format_bytes
 
 logger = logging.getLogger(__name__)
 
+# What an "auto" budget leaves free, see `find_free_memory`. A smaller reserve gives larger budgets, and a greater risk
+# that the system ends the process.
 _RESERVE = 0.10
 _RESERVE_WITH_ACTIVATIONS = 0.25
 _LEAST_RESERVE_BYTES = 2_000_000_000
 _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 _CGROUP_V2 = Path("/sys/fs/cgroup")
+# glibc only; musl, for one, has none.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 def process_bytes() -> tuple[int, int]:
     """Host memory of this process (resident set): now, and the most since it began."""
     now = psutil.Process().memory_info().rss
-    return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # ru_maxrss is in KiB
 
 
 def free_bytes() -> int:
@@ -93,6 +96,8 @@ def find_free_memory(
         all_bytes: what is free; None: what is free here and now.
         is_unified: whether the GPU takes its memory from the same pool: then half of it is the GPU's.
     """
+    # 40 GB free, one process: 10 % are 4 GB, so the budget is 36 GB. With activations, 25 % are 10 GB: 30 GB. 3 GB
+    # free: 10 % are less than 2 GB, and 2 GB are more than half. So 1.5 GB stay in reserve.
     free = (free_bytes() if all_bytes is None else all_bytes) // num_processes // (2 if is_unified else 1)
     share = _RESERVE_WITH_ACTIVATIONS if holds_activations else _RESERVE
     return FreeMemory(free, min(max(int(share * free), _LEAST_RESERVE_BYTES), free // 2))
@@ -116,6 +121,7 @@ def memory_limits() -> list[MemoryLimit]:
         return []
     found: list[MemoryLimit] = []
     for line in lines:
+        # Lines are "number:controllers:path". Version 1: "9:memory:/docker/abc". Version 2: "0::/user.slice/job.scope".
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             root, limit_name, usage_name, cache_key = (
@@ -129,6 +135,7 @@ def memory_limits() -> list[MemoryLimit]:
         else:
             continue
         folder = root / path.lstrip("/")
+        # Each group up to the root may have a limit, and the tightest one counts.
         while folder.is_relative_to(root):
             limit = _limit(folder, limit_name, usage_name, cache_key)
             if limit is not None:
@@ -139,6 +146,8 @@ def memory_limits() -> list[MemoryLimit]:
 
 def _limit(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> MemoryLimit | None:
     try:
+        # In a container, the path in /proc/self/cgroup may be the host's: then the files are missing here, and the
+        # group is skipped.
         limit = (folder / limit_name).read_text().strip()
         if limit == "max":
             return None
@@ -146,6 +155,7 @@ def _limit(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> Me
         statistics = (folder / "memory.stat").read_text().split()
     except (OSError, ValueError):
         return None
+    # The page cache counts as usage, but the kernel drops it before it enforces the limit.
     cache = int(statistics[statistics.index(cache_key) + 1]) if cache_key in statistics else 0
     return MemoryLimit(folder, limit_bytes, max(limit_bytes - usage + cache, 0))
 
@@ -180,6 +190,8 @@ class HeapTrimmer:
         """A good moment to trim."""
         if self._statm is None:
             return
+        # Compared with the least seen since the last trim. Least 500 MB, now 540 MB: trim. If 505 MB are left, those
+        # are in use, and the next trim comes at 537 MB.
         now = self._anonymous_bytes(self._statm)
         least = now if self._least_bytes is None else min(now, self._least_bytes)
         if now - least >= self._GROWTH_BYTES:
@@ -191,5 +203,6 @@ class HeapTrimmer:
     def _anonymous_bytes(statm: FileIO) -> int:
         """Memory of this process that is no file's, as the kernel counts it."""
         statm.seek(0)
+        # In pages: size, resident, shared, ... Here `shared` means pages of files and of shared memory.
         fields = statm.read(256).split()
         return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
