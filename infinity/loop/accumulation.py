@@ -1,4 +1,4 @@
-"""Micro-batches and steps, counted: which micro-batch is the last one of its step, and how many there have been."""
+"""Counts micro-batches, steps and samples, and says which micro-batch is the last of its step."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ class Accumulation:
 
     def begin_step(self) -> None:
         """The micro-batches of the present step that have passed are not counted."""
+        # Four in a step and micro_steps 6: two have passed, and micro_steps becomes 4.
         self.micro_steps -= self.position
 
     def abandon_step(self) -> None:
@@ -65,6 +66,7 @@ class Accumulation:
     def count_backwards(self, num: int) -> None:
         """So many backwards of the present step are done. All but the last have passed without an `Engine.step` of their own."""
         self.num_backwards += num
+        # A vertical step of four micro-batches adds 3 here, and `Engine.step` adds the fourth.
         self.micro_steps += num - 1
 
     @contextlib.contextmanager
@@ -120,6 +122,8 @@ class Accumulation:
         self.num_micro_batches = num
         if self.micro_batch_size is not None:
             self.set_micro_batch_size(self.micro_batch_size)
+        # `position` is micro_steps % num. With 4 in a step, micro_steps is 8 when a step begins. With 3 from now on,
+        # that would be position 2.
         self.micro_steps = 0 if self.position else self.micro_steps
 
     def set_batch_size(self, size: int) -> None:
@@ -150,6 +154,7 @@ class Accumulation:
         """
         num_samples = self.batch_size
         if not self.is_managed:
+            # Without managed accumulation the script decides how many backwards a step has.
             num_samples = (self.micro_batch_size or 0) * self._num_ranks * (self.num_backwards or 1)
         self.global_samples += num_samples or num_seen or 0
         self.num_backwards = 0
@@ -173,4 +178,5 @@ class Accumulation:
         position = self.position
         for name in COUNTERS:
             setattr(self, name, state[name])
+        # Loading between micro-batches: this step's own ones count, not those of the saved one.
         self.micro_steps += position - self.position

@@ -1,7 +1,4 @@
-"""Backwards, from their first gradient to their last: those of ``engine.backward`` and those that the user runs himself.
-
-Knows the phase of the loop, the collector and the stepper; must not know the user's calls.
-"""
+"""Backwards from their first gradient to their last: ``engine.backward``, and ``loss.backward()`` of the user."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from infinity.updates.stepper import Stepper
 
 @dataclass(eq=False)
 class Backwards:
-    """Leads gradients from autograd to the stepper, micro-batch by micro-batch."""
+    """Passes gradients from autograd to the stepper, micro-batch by micro-batch."""
 
     parameter_map: InitVar[ParameterMap]
     _parameter_cache: ParameterCache
@@ -73,9 +70,13 @@ class Backwards:
         """
         self._guard.move_to(Phase.BACKWARD)
         self._is_retained = retain_graph
+        # Asked in each backward, because a script may add hooks at any time.
         self._has_hooks = have_hooks_of_others(itertools.chain.from_iterable(self._parameters))
         updates_now = self._updates_now()
+        # Another backward after the last one of a step: means that were left to the step are completed first, or this
+        # backward's gradients would be added to half of them.
         self._stepper.gradients.average_postponed()
+        # Before any update: the divisor is fixed as soon as the first unit is updated.
         if updates_now:
             self._stepper.divide_by(self._style.divisor(is_engine_step=True))
         if self._is_final():
@@ -85,6 +86,7 @@ class Backwards:
         try:
             with self._style.running():
                 loss.backward(retain_graph=retain_graph)
+            # Units whose end could not be noticed earlier (checkpoints, shared weights) are complete now.
             self.collector.finish()
             self._stepper.finish_backward(updates_now=updates_now)
             if self._counts.is_boundary() and not self._counts.is_in_no_sync:
@@ -96,6 +98,7 @@ class Backwards:
             steps_next = self._counts.is_boundary() and not (updates_now and self._stepper.updates_all_in_backward)
             self.end(is_complete=is_complete, fetches=is_complete and not steps_next)
             if not is_complete:
+                # Gradients of the part that ran must not be added to those of the next try.
                 self.collector.drop()
 
     def _is_final(self) -> bool:
@@ -111,6 +114,7 @@ class Backwards:
 
     def _notice(self) -> None:
         is_scaled = self._is_own_scaled or self._guard.phase is Phase.BACKWARD
+        # Called with the first gradient of a backward: nobody has used gradients of an unscaled fp16 loss yet.
         if self._stepper.scaler.is_active and not is_scaled:
             raise StepError.order(
                 "loss.backward()",
@@ -126,12 +130,14 @@ class Backwards:
         return self._stepper.scaler.scale_loss(loss, 1) if self._stepper.scaler.is_active else loss
 
     def _deliver(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
+        # Runs in a hook of autograd, on whatever thread runs the backward.
         gradients = self._as_parts(unit, gradients)
         # Without a history it is not known whether backward will still need the weights: see `infinity.gradients.collector`.
         updates_now = self._updates_now() and self.collector.has_history
         # What has gradients of earlier micro-batches, and none of this one yet, may still get one.
         main = self._stepper.gradients
         is_whole = self._is_final() and set(main.slots_with_gradient(unit)) <= gradients.keys()
+        # Ranks exchange a unit's gradients as soon as it is whole. It must be announced before the last part is added.
         if is_whole:
             main.expect_whole(unit)
         self._stepper.deliver(unit, gradients, updates_now=updates_now and is_whole)
@@ -146,6 +152,7 @@ class Backwards:
         for slot in gradients if used_up else ():
             if (unit.index, slot.index) in used_up:  # by the backward before this one
                 raise StepError.late_gradient(slot.spec.fqn, unit=unit.name, step=self._counts.global_steps)
+        # Not `engine.backward`: see [Note: whose division] in infinity.loop.style.
         if self._guard.phase is not Phase.BACKWARD:
             gradients = dict(self._style.scale_own(gradients))
         self._live.add(unit, gradients)
@@ -161,13 +168,16 @@ class Backwards:
         The end of the innermost running backward is meant; for a loss whose own graph uses weights that is the outermost.
         """
         if self.is_open:
+            # Autograd may run this backward on several threads of its own; `check` lets those pass.
             if self._lock.owner != get_ident():
                 self._lock.check("backward")
             return
         self._lock.acquire("backward")
         self._is_locked = True
         self.is_open = True
+        # torch calls it when the innermost running backward ends, be it on one of autograd's threads.
         call_after_backward(self._ended)
+        # From here on the prefetch cursor is in the backward half of the record.
         self._parameter_cache.training_schedule.begin_backward()
         self._clock.begin_compute("backward")
 
@@ -228,6 +238,7 @@ class Backwards:
             self._is_own_scaled = False
             if not is_whole:
                 self._guard.move_to(Phase.BROKEN)
+            # No prefetch: nothing says whether a step or another backward comes next.
             self.end(is_complete=is_whole, fetches=False)
 
     def before_gradient_access(self, unit: Unit, slot: Slot, *, assigns: bool = False) -> None:
@@ -244,9 +255,11 @@ class Backwards:
         if self._lock.is_mine:  # else what a handler is shown counts as looked at, while it is being used up
             refuse_in_between(f"access to the gradient of '{slot.spec.fqn}'")
         if not in_backward():
+            # Between backwards: a micro-batch of a vertical step, in its forward, has no gradient of its own.
             self.refuse_together(f"the gradient of '{slot.spec.fqn}' is looked at or changed before the step")
             self.collect()
             if self._guard.phase is Phase.READY and self._stepper.gradients.has_any:
+                # A script that reads gradients before the step needs them there: from now on updates run in the step.
                 self._style.on_gradients_read()
         elif self.collector.taker is not None:
             raise AccessError.of_gradient(
@@ -255,6 +268,7 @@ class Backwards:
                 cure='Set "infinity.schedule": "ordinary" to look at gradients in backward',
             )
         else:
+            # In a backward, a hook of the script looks at a gradient that autograd has just accumulated.
             self.collector.deliver_now(unit, slot)
         if assigns:
             self._guard.on_backward()

@@ -64,6 +64,7 @@ class GatheredParameters:
             if not isinstance(host, ParameterHandler):
                 raise ModelError("the engine that holds these parameters is not ready")
             by_host.setdefault(id(host), (host.gatherer, []))[1].append(parameter)
+        # If a second engine refuses, the first one's block is closed again.
         with contextlib.ExitStack() as stack:
             for gatherer, parameters in by_host.values():
                 stack.enter_context(gatherer.gathered(parameters, compares=self._modifier_rank is not None))
@@ -74,6 +75,8 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._open:
+            # Before the gatherers' blocks end, which store the weights. After an exception, ranks may be at other
+            # places and must not meet.
             if kind is None and self._modifier_rank is not None:
                 self._broadcast_from(self._modifier_rank)
 
@@ -81,6 +84,7 @@ class GatheredParameters:
         what = f"GatheredParameters(..., modifier_rank={rank})"
         for engine in self._gatherers:
             held = [each for each in self._parameters if getattr(host_of(each), "gatherer", None) is engine]
+            # Ranks that gather other parameters get an error here, and not a hang in the broadcast.
             engine.data_ranks.all_gather_ints(what, [parameter.numel() for parameter in held])
             for parameter in held:
                 engine.data_ranks.broadcast_from(what, rank, parameter.data)

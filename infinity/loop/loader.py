@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Shards(DistributedSampler[Any]):
-    """torch's sampler, which may begin with a later one of the rank's samples."""
+    """torch's DistributedSampler, which can skip the first samples of an epoch."""
 
     _num_skipped = 0
 
@@ -30,7 +30,7 @@ class Shards(DistributedSampler[Any]):
 
 
 class Loader(DataLoader[Any]):
-    """torch's, with DeepSpeed's name for its sampler, and a position that a checkpoint keeps.
+    """torch's DataLoader with a position that a checkpoint keeps, and DeepSpeed's name for its sampler.
 
     The position is that of the newest iterator. It counts the samples of all ranks, so another number of them, or another batch
     size, goes on where the last one was. Batches up to it are not made once more where the data set has indices.
@@ -70,6 +70,8 @@ class Loader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next batch, of an iterator that is there as of a new one, is the one that would have come then."""
         if "num_samples" in state and self.batch_size:
+            # Saved by 2 ranks after 6 samples each: 12. With 3 ranks each skips 4. With 5 ranks each skips 2, and the
+            # last 2 of the 12 come twice.
             self._num_samples = int(state["num_samples"]) // self._num_ranks
             self._num_given = -(-self._num_samples // self.batch_size)
         else:  # batches are the script's, or it was saved by a version that counted those alone
@@ -88,6 +90,7 @@ class Loader(DataLoader[Any]):
         return int(getattr(self.sampler, "num_replicas", 1))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # torch's loader returns its own iterator; this one tells the loader of each batch that it gives.
         return _Batches(self)
 
     def begin(self) -> Iterator[Any]:
@@ -112,6 +115,8 @@ class Loader(DataLoader[Any]):
                 "loader.data_sampler.epoch",
                 *(self._loaded_epoch, epoch),
             )
+        # A sampler may draw its permutation from the global generators when iteration begins. It gets the state of
+        # then, and the script keeps its own.
         now = random_states()
         try:
             if self._begun_with is not None:
@@ -124,6 +129,8 @@ class Loader(DataLoader[Any]):
         if isinstance(self.sampler, Shards):
             self.sampler.begin_at(self._num_samples)
             return super().__iter__()
+        # Another sampler: skip by drawing from it. torch's iterator has the batches of indices in `_sampler_iter`, so
+        # that skipped samples are not loaded. Worker processes draw indices ahead, and an IterableDataset has none.
         batches = super().__iter__()
         indices: Any = getattr(batches, "_sampler_iter", None)
         is_indexed = not self.num_workers and indices is not None and not isinstance(self.dataset, IterableDataset)
@@ -156,6 +163,7 @@ class _Batches(Iterator[Any]):
         return len(self._loader)
 
     def __next__(self) -> Any:
+        # load_checkpoint was called inside the loop over this iterator.
         if self._loader.is_resumed:
             self._batches = self._loader.begin()
         try:

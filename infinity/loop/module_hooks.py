@@ -1,7 +1,4 @@
-"""The engine's hold on a model: the hooks in its modules.
-
-Knows modules, units and parameters; must not know optimizers or files.
-"""
+"""The hooks in a model's modules, which tell the coordinator which unit is needed."""
 
 from __future__ import annotations
 
@@ -35,8 +32,9 @@ class _HooksOfModule:
     _units: list[Unit]
     _owned: list[tuple[Unit, list[Slot]]]
     _looked_at: list[Unit]
-    """The module looks at their parameters before it calls others, when it evaluates."""
+    """Units whose parameters the module reads before it calls its children, in evaluation: see `_with_fast_path`."""
     _keep_alive: object
+    """The engine: as long as a model has hooks, it lives."""
     _of_model: ModuleHooks | None
     """For the model itself: all hooks."""
     _is_inside: bool
@@ -48,11 +46,13 @@ class _HooksOfModule:
         of_model = self._of_model
         if of_model is not None:
             self._before_root(module, of_model)
+        # A script calls a module inside a block by itself: gradients of the block's parameters may then come in parts.
         if self._is_inside and not self._coordinator.is_computing and torch.is_grad_enabled():
             for unit in self._units:
                 self._coordinator.backwards.collector.on_partial_gradients(unit, by_script=True)
         is_outermost = self._coordinator.begin_forward(is_root=of_model is not None)
         entered = self._entered.setdefault(get_ident(), [])
+        # After `begin_forward`, which may refuse the call: then `after` finds nothing to leave.
         entered.append(0)
         if of_model is not None and is_outermost:
             of_model.follow_compilation()
@@ -61,9 +61,11 @@ class _HooksOfModule:
                 self._coordinator.backwards.collector.on_module_call(unit, slots)
         for number, unit in enumerate(self._units, start=1):
             self._coordinator.enter(unit)
+            # Counted one by one: `after` leaves those that were entered if the next one fails.
             entered[-1] = number
         evaluates = not module.training and not torch.is_grad_enabled()
         if self._looked_at and evaluates and self._coordinator.parameter_cache.has_room(self._looked_at):
+            # Opening them is enough: in a forward they stay bound after `held`, until unused units are closed.
             with self._coordinator.held(self._looked_at):
                 pass
 
@@ -77,14 +79,14 @@ class _HooksOfModule:
             try:
                 refuse_in_between("running the model")
             except EngineBusyError:
-                self._entered.setdefault(get_ident(), []).append(None)  # it will end all the same
+                self._entered.setdefault(get_ident(), []).append(None)  # torch calls `after` for this call, too
                 raise
             if not _is_called_by_itself(module):
                 of_model.abandon_calls()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._entered:
-            return  # the call failed before our hook ran
+            return  # always_call: an earlier pre-hook of the script has raised, before ours ran
         me = get_ident()  # not before: torch.compile cannot trace it, and is to be refused by name
         entered = self._entered.get(me)
         if not entered:
@@ -110,18 +112,20 @@ _CALL = nn.Module._call_impl.__code__
 
 def _is_called_by_itself(module: nn.Module) -> bool:
     """Whether a call of ``module`` runs inside another call of it, in this thread."""
+    # A recursive model calls itself in its forward. A cut-off call has no frame on the stack any more.
     return sum(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in callers()) > 1
 
 
 def _with_fast_path(module: nn.Module) -> nn.Module | None:
-    """At whose parameters ``module`` looks to see whether a fused kernel will do, which it will not if they are paged out."""
+    """The module whose parameters ``module`` inspects in evaluation, to decide whether torch's fused kernel can run."""
+    # A parameter that is paged out fails that check, and torch would take the slow path, unlike in plain torch.
     if isinstance(module, nn.TransformerEncoder):
         return module.layers[0] if len(module.layers) else None
     return module if isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention) else None
 
 
 class _BoundHook:
-    """A function as a callable that torch can mark. That of a copy of the module does nothing."""
+    """A hook as an object: copying or pickling the module gives a hook that does nothing."""
 
     def __init__(self, function: Callable[..., None] | None = None, *, comes_before: bool = False) -> None:
         self._function = function
@@ -167,6 +171,7 @@ class ModuleHooks:
         self._map = parameter_map
         self._coordinator = coordinator
         self._model = model = parameter_map.model
+        # Parent and name, not the block itself: torch.compile(block) and PEFT put another module in its place.
         self._places_of_blocks = [
             (fqn, model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in blocks
         ]
@@ -199,6 +204,7 @@ class ModuleHooks:
         self._handles.append(
             self._model.register_state_dict_post_hook(_BoundHook(lambda *_: self._coordinator.end_state_dict()))
         )
+        # An empty FQN is the model itself: a model of one block compiles as a whole.
         if self._places_of_blocks and self._places_of_blocks[0][0]:
             self._forwards.compile_units(lambda: [*self._blocks_now().values()])
         self._hook_calls = functools.partial(self._hook_each_call, keep_alive)
@@ -226,6 +232,9 @@ class ModuleHooks:
         self._compiled = self._compilation()
         self.covered = inside_compiled(self._model)
         self._inside_of.clear()
+        # Decoder with units 0 (embedding), 1 and 2 (blocks) and 3 (head): the model has several units and is hooked
+        # without entering any. So are lists around blocks. Each block has one unit: it is hooked and enters it, and its
+        # children get no hooks until `hook_inside`.
         rest, seen = [self._model], set[int]()
         while rest:
             module = rest.pop()
@@ -251,6 +260,8 @@ class ModuleHooks:
         self._hooks.append(hooks)
         handles = self._handles if is_root else self._call_handles
         before = _BoundHook(hooks.before, comes_before=True)
+        # First of the pre-hooks and with always_call: the weights are there for hooks of the script, and the unit is
+        # left after an exception as well.
         handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.append(module.register_forward_hook(_BoundHook(hooks.after), always_call=True))
         if experts := experts_of(module):
@@ -267,6 +278,7 @@ class ModuleHooks:
         """
         if unit.index not in self._inside_of or not self.are_running():
             return False
+        # Popped: once hooked, the children stay hooked.
         for child in self._inside_of.pop(unit.index):
             for module in child.modules():
                 if self._entered_by(module) and id(module) not in self.covered:
@@ -278,6 +290,7 @@ class ModuleHooks:
 
         Only while none of its modules is inside its forward: such a call would not find the hook that ends it.
         """
+        # Asked in each call of the model, so it compares identities only.
         if self._compiled != self._compilation():
             for handle in self._call_handles:
                 handle.remove()
@@ -322,6 +335,7 @@ class ModuleHooks:
 
     def are_running(self) -> bool:
         """Whether modules of the model are being called in this thread."""
+        # `_call_impl` is the frame of Module.__call__; its `self` is the module.
         called = {id(frame.f_locals.get("self")) for frame in callers() if frame.f_code is _CALL}
         return len(called) > 0 and any(id(module) in called for module in self._model.modules())
 

@@ -1,18 +1,15 @@
-"""Page faults: a unit that is touched is there, whichever way the code came.
-
-Knows phases, parameters, saved tensors and backwards; must not know optimizers or files.
+"""Page faults: a unit that is used is in memory, whichever way the code reaches it.
 
 [Note: page faults]
-Three events touch a unit, and each makes it resident, whichever way the code came:
+Three events touch a unit, and each makes it resident:
   * a module that owns some of its parameters begins its forward (`enter` and `leave`, called by the hooks);
   * an operation gets one of its parameters while that is paged out (``infinity.torch_internals.operations``);
   * backward asks for a tensor that it had saved from the unit (`unpack`).
 In forward, autograd saves views of weights (``weight.t()`` for every linear). `pack` turns each into a packed saved tensor:
 unit, offset, shape and strides. So the graph holds no weight memory, and backward faults the unit in exactly when it needs it.
-Packed saved tensors die with the graph nodes that own them; a unit without any is needed by no backward any more, and only
-then may its weights change.
-Under non-reentrant activation checkpointing the recomputation saves plain views, because torch's own pack hook stands
-above ours. Those views keep the flat buffer alive (see ``FlatBuffer.has_views``), and it is not evicted under them.
+Packed saved tensors die with the graph nodes that own them. A unit without any is needed by no backward, and only then may
+its weights change. Under non-reentrant checkpointing the recomputation saves plain views, because torch's pack hook is above
+ours. Such views keep the flat buffer alive (see ``FlatBuffer.has_views``), and it is not evicted under them.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ from infinity.updates.step_groups import StepGroups
 
 @dataclass(eq=False)
 class Preconditions:
-    """What has to be so before a model is used, and what is checked first."""
+    """Checks that run before a model is used."""
 
     _checks: Sequence[Callable[[], None]]
     """Of the parts, in this order; each raises what went wrong in the background, or what it has against any call."""
@@ -91,14 +88,16 @@ class Preconditions:
         self._reporter.begin()
         self._guard.check_loaded()
         self._guard.check_consistent()
+        # Gradients of a `loss.backward()` that is over, before this forward resets what is expected.
         self._backwards.collect()
         if torch.is_grad_enabled() and self._groups.before_forward():
+            # Which gradients complete a unit is not known any more: parameters were frozen or thawed.
             self._backwards.collector.forget_history()
 
 
 @dataclass(eq=False)
 class ParameterCoordinator:
-    """What a model in its phases asks of a `ParameterCache`: page faults and saved tensors."""
+    """Handles page faults and saved tensors: between the hooks and the `ParameterCache`."""
 
     parameter_cache: ParameterCache
     """Decides which units are in memory."""
@@ -130,6 +129,7 @@ class ParameterCoordinator:
         self.clock = self.parameter_cache.clock
         self.saving = SavingHooks(self.pack, self.unpack, self.packed_for)
         """The hooks that turn what autograd saves into packed saved tensors."""
+        # Another pack function, by which `SavingHooks` tells the two apart on torch's stack of hooks.
         self.saving_while_gathered = SavingHooks(lambda tensor: self.pack(tensor), self.unpack, self.packed_for)
         """The same, for graphs made while weights are gathered; a forward inside must not take them for its own."""
         self._unit_at = self.parameter_cache.unit_at
@@ -199,6 +199,7 @@ class ParameterCoordinator:
             Whether none was inside its forward before.
         """
         if self._depth == 0:
+            # Reentry by a signal handler. A checkpoint in backward calls modules too, but never the model itself.
             if self.lock.owner == get_ident() and (is_root or not in_backward()):
                 refuse_in_between("a forward")
             self.lock.acquire("forward")
@@ -215,15 +216,18 @@ class ParameterCoordinator:
 
     def _begin_own_forward(self) -> None:
         if self._depth == 0 and not in_backward():
+            # A backward that an exception cut off ends here at the latest.
             self.backwards.close()
             self._preconditions.begin_forward()
             self.copies.warn_of_written()
             self.parameter_cache.close_unused()
+            # Hooks that an interrupted forward left up: see [Note: interrupted hooks] in infinity.paging.saved_tensors.
             self.saving.clear_top()
             self.parameter_cache.begin_micro_batch(is_training=torch.is_grad_enabled())
             self.saving.push()
             self.clock.begin_compute("forward")
         elif self._depth == 0:
+            # Depth 0 in backward: a checkpoint computes this module once more.
             self.saving.push_in_recomputation()
         self._depth += 1
 
@@ -242,6 +246,7 @@ class ParameterCoordinator:
             return
         self.clock.end_compute()
         self.parameter_cache.close_unused()
+        # An evaluation ends with its forward. A training micro-batch ends with its backward: `Backwards.end`.
         if self.parameter_cache.schedule is self.parameter_cache.eval_schedule:
             self.parameter_cache.schedule.commit()
 
@@ -283,6 +288,7 @@ class ParameterCoordinator:
 
     def begin_vertical(self, vertical: VerticalForward) -> None:
         """The forward of a step begins that all its micro-batches share; `end_forward` ends it, `end_vertical` the step."""
+        # Depth stays above 0 until `end_forward`: each micro-batch's call of the model then counts as nested.
         self.begin_forward(is_root=False)  # no module's
         for unit in self.parameter_cache.units:  # what was written before the step stays
             self.parameter_cache.store_changes(unit)
@@ -360,6 +366,7 @@ class ParameterCoordinator:
         if is_backward:
             self.backwards.on_weight_use(unit, is_saved=is_saved)
         moved = parameter_cache.schedule.touch(unit.index)
+        # Only the first touch in a row counts: while one unit is used, nothing else becomes wanted.
         if moved:
             self.clock.pause_compute()
         parameter_cache.make_resident(unit)
@@ -392,11 +399,13 @@ class ParameterCoordinator:
             num_dispatch_modes() or num_function_modes() or transform() is not None or is_inference()
         ):
             return outside_modes(self.pack)(tensor, is_outside=True)
+        # Sparse tensors have no storage; torch.func's wrappers and zero tangents have no memory.
         if tensor.layout is not torch.strided or is_transformed(tensor) or tensor._is_zerotensor():
             return tensor, tensor._version
         packed: PackedSavedTensor | PackedByAnother | None = None
         try:
             if type(tensor) is torch.Tensor:
+                # All views of a flat buffer share its storage, whose address is the key.
                 unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
                 if unit is not None and unit.flat is not None:
                     return PackedSavedTensor(unit, tensor)
@@ -405,6 +414,7 @@ class ParameterCoordinator:
                 return PackedByAnother(self.pack(local), lambda packed: made_of(self.unpack(packed)))
             else:
                 packed = self._packed(tensor)
+            # Each engine has two sets of hooks. More means that another engine is open, whose weight this may be.
             if packed is None and len(in_use) > HOOKS_OF_AN_ENGINE:
                 packed = self.saving.packed_by_another(tensor)
         except RuntimeError:  # forward-mode derivatives know zeros without memory
@@ -446,6 +456,7 @@ class ParameterCoordinator:
     def unpack(self, saved: Any, *, is_outside: bool = False) -> torch.Tensor:
         """Autograd needs what `pack` got."""
         if type(saved) is tuple:
+            # The check that autograd makes for what it saves without hooks.
             tensor: torch.Tensor = saved[0]
             if tensor._version != saved[1]:
                 raise modified(*saved)
@@ -460,6 +471,8 @@ class ParameterCoordinator:
         unit = saved.unit
         if unit.version != saved.version or (saved.count is not None and (unit.has_been_written or unit.is_bound)):
             saved.check()
+        # The usual case in backward, without lock and touch: the unit in use is saved many times (7 linears in a block of
+        # Llama), and the first unpack has made it resident.
         if (
             self.backwards.is_open
             and self._vertical is None
@@ -470,7 +483,8 @@ class ParameterCoordinator:
             and self.lock.owner == get_ident()
             and not torch.is_grad_enabled()
         ):
-            return saved.view()  # the unit in use, which a touch would leave as it is
+            return saved.view()
+        # In use first: room for prefetches, or a signal handler's page fault, must not take its buffer.
         with self.parameter_cache.lock:
             unit.begin_use()
             try:
@@ -518,6 +532,7 @@ class ParameterCoordinator:
         finally:
             if is_saving:
                 self.saving_while_gathered.pop()
+            # `break_off` may have set it to 0 meanwhile.
             self.num_gathered = max(self.num_gathered - 1, 0)
 
     @outside_modes
@@ -531,6 +546,7 @@ class ParameterCoordinator:
                     self.touch(unit)
                 else:
                     self.parameter_cache.make_resident(unit)
+            # Bound when all are resident: an error in between leaves none half open.
             for unit in entered:
                 unit.bind()
 
@@ -547,6 +563,7 @@ class ParameterCoordinator:
     def replacing(self, unit: Unit) -> Iterator[None]:
         """The weights are replaced where they rest inside the ``with`` block, and in the flat buffer if there is one then."""
         with self.parameter_cache.lock:
+            # A buffer that nobody looks at is dropped, which saves writing the new values there as well.
             if not unit.num_active and unit.flat is not None and not unit.flat.has_views:
                 self.parameter_cache.evict(unit)
         with self.opened(unit) if unit.flat is not None else contextlib.nullcontext():

@@ -28,6 +28,8 @@ class Phase(enum.Enum):
     """Nothing is held."""
 
 
+# BROKEN is reached from READY as well: a `loss.backward()` of the user fails after it ended, or a `with engine` block
+# is left by an exception.
 _TRANSITIONS = {
     Phase.READY: {Phase.BACKWARD, Phase.STEPPING, Phase.BROKEN, Phase.CLOSED},
     Phase.BACKWARD: {Phase.READY, Phase.BROKEN, Phase.CLOSED},
@@ -38,7 +40,7 @@ _TRANSITIONS = {
 
 
 class PhaseGuard:
-    """Knows the phase and refuses calls that make no sense in it, with the cure. Must not do anything else."""
+    """Knows the phase, and refuses calls that make no sense in it. The errors say what to do instead."""
 
     def __init__(self, stepper: Stepper, counts: Accumulation) -> None:
         """``counts``: know the number of the present step, for messages."""

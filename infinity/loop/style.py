@@ -1,18 +1,14 @@
-"""What the user's loop shows of itself: who divides by the accumulation steps, and how many backwards make a step.
+"""What kind of loop the user runs: who divides by the accumulation steps, and how many backwards a step has.
 
-Knows numbers only; must not know gradients or units.
+[Note: whose division] ``engine.backward(loss)`` divides the loss. A ``loss.backward()`` is only noticed by its gradients, and
+the step shows what they are for: ``optimizer.step()`` of a plain loop uses them as they are, ``engine.step()`` divides them,
+as in DeepSpeed. So they are kept whole, and `divisor` says what the step divides them by. If a step began with
+``engine.backward``, its gradients are divided already, and later ones are divided as they come. Gradients from another
+engine's ``engine.backward`` (a generator's, through the discriminator) were divided by that engine.
 
-[Note: whose division] ``engine.backward(loss)`` divides the loss. A ``loss.backward()`` of the user cannot be seen before
-its gradients come, and what they are for shows only at the step: ``optimizer.step()`` is the plain loop's, and takes them
-as they are; ``engine.step()`` is DeepSpeed's, which divides them. So they are kept whole, and `divisor` says what the step
-has to divide them by. A step that has begun with ``engine.backward`` holds parts already: what comes to them is divided as
-it comes. What comes to an engine from another one's ``engine.backward`` (a generator's, through the discriminator) has been
-divided by that.
-
-[Note: backwards of a step] Some loops call ``engine.backward`` several times before ``engine.step`` (the discriminator
-of a GAN: real and fake), which shows when the second one comes. An update in the first one would be too early then, so
-updates in backward begin when a first step has shown that each of its micro-batches has one backward, and that nobody looks at
-gradients before it.
+[Note: backwards of a step] Some loops call ``engine.backward`` several times before ``engine.step`` (a GAN's discriminator:
+real and fake). That shows only when the second one comes, and an update in the first one would have been too early. So updates
+in backward begin after one step has shown that each micro-batch has one backward, and that nobody reads gradients before it.
 """
 
 from __future__ import annotations
@@ -34,7 +30,12 @@ logger = logging.getLogger(__name__)
 
 
 class LoopStyle:
-    """See the module's notes."""
+    """The rules of the module's notes. With 4 micro-batches, gradients g of one backward are stored and divided like this:
+
+    first call of the step    engine.backward    loss.backward, engine.step    loss.backward, optimizer.step
+    stored                    g / 4              g                             g
+    divided in the step by    1                  4                             1
+    """
 
     callers: Final[list[int]] = []
     """The threads of calls of ``engine.backward``, of whatever engine, that have not returned."""
@@ -46,10 +47,12 @@ class LoopStyle:
         """Whether the accumulation steps divide gradients at all: what the last ``engine.backward`` was told."""
         self.changes_what_comes = False
         """Whether gradients of the present step have been divided, or multiplied, as they came."""
+        # Both False: the step has no gradients yet. `_has_parts`: they are divided already; `_is_whole`: they are not.
         self._has_parts = False
         self._is_whole = False
         self._has_warned = False
         self._num_backwards = 0
+        # None until the loop has shown which kind it is; then it stays.
         self._is_single: bool | None = None
 
     # ------------------------------------------------------------------------------------------------------ division
@@ -78,6 +81,7 @@ class LoopStyle:
         me = threading.get_ident()
         if me in LoopStyle.callers or (LoopStyle.callers and is_autograds_thread()):  # those serve all callers
             self._has_parts |= not self._is_whole
+            # Divided by that engine already. Among whole gradients they are multiplied, since the step divides all.
             factor = 1 / factor if self._is_whole else 1.0
         elif not self._has_parts:
             self._is_whole = True
@@ -90,6 +94,7 @@ class LoopStyle:
     def divisor(self, *, is_engine_step: bool) -> int:
         """What the gradients that are there have to be divided by in the step."""
         factor = self._counts.num_micro_batches if self._is_whole and self.divides and is_engine_step else 1
+        # Division by a power of two is exact, so sum / 4 has the bits of a sum of quarters.
         if factor & (factor - 1) and not self._has_warned:
             self._has_warned = True
             logger.warning(

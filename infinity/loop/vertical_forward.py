@@ -1,7 +1,4 @@
-"""What is different for the coordinator where several micro-batches, which take turns, share a step.
-
-Knows at which moment of the step a unit is needed; must not know what is computed.
-"""
+"""How the coordinator treats units in a vertical step, whose micro-batches take turns."""
 
 from __future__ import annotations
 
@@ -28,15 +25,17 @@ present = _Present()
 
 @dataclass(eq=False)
 class VerticalForward:
-    """How the micro-batches of one vertical step share a forward and a backward. It stands for the writer meanwhile.
+    """Decides when a vertical step fetches units, and refuses writes to weights, as the `WeightWriter` of that step.
 
-    What one micro-batch writes into weights all others would see, and in backward it would be written once more. So it is
-    undone, and the step refused.
+    If one micro-batch wrote to a weight, the others would see it, and the recomputation in backward would write again. So the
+    write is undone, and the step runs in the ordinary order.
     """
 
     _parameter_cache: ParameterCache
     _of_blocks: Container[int]
     """Indices of the units of blocks."""
+    # Two blocks: moments 0 (before block 1), 1 (block 1), 2 (between), 3 (block 2), 4 (behind it: head and loss). Backward
+    # ends them in the order 4, 3, 2, 1, 0. A unit that forward touched first in moment 2 has all gradients when 2 ends.
     _moment: int | None = 0
     first_moments: dict[int, int] = field(default_factory=dict)
     """Unit index -> the moment when the step's forward touched it first."""
@@ -56,21 +55,26 @@ class VerticalForward:
 
     def defers(self, unit: Unit) -> bool:
         """Whether the unit must not be fetched now though its module is called: all micro-batches have to arrive first."""
+        # Block 1 is called in micro-batch 0's thread: the hook must not fetch it. The step enters the unit when all
+        # micro-batches wait at block 1, and `is_inside` is True while one of them computes it.
         batch = present.micro_batch
         return batch is not None and not batch.is_inside and unit.index in self._of_blocks
 
     def on_touch(self, unit: Unit) -> bool:
         """The unit is needed now. Returns whether the step is in its backward, which is not always autograd's."""
         if self._moment is None:
+            # Its update may be created as soon as this moment of backward ends, and needs the buffer.
             self._parameter_cache.due.add(unit.index)
             return True
         self.first_moments.setdefault(unit.index, self._moment)
         return False
 
     def needs_before(self, unit: Unit, slot: Slot) -> bool:
+        # What was there before is always needed, to undo a write.
         return True
 
     def is_urgent(self, unit: Unit) -> bool:
+        # At once: the next micro-batch would see it.
         return True
 
     def store_written(self, unit: Unit) -> None:
