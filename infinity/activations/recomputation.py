@@ -1,7 +1,4 @@
-"""Blocks that keep their inputs only, and are computed once more in backward: activation checkpointing.
-
-Knows modules and torch's own checkpointing; must not know what becomes of the inputs.
-"""
+"""Activation checkpointing of blocks, by torch's non-reentrant checkpoint: the config's `activation_checkpointing`."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from infinity.paging.saved_tensors import top_hooks
 from infinity.torch_internals.names import in_backward
 from infinity.units.unit import Unit
 
-_HOME = "torch.utils.checkpoint"
+_HOME = "torch.utils.checkpoint"  # module of the hooks that checkpointing pushes
 
 
 class RecomputedForward(InPlaceOfMethod):
@@ -60,10 +57,12 @@ class RecomputedForward(InPlaceOfMethod):
         module = self._module()
         if module is None or not module.training or not torch.is_grad_enabled() or in_backward():
             return False
+        # The innermost hooks for saved tensors are checkpoint's if the model checkpoints this block itself.
         top = top_hooks()
         return top is None or getattr(top[0], "__module__", None) != _HOME
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        # In forward, the block's hooks enter its unit. The recomputation calls `forward` without them.
         with self._inside_module(self._units) if in_backward() else nullcontext():
             return self.forward(*args, **kwargs)
 

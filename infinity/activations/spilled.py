@@ -1,11 +1,8 @@
-"""Bytes that leave memory when all of them together exceed their share of it, the oldest first, and come back.
+"""Bytes that are spilled to NVMe when all together exceed a capacity, the oldest first, and read again.
 
-Knows bytes and extents; must not know what they are of, nor when they are needed again.
-
-[Note: memory on the way] What is written leaves from a copy that drives take as it is, and what is read arrives in such
-memory: torch's own begins anywhere, and would go through other memory on its way, of which every thread of a backend keeps
-as much as its largest transfer. Such memory is used once. It goes back to the system when nobody refers to it any more:
-neither the model's graph nor the request.
+[Note: memory on the way] Direct I/O needs page-aligned memory, and torch's begins anywhere. So bytes are written from an
+aligned copy and read into aligned memory; otherwise each thread of a backend would need a bounce buffer of its own. Such memory
+is used once. It returns to the system when neither the model's graph nor a request refers to it.
 """
 
 from __future__ import annotations
@@ -26,10 +23,12 @@ from swapper import AlignedRegion, Extent, Handle, OutOfSpaceError, Priority, Sw
 
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 64 << 20
+"""Size of the first volume, if the drive has room for it. Each further one is as large as all before it, so few are needed."""
 BLOCK_BYTES = 4096
 """Direct I/O moves whole blocks of so many bytes."""
 ALIGNMENT = 64
-"""Where torch's own memory begins. A tensor that begins elsewhere would be computed with differently after a detour."""
+"""torch's allocator aligns to this. A tensor that begins elsewhere would come back aligned, and kernels may then give other
+last bits."""
 
 
 class SpillSpace:
@@ -50,9 +49,10 @@ class SpillSpace:
         """An extent of ``num_bytes``.
 
         Raises:
-            Refusal: there is no NVMe tier, or its directories have no room.
+            UnsupportedSchedule: there is no NVMe tier, or its directories have no room.
         """
         self._sizes.add(num_bytes)
+        # Extents are reused by size: each step of a model spills the same sizes.
         free = self._free.get(num_bytes)
         if free:
             return free.pop()
@@ -67,6 +67,7 @@ class SpillSpace:
     def _grow(self, num_bytes: int) -> Swapper:
         present = sum(swapper.capacity_bytes for swapper in self._swappers)
         rounded = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        # Spilled so far: 64 MiB, then 64, 128, 256 MiB: the space doubles with each volume.
         wished = max(rounded, present, _FIRST_BYTES)
         try:
             try:
@@ -157,12 +158,16 @@ class Spilling(ABC, Generic[_Item]):
     def _admit(self, item: _Item) -> None:
         """One more is in memory; `_make_room` comes next."""
         item.is_held = True
+        # Two of the largest item: one to compute with, and one on its way. The capacity cannot be less than that.
         self._slack_bytes = max(self._slack_bytes, 2 * item.moved_bytes)
         self._held_bytes += item.moved_bytes
         self._oldest_first.append(item)
 
     def _make_room(self) -> None:
         """Write the oldest out until the rest fits. Only when too much is on its way, wait for the drive."""
+        # Capacity 100 MB, items of 10 MB, so the slack is 20. The 9th item makes 90 staying > 80: the oldest is written, and
+        # its memory counts as held until the write has ended. Waiting begins when held > 100: more than two items are on
+        # their way, so the drive is slower than forward.
         self._end_writes()
         staying = self._held_bytes - sum(item.moved_bytes for item in self._writing)
         while staying > self._capacity_bytes - self._slack_bytes and self._oldest_first:
@@ -219,6 +224,7 @@ class Spilling(ABC, Generic[_Item]):
         """Nobody needs it any more."""
         try:
             self._wait(item, "write")
+        # Its blocks may be written at any time, so nothing else may be placed there.
         except SwapperError:
             if item.place is not None:
                 self._space.discard(item.place)
