@@ -1,10 +1,9 @@
 """What an engine saves and loads: checkpoints with DeepSpeed's arguments and results.
 
-[Note: checkpoints of several ranks] All ranks make each call here. The first one writes everything,
-and what is a rank's own (random generators, the loader's position) comes to it before; so do, unit by unit, the shards of main
-weights and states that only others keep. All of them read. Whatever fails on one
-rank raises on all: while a checkpoint is looked at, before anything is changed; while it is read, so that no rank goes on with
-weights that the others do not have.
+[Note: checkpoints of several ranks] All ranks make each call here. Rank 0 writes everything. The others send it what is their
+own (random generators, the loader's position), and, unit by unit, their shards of main weights and states. All ranks read.
+If anything fails on one rank, all raise: before anything is changed, while a checkpoint is looked at; and while it is read, so
+that no rank goes on with weights that the others do not have.
 """
 
 from __future__ import annotations
@@ -39,12 +38,13 @@ from swapper.sync.interrupts import uninterrupted
 from swapper.volumes.publish import remove_abandoned
 
 logger = logging.getLogger(__name__)
+# Key of the training state: a list of what ranks 1, 2, ... have for themselves.
 _OTHER_RANKS = "ranks"
 _MOST_TAGS = 8
 
 
 class CheckpointCalls(ExportCalls):
-    """Part of the engine. Knows what is needed of it; must not know formats."""
+    """Part of the engine: checkpoints."""
 
     _saving: BackgroundSave | None
     _is_saving = False
@@ -98,7 +98,7 @@ class CheckpointCalls(ExportCalls):
         check_directory(save_dir)
         if not isinstance(client_state, Mapping | None):
             raise TypeError(f"client_state must be a dict, not {type(client_state).__name__}")
-        # Ranks exchange nothing beside training.
+        # A background save of divided states would send shards through process groups that training uses at that time.
         blocking = blocking or self._parts.access.shared is not None or self._mesh.is_divided
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         what = f"engine.save_checkpoint with tag {name!r}"
@@ -118,12 +118,14 @@ class CheckpointCalls(ExportCalls):
             shows_progress=blocking and self.config.infinity.progress_bars and self.global_rank <= 0,
         )
         gather_results(self._mesh.everyone, what, lambda: self._save(what, begin, blocking))
+        # The same on all ranks, unlike `_saving`, which only the writer has.
         self._is_saving = not blocking
         self._num_saved_steps = self.global_steps
         self._notes.note("save", self.global_steps, f"a checkpoint: '{Path(save_dir) / name}'")
         return True
 
     def _save(self, what: str, begin: Callable[[Training], Saving], blocking: bool) -> None:
+        # Collective: random generators and loader positions of all ranks come to rank 0, which writes them.
         of_ranks = gather_results(self._mesh.data, what, self._begin_checkpoint)
         if self.counts.position:
             logger.warning(
@@ -137,7 +139,8 @@ class CheckpointCalls(ExportCalls):
                 saving.run()
             else:
                 background = BackgroundSave(saving, self._parts.device)
-                with uninterrupted():  # nothing is updated before it returns
+                # An interrupt in between would leave a save running that no update waits for.
+                with uninterrupted():
                     background.start(self)
                     self._saving = background
                     self._delay_updates_for(background.saving)
@@ -167,6 +170,8 @@ class CheckpointCalls(ExportCalls):
         Raises:
             CheckpointError, StorageError: it could not be saved. The checkpoints before are as they were.
         """
+        # `_is_saving` decides whether ranks meet, so it has to be reset on all of them. A single process has nobody to
+        # meet.
         if self._is_saving or self._mesh.data.num == 1:
             self._is_saving = False
             on_rank_0(self._mesh.data, "engine.wait_for_checkpoint", self._finish_saving)
@@ -180,6 +185,8 @@ class CheckpointCalls(ExportCalls):
 
     def _check_saving(self) -> None:
         """Raise what went wrong in a save that has ended; of several ranks, all do so when they wait for it."""
+        # Several ranks learn of a failure when they all wait: the others do not know whether this rank's save has
+        # ended.
         if self._saving is not None and self._saving.is_over and self._mesh.data.num == 1:
             self._end_saving()
 
@@ -254,7 +261,9 @@ class CheckpointCalls(ExportCalls):
             if self._mesh.data.index == 0:
                 remove_abandoned(folder_of(self._mesh, directory))
 
-        gather_results(self._mesh.everyone, what, tidy)  # before anybody looks: it may put a checkpoint back
+        # Before any rank looks: a save that was killed may have left the old checkpoint in a hidden directory, and this
+        # puts it back.
+        gather_results(self._mesh.everyone, what, tidy)
         named = None if tag is None else str(tag)
         common = common_tag(self._mesh, directory, named, what, find=find, age=_written, step=_step)
         found: list[tuple[str | None, dict[str, Any] | None]] = []
@@ -267,7 +276,9 @@ class CheckpointCalls(ExportCalls):
         folder, client_state = found[0]
         durable = self._parts.durable
         if durable is not None and folder is not None:
+            # The run's commits up to here are of other weights than what follows.
             durable.begin_line()
+            # A script that calls load_checkpoint at every start undoes what the durable run has just resumed.
             if durable.went_on_at == before and (load_module_only or self.global_steps < before):
                 logger.warning(
                     "the durable run had gone on from its step %d, and engine.load_checkpoint has put '%s' in place of that. If "
@@ -308,9 +319,12 @@ class CheckpointCalls(ExportCalls):
                 changing.agree(error)
                 raise
 
-        # Several ranks may find it replaced or not: they all raise.
+        # Another process may replace the checkpoint while it is read. A single process then reads once more. Of several
+        # ranks, some may have read the old one and some the new one, so all raise.
         training_state = reading_again(folder, read) if ranks.num == 1 else read()
         if self._parts.access.shared is not None:
+            # Each rank has read the main weights of its own shard. The model weights of the other shards come from
+            # their ranks.
             self._parts.exchange.gather(self._parts.parameter_map.units)
         if wanted.counters:
             self.count_on(training_state["counters"], with_loss_scale=wanted.optimizer)
@@ -334,6 +348,7 @@ class CheckpointCalls(ExportCalls):
                     check_parts(self._mesh, directory)
                 found = find(directory, tag)
                 manifest = None if found is None else found / MANIFEST
+                # Ranks may see different disks under one path. The checksum of the manifest tells checkpoints apart.
                 return found, zlib.crc32(manifest.read_bytes()) if manifest is not None and manifest.is_file() else 0
 
         of_ranks = gather_results(ranks, what, look)
@@ -349,6 +364,8 @@ class CheckpointCalls(ExportCalls):
     def _resume_as_rank(self, rank: int, training_state: Mapping[str, Any], wanted: Wanted) -> None:
         """What is a rank's own; ``training_state`` has the first rank's in itself, and those of the others in a list."""
         of_ranks = [training_state, *training_state.get(_OTHER_RANKS, ())]
+        # Saved by 2 ranks and loaded by 4: ranks 2 and 3 are new. They take rank 0's position, which counts the samples
+        # of all ranks, but not its random generators: they would draw the same numbers as rank 0.
         is_new = rank >= len(of_ranks)
         own = training_state if is_new else of_ranks[rank]
         loader = self.training_dataloader
@@ -409,6 +426,7 @@ class CheckpointCalls(ExportCalls):
     def training_state(self) -> dict[str, Any]:
         """What is no tensor of the model or the optimizer: counters, random generators, positions of loader and scheduler, and
         what modules keep for themselves."""
+        # Also what a durable run commits: see `DurableRun._outside`.
         training_state: dict[str, Any] = {
             "counters": self.counters(),
             EXTRA_STATES: extra_states(self.module),
@@ -437,10 +455,12 @@ class CheckpointCalls(ExportCalls):
 
 def _with_shards(shared: GatheredStream, ranks: Ranks, what: str, save: Callable[[], None]) -> None:
     """Call ``save`` on rank 0, while the others send it what they keep. What goes wrong is raised on all."""
+    # All ranks are here, with nothing else under way, before rank 0 asks for the first shard.
     ranks.all_gather_ints(what)
     error: Exception | None = None
     try:
         if ranks.index:
+            # Returns when rank 0 leaves `leading`, be it by an error.
             shared.follow()
         else:
             with shared.leading():
@@ -474,9 +494,9 @@ def _step(folder: Path) -> int:
 
 
 class _Changing(contextlib.AbstractContextManager[None]):
-    """The way of several ranks through a load: each may fail until all have checked the optimizer, too.
+    """Keeps several ranks together through a load: up to the ``with`` block, an error on one leaves all of them unchanged.
 
-    What fails inside the ``with`` block leaves weights of two trainings, on all ranks: nobody is to go on with them.
+    An error inside the block leaves weights of two trainings, on all ranks. Then the phase guard refuses to train on.
     """
 
     def __init__(self, guard: PhaseGuard, folder: Path, ranks: Ranks, what: str, access: StateAccess) -> None:
@@ -486,8 +506,10 @@ class _Changing(contextlib.AbstractContextManager[None]):
         self._what = what
         self._access = access
         self._replacing = contextlib.ExitStack()
+        # `load` calls `agree` twice. First when it has looked at the checkpoint: nothing has changed on any rank. Then
+        # `__enter__` does, when optimizers have changed and weights have not.
         self._ahead = ["the optimizer", "the model"]
-        """What no rank looks at before all have done with what comes before."""
+        """What comes next, for messages; empty: weights are being replaced."""
 
     def agree(self, error: Exception | None = None) -> None:
         """Whether this rank can go on. Raises if another cannot."""
@@ -510,6 +532,7 @@ class _Changing(contextlib.AbstractContextManager[None]):
         is_whole = False
         self._replacing.close()
         try:
+            # A KeyboardInterrupt passes at once, without meeting the other ranks.
             if error is None or isinstance(error, Exception):
                 agree(self._ranks, self._what, error)
                 is_whole = error is None

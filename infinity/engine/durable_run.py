@@ -1,20 +1,20 @@
-"""A durable run: each step is committed, and the same script goes on from the last one.
+"""A durable run: each step is committed, and the same script resumes from the newest commit.
 
-Knows what a commit is made of, and when one can be made; must not know how bytes are kept apart (`swapper.Versions`).
+`swapper.Versions` stores the bytes. Here is what a commit consists of, and when one is made.
 
-[Note: what survives] A commit begins at the end of `Engine.step`: what is no tensor of a unit is taken down there. It goes on
-beside the next forward, until the updates of the step are written and the file that names their places is on the drive.
-Whoever writes next waits for that (`wait`): the next step's first update, and whatever looks at weights or states from
-outside. So what survives is the last step that has returned or, if a crash falls in its commit, the one before. All of a step
-is in a commit or nothing: its bytes lie in other places than those of the commit before.
+[Note: what survives] A commit begins at the end of `Engine.step`, which copies everything but the units' tensors. It continues
+beside the next forward, until the step's updates are written and the file that names their places is on the drive. Whoever
+writes next waits for that (`wait`): the next step's first update, and whatever reads weights or states from outside. So the
+last step that returned survives a crash; if the crash falls into its commit, the one before does. A commit holds all of a
+step or nothing, because its bytes are written to other places than those of the commit before.
 
-[Note: commits of ranks] Each rank commits what it keeps, in a folder of its own. Before it begins a commit, it waits until all
-have made the one before, so the newest ones are of the same step or of two that follow each other. Each keeps two, and all
-go on from the newest step that all have. If a crash falls in the very first commit, some have none: all begin anew then.
+[Note: commits of ranks] Each rank commits what it keeps, in a folder of its own. It begins a commit when all ranks have made
+the one before. So the newest commits of two ranks are of the same step, or of two consecutive ones. Each rank keeps two
+commits, and all resume from the newest step that all have. If a crash falls into the very first commit, all begin anew.
 
-[Note: lines of commits] What `Engine.load_checkpoint` brings is no commit, and its step may be one of which there is a commit
-with other weights. So a new line begins there, called by the number of its first commit (on the rank that has made most), and
-nobody goes back from one line to another.
+[Note: lines of commits] After `Engine.load_checkpoint`, the step counter may be at a step of which there is a commit with other
+weights. So a new line of commits begins there. Its number is that of its first commit (on the rank that has made most), and
+`rollback` stays within one line.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ logger = logging.getLogger(__name__)
 
 
 class DurableRun:
-    """Of one engine, which is given to each call: a run that held it would keep it from being garbage."""
+    """The durable run of one engine."""
+
+    # Calls get the engine as `training`. A reference to it here would keep an engine alive that nobody closed.
 
     def __init__(self, config: InfinityConfig, section: DurableSection, ranks: Ranks) -> None:
         """Lock the run's directory, and look at its newest commit.
@@ -70,6 +72,7 @@ class DurableRun:
         self._section = section
         self._ranks = ranks
         self._path: Path = section.directories[0].path
+        # First: RunDirectory makes a run in a directory that has none.
         self._check_kind()
         try:
             self.directory = RunDirectory(self._path, f"infinity {__version__}")
@@ -93,6 +96,7 @@ class DurableRun:
         """Whether `wait` has told of a commit that could not be made."""
         self.went_on_at: int | None = None
         """The step that `resume` went on from; None if the run began then."""
+        # Compared at the next start: a changed learning rate in the script has no effect then, and is warned of.
         self._given: list[dict[str, Any]] = []
         """Of each group, the values that the script began with."""
         self._has_warned_of_scheduler = False
@@ -109,6 +113,7 @@ class DurableRun:
     def _check_kind(self) -> None:
         """See that the directory is not that of a run with several processes where this has one, or the other way round."""
         is_single = self._ranks.num == 1
+        # One process commits to the directory itself, several to rank0, rank1, ... in it.
         other = self._path / "rank0" if is_single else self._path.parent
         if any(other.glob("commit-*")):
             raise StorageError(
@@ -120,11 +125,16 @@ class DurableRun:
 
     def _agreed(self) -> tuple[int, int] | None:
         """Line and step of the newest commit that all ranks have; None if all begin anew."""
+        # Killed in the commit of step 12: rank 0 has it, rank 1 has not.
+        #   rank 0: line 1, step 12, number 12; rank 1: line 1, step 11, number 11. All resume from (1, 11).
+        # Killed in the very first commit: rank 0: number 1, step 1; rank 1: step -1. Rank 0 removes it, and all begin anew.
+        # Rank 1's drive is missing: rank 0: number 12; rank 1: step -1. That is an error, as 12 > 1.
         newest = -1 if self._header is None else int(self._header["step"])
         line = 0 if self._header is None else int(self._header["line"])
         of_ranks = self._ranks.all_gather_ints("the commits of a durable run", [line, newest, self._number])
         lines, steps, numbers = zip(*of_ranks, strict=True)
         if min(steps) >= 0:
+            # By line first: a line has a larger number than all commits of the lines before it.
             return min(zip(lines, steps, strict=True))
         if max(numbers) > 1:
             without = ", ".join(str(rank) for rank, step in enumerate(steps) if step < 0)
@@ -148,6 +158,7 @@ class DurableRun:
         """The config with the sizes that the newest commit was made with, where it leaves them open."""
         if self._header is None or config.infinity.staging_buffer_bytes is not None:
             return config
+        # Otherwise another budget would give another buffer size, and the records another layout.
         section = dataclasses.replace(config.infinity, staging_buffer_bytes=self._header["page_bytes"])
         return dataclasses.replace(config, infinity=section)
 
@@ -208,6 +219,7 @@ class DurableRun:
         """
         if storage.versions is None or not isinstance(storage.records, PagedStateStore):
             raise RuntimeError("a durable run without versions of its states")
+        # Set here, not in the constructor: storage is opened for a plan, and the plan needs `adapted`.
         self._versions, self._records = storage.versions, storage.records
         self._units, self._states, self._parameter_cache, self._waiting = units, states, parameter_cache, waiting
         self._stream, self._exchange = stream, exchange
@@ -219,6 +231,8 @@ class DurableRun:
                     "infinity.durable_path",
                 )
             with self._reading():
+                # Before anything is written: the newest commit's bytes, and those of all kept ones, must not be
+                # overwritten.
                 self._versions.recover(self._number)
                 *_, inside = self._versions.go_to(self._number)
                 for number in self._versions.kept:
@@ -239,16 +253,21 @@ class DurableRun:
                 f"{added} parameters came after infinity.initialize, and a durable run does not have them",
                 cure="Add them before, or set infinity.durable to false",
             )
+        # One commit at a time: a second one would change what the first one writes.
         self.wait()
         self._warn_of_scheduler(training)
+        # See [Note: commits of ranks]: all ranks have made the last commit.
         self._ranks.all_gather_ints(f"the commit of step {training.global_steps}")
         for unit in self._units:
             unit.detect_writes()
-        if any(unit.dirty for unit in self._units):  # what others have written belongs to the step
+        if any(unit.dirty for unit in self._units):  # what the script has written into weights belongs to the step
             training.flush()
+        # Packed now: the script may change groups, scheduler and buffers as soon as `Engine.step` returns.
         outside, step = commit_parts.packed(self._outside(training)), training.global_steps
         updates, line = self._stream.pending(), self._line
 
+        # `Versions` calls these two in its own thread: `ready` until the step's updates have started their writes, then
+        # `parts`, when places and states are final.
         def ready() -> None:
             for update in updates:
                 update.wait()
@@ -273,6 +292,7 @@ class DurableRun:
             return
         try:
             with self._waiting("commit"):
+                # The commit waits for all updates. A deferred one would wait until its unit is needed.
                 self._stream.release_all()
                 self._versions.wait()
         except Exception as error:
@@ -283,6 +303,8 @@ class DurableRun:
 
     def _staying(self) -> list[int]:
         """Numbers of the commits that stay when the next is there."""
+        # Newest first. keep_last 3 and keep_every 100, kept are steps 305, 304, 303, 300, 200, 100, and 306 comes next:
+        # 305 and 304 stay as the last ones, 300, 200 and 100 as marked ones, and 303 goes.
         kept = self._versions.kept
         staying = kept[: self._section.keep_last - 1]
         if self._section.keep_every:
@@ -302,6 +324,7 @@ class DurableRun:
             logger.info("durable run in '%s': begins", self._path)
             return
         number = self._number
+        # This rank's newest commit may be one step ahead of other ranks'.
         if self._common is not None and self._common != self._commits[number]:
             there = [kept for kept in self._versions.kept if self._commits[kept] == self._common]
             if not there:
@@ -358,6 +381,7 @@ class DurableRun:
         """The commit of so many steps before."""
         training.flush()
         kept = [number for number in self._versions.kept if self._commits[number][0] == self._line]
+        # At step 12 with commits of 12, 11 and 10: {0: number of 12, 1: number of 11, 2: number of 10}.
         back = {training.global_steps - self._commits[number][1]: number for number in kept}
         if self._number in self._commits and training.global_steps == self._commits[self._number][1]:
             back.pop(0, None)
@@ -377,6 +401,7 @@ class DurableRun:
 
     def _go_to(self, training: Any, number: int) -> list[dict[str, Any]]:
         """Returns the groups' values that the script began with then."""
+        # Going back is a commit, too: the old contents under a new number, as the newest one. A crash leaves either.
         as_number = self._number + 1 if number != self._number else None
         found: list[bytes] = []
 
@@ -393,8 +418,10 @@ class DurableRun:
 
         training.flush()
         what = "going to a commit"
+        # Ranks that fetch shards from each other must not get bytes of two steps.
         with self._exchange.replacing(self._units, lambda: agree(self._ranks, f"before {what}")):
             for unit in self._units:
+                # What is in memory is of the step that is left. `outdate` makes graphs over it raise in backward.
                 self._parameter_cache.evict(unit)
                 unit.outdate()
             gather_results(self._ranks, what, go)
@@ -427,6 +454,7 @@ class DurableRun:
             raise ValueError(f"it has no {', '.join(lacking)}")
         if not all(isinstance(group, dict) for group in training_state["given"]):
             raise ValueError("the values that the script began with are none of groups")
+        # Checked before the optimizer's groups are changed.
         check_random_states(training_state["random"])
         check_counters(training_state["counters"])
         check_groups(training_state["groups"], training.optimizer.param_groups)
@@ -442,6 +470,7 @@ class DurableRun:
             for slot in unit.layout.slots:
                 state = self._states.get((unit.index, slot.index))
                 if state is not None:
+                    # `is_fresh`: no update yet, so the optimizer has no state names either.
                     scalars, names, num_updates, is_fresh = training_state["states"][slot.spec.fqn]
                     if not is_fresh:
                         training.optimizer.check_scalars(unit.parameters[slot.index], scalars)
@@ -505,6 +534,7 @@ class DurableRun:
 def _header_of(head: bytes) -> dict[str, Any]:
     found = json.loads(head)
     kinds = {"step": int, "line": int, "page_bytes": int, "time": float, "layout": dict, "places": dict}
+    # `type` and not isinstance: JSON's true is an int to Python.
     if not isinstance(found, dict) or any(type(found.get(name)) is not kind for name, kind in kinds.items()):
         raise ValueError("its header is not that of a commit")
     return found

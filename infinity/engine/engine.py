@@ -1,12 +1,8 @@
-"""The engine: one object that a training loop talks to.
+"""The engine: the object that a training loop calls.
 
-Decides when: it turns calls of the user and events of the model into work for coordinator, stepper and update stream. It moves
-no bytes itself.
-
-Here are its loop, its optimizer's step and its end. What else users call on it is in the classes that it extends, one file
-each, from the top down: parameters that come later (`Relayout`), checkpoints (`CheckpointCalls`), exports (`ExportCalls`),
-counters, sizes and a loader (`LoopSettings`), and the model's own names (`ModuleFacade`). Whoever looks at weights or states from
-outside of the loop does so through `ConsistentAccess`.
+This file has the loop, the optimizer's step and closing. The other methods are in the classes that `Engine` extends, one file
+each: parameters added later (`Relayout`), checkpoints (`CheckpointCalls`), exports (`ExportCalls`), counters, sizes and a
+loader (`LoopSettings`), and the model's own names (`ModuleFacade`). Weights and states are read through `ConsistentAccess`.
 """
 
 from __future__ import annotations
@@ -59,6 +55,7 @@ class Engine(Relayout):
         self._paged = PagedOptimizer(
             parts.wrapped_optimizer, parts.updater, self, parts.consistent, parts.groups.loose, parts.mains
         )
+        # Without groups there is nothing to train, and `_check_optimizer` says so.
         self.optimizer = self._paged if parts.wrapped_optimizer.param_groups else None
         self._has_warned_of_dropping = False
         self._saving = None
@@ -69,7 +66,7 @@ class Engine(Relayout):
         _engines.add(self)
 
     def _connect(self, parts: Parts) -> None:
-        """Work with these parts from now on."""
+        """Use these parts: in the constructor, and again after a relayout."""
         self._parts = parts
         self._coordinator = parts.coordinator
         self._stepper = parts.stepper
@@ -82,10 +79,14 @@ class Engine(Relayout):
         self._train_batch = TrainBatch(self, self._vertical, self._reporter)
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.timeline, parts.exchange)
         self._backwards.collector.watch(parts.module_hooks.handles_of_others)
+        # Last: from here on a call of the model comes to these parts. The hooks keep the engine alive, so that a script
+        # may keep the model alone.
         parts.module_hooks.install(self)
 
     def _release_parts(self, rest: contextlib.ExitStack) -> None:
-        """At the end of ``rest``, in reverse, and each even if the one before fails."""
+        """Push the steps that take the parts down. ``rest`` runs them in reverse, each even if one before it fails."""
+        # So read from the bottom up: no more hooks and no running calls, then updates, then other ranks' fetches, then
+        # memory, and at last files and threads.
         rest.callback(self._shutdown.now)
         rest.callback(self._stepper.close)
         rest.callback(self._coordinator.close)
@@ -104,6 +105,7 @@ class Engine(Relayout):
             untile: makes weights whole again, once the model is an ordinary one.
         """
         self._make_parts, self._untile = make_parts, untile
+        # Before the log is opened: its first line has the step that the run continues from.
         self._resume()
         self._notes, self.monitor = notes, monitors
         notes.start(self)
@@ -123,7 +125,8 @@ class Engine(Relayout):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Arguments and result are those of ``module.forward``."""
         self._check_usable()
-        if self._coordinator.is_in_forward:  # torch runs no hooks after a KeyboardInterrupt in forward
+        # Still in forward: an interrupt cut the last one off, since torch runs no forward hooks after KeyboardInterrupt.
+        if self._coordinator.is_in_forward:
             self._parts.module_hooks.abandon_calls()
         return self.run_module(*args, **kwargs)
 
@@ -151,15 +154,19 @@ class Engine(Relayout):
         self._forget_cut_off_forward()
         self._check_optimizer("engine.backward()")
         self._guard.check_backward(loss)
+        # A `loss.backward()` of the script before this call: its gradients belong to the step, and are taken first.
         self._backwards.collect()
         self._vertical.on_ordinary_step()
         self._reporter.on_loss(loss, self.global_steps)
+        # With a boundary set to False by the script, several backwards before a step are what it announced, not a GAN's
+        # loop.
         if self.counts.boundary is None or self.counts.boundary:
             self._style.on_backward()
         self.counts.count_backwards(1)
         divisor = self._style.begin_backward(divides=scale_wrt_gas)
         self._backwards.run(self._stepper.scaler.scale_loss(loss, divisor), retain_graph=retain_graph)
         num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+        # As DeepSpeed: the caller's loss is divided like the gradients.
         return loss if num_parts == 1 else loss.detach() / num_parts
 
     def backward_together(self, compute_losses: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor] | str:
@@ -187,6 +194,7 @@ class Engine(Relayout):
         self._style.on_backward()
         found = self._train_batch.together(compute_losses, updates=self._style.updates_in_backward)
         if isinstance(found, str):
+            # Nothing was kept of them: the caller runs the micro-batches again, one after the other.
             self._style.forget_backwards()
             return found
         self._style.begin_backward(divides=False)
@@ -231,11 +239,13 @@ class Engine(Relayout):
         self._guard.check_step()
         self._was_applied = False
         is_boundary = not self.counts.is_managed or self.counts.is_boundary()
+        # Bound before the update: a missing argument must raise while nothing has changed.
         scheduled = step_arguments(self.lr_scheduler, lr_kwargs or {}, self.counts.batch_size) if is_boundary else None
         with uninterrupted():  # else weights, counters and the scheduler would be of two steps
             if is_boundary:
                 with self.counts.in_step():
-                    self.optimizer.step()  # so that its hooks run, and schedulers see it
+                    # Not `optimizer_step`: hooks on the optimizer run, and torch's schedulers see that it was called.
+                    self.optimizer.step()
                     self.loose.zero_grad(set_to_none=True)
             self.micro_steps += 1
             self._guard.end_micro_batch()
@@ -251,6 +261,7 @@ class Engine(Relayout):
         """
         samples_before = self.global_samples
         self.counts.count_samples(None if self.report is None else self.report.num_samples)
+        # Before the scheduler, which must not move in a skipped step, and before the commit, which holds the new scale.
         self._stepper.scaler.update(is_finite=self.was_step_applied(), step=self.global_steps)
         if self.was_step_applied() and scheduled is not None:
             self.lr_scheduler.step(*scheduled.args, **scheduled.kwargs)
@@ -259,6 +270,7 @@ class Engine(Relayout):
             with_seconds = self.config.wall_clock_breakdown
             self.monitor.write_step(self.report, lr, samples_before, self.global_samples, with_seconds=with_seconds)
         if self._parts.durable is not None:
+            # Last: everything above is in the commit.
             self._parts.durable.commit(self)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> torch.Tensor:
@@ -348,6 +360,7 @@ class Engine(Relayout):
         self._guard.check_optimizer_step(is_engine_step=self.counts.is_in_step)
         self._reporter.begin()
         self._backwards.collect()
+        # The stepper divides the gradients of held parameters. Those of loose parameters are torch's own.
         if self._style.changes_what_comes and self.loose.have_gradients:
             raise StepError.order(
                 "engine.step()",
@@ -357,6 +370,7 @@ class Engine(Relayout):
                 step=self.global_steps,
             )
         self._stepper.divide_by(self._style.divisor(is_engine_step=self.counts.is_in_step))
+        # What the script has written into p.grad between backward and step, e.g. its own clipping.
         self._parts.live.apply_user_writes()
         if not self.counts.is_in_step:
             self._style.on_plain_step()
@@ -366,6 +380,7 @@ class Engine(Relayout):
             self._end_update()
 
     def _update(self) -> None:
+        # An interrupt is held back by `uninterrupted`; any other exception leaves some units updated and others not.
         is_complete = False
         self._guard.move_to(Phase.STEPPING)
         try:
@@ -411,6 +426,7 @@ class Engine(Relayout):
         """
         self._guard.check_not_partial("gradients were dropped before engine.step()")
         self._backwards.refuse_together("gradients are dropped between micro-batches")
+        # torch's zero_grad leaves parameters alone that are in no group.
         kept = self._parts.groups.ungrouped()
         if kept or not set_to_none:
             self._backwards.collect()
@@ -438,6 +454,7 @@ class Engine(Relayout):
         After an update in backward was cut off, weights are between two steps; this accepts them as they are. Several processes
         that update in backward all have to call it.
         """
+        # The call that holds the lock may have been cut off on a thread that is gone: `reset` is how to get it back.
         if not self._coordinator.lock.is_mine:
             self._coordinator.break_off()
         with self._coordinator.lock.held("engine.reset()"):
@@ -451,6 +468,7 @@ class Engine(Relayout):
 
     def _forget_calls(self) -> None:
         """An interrupt may have kept calls of this thread from giving the lock back."""
+        # A GatheredParameters block is a call that lasts beyond this one, and will release the lock itself.
         if not any(unit.gathered for unit in self._coordinator.parameter_cache.units):  # which last beyond a call
             self._coordinator.lock.be_outermost()
 
@@ -492,6 +510,8 @@ class Engine(Relayout):
             return
         refuse_in_between("engine.close()")
         self._forget_calls()
+        # Runs in reverse, whatever fails: the background save ends first, then the log and monitors, then the script's
+        # optimizer comes back, then the parts go.
         with contextlib.ExitStack() as rest:
             self._release_parts(rest)
             if self._passed is not None:
@@ -506,6 +526,7 @@ class Engine(Relayout):
             if self._guard.phase is Phase.CLOSED:
                 rest.callback(self._shutdown.abort)  # an interrupt has cut off an attempt to close
             elif restores or self._guard.is_consistent:
+                # If `restores` is True, the user wants the weights, even those between two steps.
                 leave(
                     self._parts.parameter_map.units,
                     self.device,
@@ -514,10 +535,12 @@ class Engine(Relayout):
                     is_wanted=restores,
                     has_unsaved=self.global_steps > self._num_saved_steps,
                 )
+                # Other ranks may still fetch this rank's shards, to restore their own weights.
                 self._parts.exchange.wait_for_peers()
             else:
+                # In reverse: the save ends first, because after `abort` nobody gets a staging buffer.
                 rest.callback(self._shutdown.abort)
-                rest.callback(self._finish_saving)  # before it gets no staging buffer any more
+                rest.callback(self._finish_saving)
 
     def _has_states(self) -> bool:
         """Whether the optimizer has any; after an error, whether it has made a step."""
@@ -552,6 +575,7 @@ class Engine(Relayout):
             raise
 
 
+# For `engine_of`: a parameter knows its handler, and the handler must not keep the engine alive.
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 

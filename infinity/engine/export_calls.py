@@ -25,16 +25,16 @@ from infinity.units.unit import Unit
 
 logger = logging.getLogger(__name__)
 _WHAT = "reading main weights for an export"
-_END = [-1, -1]
+_END = [-1, -1]  # unit and slot index that end a `_LedReading`
 
 
 class ExportCalls(LoopSettings):
-    """Part of the engine. Knows what is needed of it; must not know formats.
+    """Part of the engine: exports.
 
-    Each of these makes the directory if it is missing; it holds the old weights or the new ones, whole, whenever the process
-    or the machine may go down. Of a PEFT model, its adapters are written as PEFT does it. Where several processes train
-    together, the first one writes, and the others return before it is done; of those with different parts of the model, the
-    first of each part, to a directory of its own.
+    Each method makes the directory if it is missing. If process or machine goes down, the directory holds the old weights or
+    the new ones, whole. Of a PEFT model, only adapters are written, as PEFT does it. With several processes, rank 0 writes,
+    and the others return before it is done. If processes have different parts of the model, the first process of each part
+    writes, to a directory of its own.
     """
 
     _has_warned_of_adapters = False
@@ -143,6 +143,7 @@ class ExportCalls(LoopSettings):
         self.flush()
         check_apart(self._mesh, Path(directory))
         reading: _LedReading | None = None
+        # Model weights can be read by rank 0 alone. Main weights of divided states need every rank's shard.
         if dtype is not None and self._parts.access.is_divided:
             reading = _LedReading(self._parts.access, self._mesh.data, self._parts.parameter_map.units)
         if self._mesh.data.index > 0:
@@ -179,6 +180,7 @@ def check_directory(directory: str | Path | None) -> None:
     """
     if not directory or not os.fspath(directory):  # None, as well
         raise ValueError('the directory is empty. Pass one; "." is the current one')
+    # Path("s3://bucket") becomes "s3:/bucket", hence one slash in the pattern.
     if re.match(r"[a-z][a-z0-9]+:/", os.fspath(directory)):
         raise ValueError(
             f"'{directory}' is an address, and no directory. Pass one, and copy from or to the store yourself"
@@ -208,12 +210,14 @@ class _LedReading:
         """See `StateAccess.main_weights`. The others are told of each."""
         found: dict[int, torch.Tensor] = {}
         for slot in slots:
+            # The others read this slot at the same point, since reading it is a collective.
             self._ranks.all_gather_ints(_WHAT, [unit.index, slot.index])
             found |= self._access.main_weights(unit, [slot])
         return found
 
     def follow(self) -> None:
         """Join in until the first rank has read all that it wants."""
+        # [0] is what rank 0 says; this rank's own entry is a placeholder.
         while (told := self._ranks.all_gather_ints(_WHAT, _END)[0]) != _END:
             unit = self._units[told[0]]
             self._access.main_weights(unit, [unit.layout.slots[told[1]]])

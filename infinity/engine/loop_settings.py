@@ -1,4 +1,4 @@
-"""What a training loop asks of an engine besides its steps: counters, batch sizes, learning rates, reports, a loader."""
+"""Methods of the engine around the training loop: counters, batch sizes, learning rates, reports, a loader."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_COMM_HOOKS = (
 
 
 def _counter(name: str, text: str) -> Any:
-    """An attribute of the engine that its `Accumulation` has."""
+    """A property that reads and writes this attribute of ``self.counts``."""
     return property(
         lambda self: getattr(self.counts, name), lambda self, value: setattr(self.counts, name, value), doc=text
     )
@@ -71,8 +71,10 @@ class LoopSettings(ModuleFacade):
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.report: StepReport | None = None
+        # Both write nowhere until `Engine.begin_run` puts the real ones in their place.
         self.monitor = Monitors(MonitorsSection())
         self.counts = parts.counts
+        # `close` compares it with `global_steps`, and warns of weights that nobody has saved.
         self._num_saved_steps = 0
         self._was_applied = False
         self._notes = RunNotes(None)
@@ -203,14 +205,14 @@ class LoopSettings(ModuleFacade):
     # ------------------------------------------------------------------------------------------------------------ others
 
     def train(self, mode: bool = True) -> Self:
-        """Training mode, as ``module.train``."""
+        """Set training mode, as ``module.train``."""
         if not mode and self._guard.is_consistent:
             self.flush()
         self.module.train(mode)
         return self
 
     def eval(self) -> Self:
-        """Evaluation mode, as ``module.eval``; pending updates are finished first."""
+        """Set evaluation mode, as ``module.eval``. Pending updates are finished first."""
         return self.train(False)
 
     def get_lr(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""What an engine works with: the only place where all parts meet."""
+"""The parts of an engine, made in stages: plan, storage, weights, updates, step."""
 
 from __future__ import annotations
 
@@ -101,6 +101,7 @@ class Parts:
         self.mesh, self.wrapped_optimizer, self.device = mesh, wrapped_optimizer, device
         self.durable, config = durable_run_of(config, undo)
         self.timeline = Timeline(config.infinity.timeline) if config.infinity.timeline is not None else None
+        # Before anything is allocated: an "auto" budget is a share of what is free now.
         free_memory = find_free_memory(
             holds_activations=device.uses_host_memory,
             num_processes=num_local_processes(),
@@ -139,6 +140,7 @@ class Parts:
         )
         undo.callback(self.storage.close)
         self.exchange = WeightExchange(self.mesh.data, divided.shards, self.storage.weights, self.device)
+        # Pushed after `storage.close`, so it runs before: other ranks may be fetching from this storage.
         undo.callback(self.exchange.wait_for_peers)
         self.clock = StepClock(self.device, self.timeline)
 
@@ -148,6 +150,8 @@ class Parts:
         """The model's weights, at rest and in memory."""
         plan, config, storage = self.plan, self.config, self.storage
         self.parameter_map = ParameterMap(model, plan.units)
+        # (unit index, slot index) -> scalars and state names of each parameter that is trained here. The tensors are in
+        # records.
         self._states = {place: ParameterState() for place in plan.inputs.with_states}
         self.stored = StoredWeights(
             storage.records,
@@ -170,6 +174,7 @@ class Parts:
             writer=self.stored,
             is_divided=self._divided.has_parts_of_weights,
         )
+        # In this order in every process: a durable run expects each extent where it was.
         for unit in plan.units:  # room for its records and weights
             names = tuple(plan.inputs.names[unit.index])
             storage.records.allocate(unit, plan.chunks[unit.index], names, plan.splits[unit.index])
@@ -196,22 +201,28 @@ class Parts:
                 if flat is None:
                     raise RuntimeError("the pool for flat buffers is smaller than a unit")
                 self._parameter_cache.place(unit, flat)
+                # Before `store`, which rounds to what the engine keeps.
                 originals.keep(unit)
+                # The files of a durable run already hold the weights of its newest commit.
                 if not goes_on:
                     self.stored.store(unit, [parameter.detach() for parameter in unit.parameters])
                 for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                    # `hold` makes the parameter a paged one: the original tensor loses its last reference.
                     parameter.grad = None
                     clear_source(parameter)
                     hold(parameter, self.parameter_handler, slot.spec.dtype, self.device.torch_device)
                 self._parameter_cache.evict(unit)
                 note(unit.num_bytes)
+        # Ranks may fetch each other's shards from here on: all have written them.
         self.exchange.after(self.plan.units)
-        for parameter, state in self.wrapped_optimizer.pop_initial_states():  # those that the optimizer came with
+        # States of an optimizer that has made steps before. Each leaves memory before the next one is read.
+        for parameter, state in self.wrapped_optimizer.pop_initial_states():
             main = state.pop(MAIN_WEIGHT, None)
             self.access.load_state(parameter, state)
             if main is not None:
                 self.access.resume_main_weight(parameter, main)
         if self.timeline is not None:
+            # Last, so that the timeline begins with the training and not with this.
             self.storage.observe(self.timeline.on_transfer)
 
     # --------------------------------------------------------------------------------------------------------- updates
@@ -238,6 +249,7 @@ class Parts:
             storage.records.names_of,
             self._states,
             self._parameter_cache.await_update,
+            # After a relayout, parameters that no engine holds keep their states and gradients.
             LooseParameters(self.wrapped_optimizer) if before is None else before.groups.loose,
         )
         self.stepper = Stepper(
@@ -275,7 +287,9 @@ class Parts:
         plan, config, storage, divided = self.plan, self.config, self.storage, self._divided
         exchange: GradientExchange | None = None
         if divided.shards.is_divided:
-            numbered = Numbered()  # each engine has process groups for this, which the next one takes over
+            # Gradients are exchanged beside what the training thread exchanges, so they need process groups of their own.
+            # The number is free again when this engine ends, and the next engine then uses the same groups.
+            numbered = Numbered()
             parts = self.mesh.groups or (self.mesh.data.members,)
             apart = subsets(parts, f"gradients {numbered.number}")[self.mesh.data.members]
             exchange = GradientExchange(apart, numbered, divided.shards, config.communication_dtype, self.device)
@@ -296,11 +310,14 @@ class Parts:
             exchange=exchange,
         )
         if plan.placement.spills:
+            # Extents for gradients before the first step, so that a full drive is an error of `initialize`.
             store.reserve()
         return store
 
     def _make_stream(self) -> UpdateStream:
         plan, has_remainder = self.plan, self.plan.has_remainder
+        # With "none", states are in GPU memory, and updates run there. Otherwise the CPU updates them in staging
+        # buffers.
         update_device = self.device.torch_device if plan.request.optimizer_tier == "none" else torch.device("cpu")
         kernel = GpuAdam if has_remainder and update_device.type == "cuda" else FusedAdam
         fused = kernel.of(self.wrapped_optimizer, update_device, has_remainder=has_remainder)
@@ -321,6 +338,7 @@ class Parts:
         """What the user's loop and torch's hooks call."""
         plan, storage, stepper = self.plan, self.storage, self.stepper
         parameter_map, parameter_cache = self.parameter_map, self._parameter_cache
+        # Kept through a relayout: counters and the loop's style are the script's, not those of the parts.
         self.counts: Accumulation = Accumulation(self.config, self.mesh.data.num) if before is None else before.counts
         self.style: LoopStyle = LoopStyle(self.counts) if before is None else before.style
         lock, assigned = EngineLock(), AssignedData()
@@ -329,6 +347,8 @@ class Parts:
             parameter_map, parameter_cache, lock, stepper, self.guard, self.live, self.style, self.counts
         )
         self.reporter = self._make_reporter()
+        # Run in this order at the beginning of each call: closed, forked or ended first, because the later ones read
+        # what is gone then.
         checks = (
             self.guard.check_open,
             functools.partial(lock.check_process, "this call"),
@@ -339,6 +359,7 @@ class Parts:
             storage.raise_pending,
         )
         self.preconditions = Preconditions(checks, self.guard, self.backwards, self.groups, self.reporter)
+        # dict.fromkeys removes duplicates and keeps the order.
         copies = UserCopies(
             dict.fromkeys((*self.config.offload_optimizer.nvme_paths, *self.config.offload_param.nvme_paths))
         )

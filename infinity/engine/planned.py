@@ -89,12 +89,13 @@ def durable_run_of(config: InfinityConfig, undo: contextlib.ExitStack) -> tuple[
 
 
 def divide(mesh: Mesh, config: InfinityConfig) -> tuple[Divided, InfinityConfig]:
-    """Who has which part of states and weights; and the config, of which the time of updates may follow from that."""
+    """Say which shard of states and weights this rank has. The returned config may update later than the given one."""
     ranks = mesh.data
     shards = Shards(ranks.index, ranks.num) if config.zero_stage > 0 else Shards()
     needs_all = mesh.is_divided or (ranks.num > 1 and not shards.is_divided)
     if needs_all and config.infinity.update == "in_backward":  # no part is to be updated before all have met
         config = replace(config, infinity=replace(config.infinity, update="step" if ranks.num > 1 else "deferred"))
+    # Stages 1 and 2 divide states only. Stage 3 divides the weights as well.
     has_parts = config.zero_stage == 3 and shards.is_divided
     return Divided(mesh, shards, has_parts), config
 
@@ -114,7 +115,8 @@ def make_plan(
     """
     ranks, has_parts = divided.mesh.data, divided.has_parts_of_weights
     free_bytes = device.free_bytes(model)
-    if has_parts and free_bytes is not None:  # or some ranks would keep units whole there that others do not
+    # The smallest of all ranks, so that all of them keep the same units whole on their devices.
+    if has_parts and free_bytes is not None:
         free_bytes = min(free for (free,) in ranks.all_gather_ints("planning the memory of devices", [free_bytes]))
     inputs_of = functools.partial(
         PlanInputs.of,
@@ -128,6 +130,7 @@ def make_plan(
         device_free_bytes=free_bytes,
         bandwidth=bandwidth_of(config),
     )
+    # Stage 3 with weights on "none": each rank holds all weights on its device, if every device has the room.
     fills_devices = has_parts and config.offload_param.device == "none" and not device.uses_host_memory
     inputs, placement, reason_against = (
         _placed_on_devices(ranks, inputs_of, config) if fills_devices else _placed(inputs_of, config)
@@ -136,12 +139,16 @@ def make_plan(
     if has_parts:
         placement = _agreed(ranks, placement, len(inputs.units))
     if inputs.config.infinity.host_memory_budget is not None:
+        # Weights that are in memory now are released as units are stored.
         in_memory = [parameter for parameter in model.parameters() if not on_drive(parameter)]
         free_memory.warn_beyond(
             placement.host_bytes(inputs.request), sum(p.numel() * p.element_size() for p in in_memory)
         )
     for unit in inputs.units:
         unit.is_persistent = unit.index in placement.resident_units
+    # A unit with 1000 trainable elements on rank 1 of 2: span (500, 1000). If the states of 200 elements stay in
+    # memory, the split is 700: records of [500, 700) are in memory and of [700, 1000) on NVMe. No chunk crosses it.
+    # (Real numbers are multiples of the chunk granule.)
     splits = [span[0] + kept for span, kept in zip(inputs.spans, placement.states_in_memory, strict=True)]
     chunks = [
         unit.layout.chunks(placement.chunk_numel, split, span)
@@ -187,6 +194,7 @@ def _placed_on_devices(
     try:
         found = _placed(inputs_of, config)
     except BudgetTooSmallError as error:
+        # Any other budget is this rank's own problem, and cannot be cured by moving weights to host memory.
         if error.key != DEVICE_KEY:
             raise
     has_room = all(
@@ -204,6 +212,7 @@ def _placed_on_devices(
 def _agreed(ranks: Ranks, placement: Placement, num_units: int) -> Placement:
     """What is to stay in memory whole does so on all ranks, or on none: budgets may differ."""
     stays = [int(index in placement.resident_units) for index in range(num_units)]
+    # Rank 0 keeps units 0, 1, 2 and rank 1 keeps 0, 1: rows [1, 1, 1] and [1, 1, 0], so units 0 and 1 stay on all.
     everywhere = [all(of_unit) for of_unit in zip(*ranks.all_gather_ints("laying out weights", stays), strict=True)]
     return replace(placement, resident_units=frozenset(i for i, on_all in enumerate(everywhere) if on_all))
 

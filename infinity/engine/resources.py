@@ -1,7 +1,4 @@
-"""The tiers of one engine: swappers, staging pools and pools, opened together and closed together.
-
-Knows what the config and the placement ask for; must not know modules or when anything is used.
-"""
+"""The files and memory of one engine: swappers, staging pools, flat pools. Opened together and closed together."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ from swapper.volumes.directory import Directory
 
 logger = logging.getLogger(__name__)
 
-_IN_MEMORY: TierKey = ("shards", ())
+_IN_MEMORY: TierKey = ("shards", ())  # of the swapper that serves other ranks from host memory
 
 
 class EngineResources:
@@ -91,6 +88,8 @@ class EngineResources:
         self._resting_bytes = resting_bytes(sizes, request, placement)
         self._volumes = Volumes.of(config, sizes, request, placement)
         param_key, self._spill_key = self._volumes.param_key, self._volumes.spill_key
+        # Other ranks fetch shards through a swapper. Those in host memory need one as well, which moves bytes without a
+        # drive. It has 4096 bytes at least, as a swapper cannot be empty.
         if shards is not None and placement.hosted_units:
             num_bytes = sum(sizes[index].stored_weight_bytes for index in placement.hosted_units) or 4096
             self._swappers[_IN_MEMORY] = Swapper.in_memory(num_bytes, _swapper_config(config.io))
@@ -99,6 +98,8 @@ class EngineResources:
             for key, num_bytes in self._volumes.num_bytes.items():
                 self._swappers[key] = self._open(key, num_bytes)
             self.weights, self.records = self._build(device, param_key, self._volumes.state_key)
+            # Capacities from the placement, for units' weights, for gradients, and for gradients on their way from a GPU.
+            # Who finds a pool full evicts a unit, spills gradients, or waits for the first arrival.
             self.pool = FlatPool(device, placement.weights_bytes)
             gradients_on = device if placement.gradients_on_device else ComputeDevice()
             self.gradient_pool = FlatPool(gradients_on, placement.gradient_bytes)
@@ -113,7 +114,7 @@ class EngineResources:
         try:
             problem = self._volumes.problem(room_bytes) if len(self._volumes.num_bytes) > 1 else None
             beside = None if problem else self._volumes.checkpoint_problem(room_bytes)
-        except VolumeError:  # to open it says more
+        except VolumeError:  # opening the volume raises an error that says more
             return
         if problem is not None:
             cure = "Choose another nvme_path or durable_path, or give several as a list"
@@ -137,6 +138,7 @@ class EngineResources:
         except VolumeError as error:
             key_name = "durable_path" if tier == "durable" else "nvme_path"
             cure = f"Choose another {key_name}, or give several as a list"
+            # EMFILE and the like: another directory would have the same limit.
             if limit_cure(error.__cause__):
                 cure = "That is a limit of the process, and of no directory"
             kept = self._volumes.retention
@@ -162,8 +164,10 @@ class EngineResources:
         placement = self._placement
         deadline = self._config.io.deadline_seconds
         weights: WeightStore | None = None
+        # Otherwise all weights stay in flat buffers, and nothing is ever fetched.
         if len(placement.resident_units) < len(self._sizes):
             staging_pool = None
+            # Only a GPU needs them: on the CPU reads go straight into the flat buffer.
             if placement.num_upload_buffers:
                 staging_pool = StagingPool(
                     placement.upload_buffer_bytes, placement.num_upload_buffers, device.pin, deadline_seconds=deadline
@@ -177,6 +181,7 @@ class EngineResources:
                 weights = DividedWeights(on_nvme, in_memory, device, self._shards, pulls, staging_pool)
             else:
                 weights = WeightStore(on_nvme, device, staging_pool)
+        # Optimizer states in GPU memory: updates run there, and no record is ever moved.
         if state_key[0] == "none" and not device.uses_host_memory:
             return weights, ResidentStateStore(device.torch_device, self._request.record_format)
         staging_pool = StagingPool(
@@ -265,6 +270,7 @@ class EngineResources:
 
         `close` has still to be called. What has not been written is lost.
         """
+        # One deadline for all of them together, not for each.
         deadline = time.monotonic() + timeout_seconds
         self._end_commit(timeout_seconds)
         for staging_pool in self._staging_pools:
@@ -301,8 +307,10 @@ class EngineResources:
     def _close_swappers(self) -> None:
         self._end_commit(self._config.io.deadline_seconds)
         self._close_all()
+        # After the swappers: a transfer under way still writes into these buffers.
         for staging_pool in self._staging_pools:
             staging_pool.close()
+        # Last: it releases the lock on the run's directory, and another process may open the run at once.
         if self._run is not None:
             self._run.close()
 

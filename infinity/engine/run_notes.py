@@ -1,7 +1,4 @@
-"""What an engine writes into the log of its run.
-
-Knows when something is written; must not know how (`infinity.metrics.run_log`).
-"""
+"""When an engine writes into the log of its run. `infinity.metrics.run_log` has the format."""
 
 from __future__ import annotations
 
@@ -22,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class RunNotes(RunLog):
-    """The log of one engine, which is given to each call: a log that held it would keep it from being garbage."""
+    """The log of one engine."""
+
+    # Calls get the engine: a reference to it here would keep an engine alive that nobody closed.
 
     def __init__(self, directory: Path | None) -> None:
         """As `RunLog`."""
@@ -44,7 +43,8 @@ class RunNotes(RunLog):
         get = getattr(engine.lr_scheduler, "get_last_lr", None)
         self.on_step(report, None if get is None else [float(value) for value in get()])
         self._num_steps += 1
-        if self._num_steps & (self._num_steps - 1) == 0:  # what is predicted gets better, at first quickly
+        # After steps 1, 2, 4, 8, ...: predictions follow the recorded prefetch schedule, and change most at first.
+        if self._num_steps & (self._num_steps - 1) == 0:
             self._write_plan(engine)
 
     def note(self, kind: str, step: int, text: str, **more: Any) -> None:

@@ -1,14 +1,14 @@
-"""Ends threads and releases files with the engine: when it is closed, collected, or when the interpreter ends.
+"""Ends threads and releases files when an engine is closed or collected, or when the interpreter ends.
 
 [Note: weights at the end]
-They go back into the model, which is an ordinary one again, if there is room for them: whoever leaves a ``with engine:`` block
-expects the model to be there. If there is not, and nobody has saved them, that is said.
+After a ``with engine:`` block you expect a model with its weights. So the weights are copied back into the model, which is an
+ordinary one again, if there is room for them. If there is no room, and nobody has saved them, a warning says so.
 
 [Note: reaping]
-An engine that nobody closed becomes garbage at any moment and on any thread: on one that it would have to join, or that has a
-lock which it would have to take. So its finalizer only tells a thread that waits for that, and the thread shuts down.
-Where weights are divided, other ranks may still fetch from this one (an export at the end of a function): that waits until all
-ranks build another engine, or end.
+An engine that nobody closed may become garbage on any thread at any moment. That thread may be one that the shutdown joins, or
+hold a lock that it takes. So the finalizer only puts an order into a queue, and a thread that waits for it shuts down.
+If weights are divided, other ranks may still fetch from this one (an export at the end of a function). Then the shutdown waits
+until all ranks build another engine, or end.
 
 [Note: order at exit]
 Hooks of ``atexit`` run last in, first out. This module registers its hook when it is imported, which is when a script first
@@ -44,8 +44,9 @@ logger = logging.getLogger(__name__)
 _EXIT_SECONDS = 2.0
 """How long to wait for drives when nothing depends on them any more."""
 _REAP_SECONDS = 10.0
+"""How long to wait for the reaper thread, which `abort` lets wait for drives for `_EXIT_SECONDS`."""
 _SHARE = 2
-"""No more than one of so many parts of the memory that is free is taken without being asked."""
+"""Weights are restored unasked if they take at most 1 / `_SHARE` of the free memory: the script needs some, too."""
 
 
 class Shutdown:
@@ -70,7 +71,9 @@ class Shutdown:
         self._exchange = exchange
         self._pid = os.getpid()
         self.is_over = False
-        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # to put something in is safe wherever one is
+        # SimpleQueue.put is reentrant, so a finalizer may call it on a thread that is inside `put`. True: shut down; False:
+        # end the thread.
+        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._reap, name="infinity-reaper", daemon=True)
         start_threads(self._thread)
         _open.append(self)
@@ -80,6 +83,7 @@ class Shutdown:
     def now(self) -> None:
         """Shut down, unless that has happened. What an exception cuts off can be done again."""
         if not self.is_over:
+            # If this is cut off by an exception, the finalizer and `_open` still know this engine, and try again.
             self._end()
             self._finalizer.detach()
             self._forget()
@@ -89,6 +93,7 @@ class Shutdown:
 
     def abort(self) -> None:
         """Nothing depends on the drives any more: whoever waits for one that hangs gets an error soon."""
+        # In a forked child, threads and files are the parent's.
         if os.getpid() == self._pid:
             self._stream.stop()
             self._storage.abort(_EXIT_SECONDS)
@@ -149,6 +154,7 @@ class Shutdown:
             _open.remove(self)
 
 
+# Changed without a lock: append and remove are atomic, and `_reap` may run beside the training thread.
 _open: list[Shutdown] = []
 """What is not shut down, in the order of their beginnings."""
 _due: list[Shutdown] = []
@@ -211,6 +217,7 @@ def end_all_at_exit() -> None:
     See [Note: order at exit].
     """
     with contextlib.ExitStack() as rest:
+        # ExitStack calls them in reverse, the newest engine first, each even if another one raises.
         for shutdown in list(_open):
             rest.callback(shutdown.end_at_exit)
 
