@@ -75,11 +75,11 @@ def initialize(
             None: the config's. Without either, or with nothing to train, the engine evaluates only, and the second
             result is None.
         model_parameters: parameters or parameter groups for an optimizer that is not an instance. None: all trainable ones.
-        training_data: a data set; the third result is then its loader, see ``engine.data_loader``. As in DeepSpeed, each
-            epoch has the same order unless you call ``loader.data_sampler.set_epoch(epoch)``.
+        training_data: a data set; the third result is then its loader, see ``engine.data_loader``. As in DeepSpeed,
+            each epoch has the same order unless you call ``loader.data_sampler.set_epoch(epoch)``.
         lr_scheduler: a torch scheduler, or a callable that takes the optimizer. None: the config's, if it has one. The engine
-            steps it, except ReduceLROnPlateau, which needs a metric. If ``step`` of any other scheduler needs an argument, it
-            gets the samples of a step, as in DeepSpeed.
+            steps it, except ReduceLROnPlateau, which needs a metric. If ``step`` of any other scheduler needs an
+            argument, it gets the samples of a step, as in DeepSpeed.
         mpu: DeepSpeed's argument; its data-parallel group must be all processes.
         mesh_param: if your script gives each process a part of the model (tensor parallelism, pipeline stages): a
             ``DeviceMesh`` of all processes, with dimensions named dp, tp and pp. Not needed if the model's own DTensors

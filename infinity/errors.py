@@ -19,8 +19,8 @@
 
 Reads and writes that fail raise the errors of `swapper`, which name file, offset, bytes and errno.
 
-There is one class for each thing that you can do about an error. Constructors and class methods take the facts and write the
-message, so messages are worded in this file only.
+There is one class for each thing that you can do about an error. Constructors and class methods take the facts and
+write the message, so messages are worded in this file only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """State machines: an enum of states, and a table that says which method leads from which state to which.
 
-[Note: debug mode] With ``INFINITY_DEBUG=1`` in the environment, each method that changes a state is checked against its table:
-the state before, when it is called, and the state after, when it returns. The tests run in debug mode.
+[Note: debug mode] With ``INFINITY_DEBUG=1`` in the environment, each method that changes a state is checked against its
+table: the state before, when it is called, and the state after, when it returns. The tests run in debug mode.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class ActivationCheckpoint(Spilled):
     """A tensor that is needed again in backward."""
 
     source: Any
-    """What the coordinator's ``pack`` gave: (tensor, version), or a packed saved tensor for a view of a weight. None while the
-    tensor is not in memory."""
+    """What the coordinator's ``pack`` gave: (tensor, version), or a packed saved tensor for a view of a weight. None
+    while the tensor is not in memory."""
 
     def __init__(self, tensor: torch.Tensor, packed: Any) -> None:
         super().__init__(tensor.nbytes, packed)
@@ -39,7 +39,7 @@ class ActivationCheckpoint(Spilled):
 
 
 class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
-    """All that is kept of one step."""
+    """All activation checkpoints of one step."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
         """
         Args:
             space, clock, capacity_bytes: as of `Spilling`; a capacity of None: no limit, and nothing leaves memory.
-            pack, unpack: of the coordinator, so that a view of a unit's weights is kept as a note of where it lies.
+            pack, unpack: the coordinator's: a view of a unit's weights is kept as a packed saved tensor.
         """
         super().__init__(space, clock, capacity_bytes or 0)
         self._is_limited = capacity_bytes is not None
@@ -123,7 +123,7 @@ class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
     # ---------------------------------------------------------------------------------------------------- backward
 
     def begin_backward(self, order: Iterable[ActivationCheckpoint]) -> None:
-        """Forward is over; what was kept will be loaded in ``order``."""
+        """Forward is over. Backward will `load` in ``order``, so reads begin in this order."""
         self._known.clear()
         # From here on nothing new is written: what is in memory is needed soon.
         self._oldest_first.clear()
@@ -133,7 +133,7 @@ class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
         self._read_ahead()
 
     def load(self, kept: ActivationCheckpoint) -> torch.Tensor:
-        """The tensor again."""
+        """The tensor, read from NVMe if it is not in memory."""
         if kept.source is None:
             if kept.memory is None:
                 self._start_read(kept)
@@ -155,7 +155,7 @@ class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
             self._to_read.popleft()
 
     def release(self, kept: ActivationCheckpoint) -> None:
-        """One user needs it no more."""
+        """One call of a block is done with it."""
         kept.num_users -= 1
         if kept.num_users:
             return
@@ -165,7 +165,7 @@ class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
         self._release(kept)
 
     def close(self) -> None:
-        """Release everything, after whatever went wrong."""
+        """Release everything. Also after an error."""
         for kept in self._admitted:
             self._release(kept)
         self._admitted.clear()

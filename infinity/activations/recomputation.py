@@ -21,7 +21,7 @@ _HOME = "torch.utils.checkpoint"  # module of the hooks that checkpointing pushe
 
 
 class RecomputedForward(InPlaceOfMethod):
-    """The ``forward`` of a block under torch's non-reentrant checkpointing, where there is anything to gain by it."""
+    """Replaces the ``forward`` of a block: runs it under torch's non-reentrant checkpoint when the block is trained."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class RecomputedForward(InPlaceOfMethod):
         Args:
             module: the block.
             forward: its forward without checkpointing.
-            inside_module: as of the coordinator of its weights.
-            units: which the block's own hooks enter: torch calls them in forward only.
+            inside_module: `ParameterCoordinator.inside_module`.
+            units: those that the block's hooks enter.
         """
         super().__init__(module, "forward", forward)
         self.forward = forward
@@ -53,7 +53,7 @@ class RecomputedForward(InPlaceOfMethod):
         return checkpoint(self._compute, *args, use_reentrant=False, **kwargs)
 
     def _is_due(self) -> bool:
-        """Not in evaluation, and not inside a checkpoint of the model's own, nor in its recomputation."""
+        """False in evaluation, in a recomputation, and inside a checkpoint of the model's own."""
         module = self._module()
         if module is None or not module.training or not torch.is_grad_enabled() or in_backward():
             return False

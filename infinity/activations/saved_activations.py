@@ -1,13 +1,13 @@
 """What autograd saves in the model's forward: kept in RAM up to the budget, on NVMe beyond it (`infinity.activations`).
 
-[Note: away] Memory is kept, written and read by storage, so that tensors that share memory (views, what several operations
-save) share it afterwards, too. Two tensors are the same bytes if they have the same storage (held weakly, so that its address
-is not reused), the same version counter, and, once the bytes have left, the same base: `tensor.data` shares the storage, but
-has a version counter of its own.
-If the script writes to a saved tensor before backward, torch raises. So a packed tensor keeps an alias without memory, which
-has the tensor's version counter, and `load` compares. A storage that was changed before it is written out stays in memory.
-The graph owns packed tensors, and these own a claim on their storage. When the last claim dies, memory is released at once.
-The space on the drive is freed at the next call here, because a finalizer may not take the lock.
+[Note: away] Memory is kept, written and read by storage, so that tensors that share memory (views, what several
+operations save) share it afterwards, too. Two tensors are the same bytes if they have the same storage (held weakly, so
+that its address is not reused), the same version counter, and, once the bytes have left, the same base: `tensor.data`
+shares the storage, but has a version counter of its own. If the script writes to a saved tensor before backward, torch
+raises. So a packed tensor keeps an alias without memory, which has the tensor's version counter, and `load` compares. A
+storage that was changed before it is written out stays in memory. The graph owns packed tensors, and these own a claim
+on their storage. When the last claim dies, memory is released at once. The space on the drive is freed at the next call
+here, because a finalizer may not take the lock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from infinity.torch_internals.names import in_backward
 _LEAST_BYTES = 64 << 10
 """Smaller storages stay in memory: each one moved costs a request, and their sum is small."""
 _LARGEST_SHARE = 8
-"""A storage of more than 8 times the saved tensor's bytes stays: it belongs to something larger, a data set or a cache."""
+"""A storage of more than 8 times the saved tensor's bytes stays: it belongs to something larger, a data set or a
+cache."""
 _LOOK_BACK = 64
 """Storages before the needed one that are candidates for reading ahead: it bounds the search at each `load`."""
 
@@ -63,7 +64,7 @@ class _Stored(Spilled):
 
 
 class _Claim:
-    """Lives as long as a graph needs the bytes."""
+    """Owned by packed tensors of one storage: when it dies, no graph needs the bytes."""
 
     def __init__(self, stored: _Stored, dead: deque[_Stored]) -> None:
         self.stored = stored
@@ -111,7 +112,7 @@ class _PackedActivation:
 
 
 class SavedActivations(Spilling[_Stored]):
-    """Takes what autograd saves, and gives it back in backward. Safe for several threads."""
+    """Keeps what autograd saves, in RAM or on NVMe, until backward. Thread safe."""
 
     def __init__(self, space: SpillSpace, clock: StepClock, capacity_bytes: int) -> None:
         super().__init__(space, clock, capacity_bytes)
@@ -120,9 +121,9 @@ class SavedActivations(Spilling[_Stored]):
         self._known: dict[StorageWeakRef, _Stored] = {}
         self._all: dict[int, _Stored] = {}
         self._read: deque[_Stored] = deque()
-        """In memory and on the drive, those that were read first before the others."""
+        """In memory and on the drive, in the order in which they were read."""
         self._leaving: list[_Stored] = []
-        """Of no use any more, but a drive has not done with them."""
+        """Needed by no graph, but a read or write still uses their memory."""
         self._num_stored = 0
         self._is_closed = False
         self.kept_bytes = 0
@@ -131,7 +132,7 @@ class SavedActivations(Spilling[_Stored]):
     # ----------------------------------------------------------------------------------------------------- forward
 
     def pack(self, tensor: torch.Tensor) -> _PackedActivation | None:
-        """The packed form of what autograd saves; None if it is to stay as it is.
+        """What autograd keeps in place of ``tensor``; None: autograd keeps the tensor itself.
 
         Raises:
             StorageError: there is no room on the drives.
@@ -178,7 +179,7 @@ class SavedActivations(Spilling[_Stored]):
     # ---------------------------------------------------------------------------------------------------- backward
 
     def load(self, stored: _Stored) -> torch.Tensor:
-        """All bytes of a storage, on its device. Those that were saved before it are read ahead, as backward needs them."""
+        """All bytes of a storage, on its device. Storages saved before it are read ahead."""
         with self._lock:
             self._sweep()
             if self._is_closed:
@@ -218,7 +219,7 @@ class SavedActivations(Spilling[_Stored]):
     # ------------------------------------------------------------------------------------------------------- the end
 
     def _sweep(self) -> None:
-        """What no graph needs any more gives its space back, as soon as drives have done with it."""
+        """Free the extents of storages that no graph needs, as soon as no request uses them."""
         while self._dead:
             stored = self._dead.popleft()
             self._all.pop(stored.number, None)
@@ -244,7 +245,7 @@ class SavedActivations(Spilling[_Stored]):
             self._space.tidy()
 
     def close(self) -> None:
-        """Release everything, after whatever went wrong. A backward that comes later is an error."""
+        """Release everything. Also after an error. A later backward raises EngineClosedError."""
         with self._lock:
             self._is_closed = True
             for stored in [*self._all.values(), *self._leaving]:
@@ -262,14 +263,14 @@ class SavedActivations(Spilling[_Stored]):
 
 
 class HostActivations(SavedActivations):
-    """Keeps all of it. What is on a GPU is brought to host memory as soon as it is saved, and comes back when it is needed."""
+    """`infinity.activations` "cpu": all stays in host memory. Tensors of a GPU are copied there when they are saved."""
 
     def __init__(self, clock: StepClock, capacity_bytes: int, budget_bytes: int) -> None:
         """
         Args:
             clock: counts the waiting.
-            capacity_bytes: host memory that there is for it.
-            budget_bytes: the budget of which that is a part, for messages.
+            capacity_bytes: host memory for it, a part of the budget.
+            budget_bytes: the budget, for messages.
         """
         super().__init__(SpillSpace(_no_drive), clock, capacity_bytes)
         self._budget_bytes = budget_bytes

@@ -1,1 +1,2 @@
-"""The compute device and its memory: flat buffers, pools of them, copies. The only package that names streams and events."""
+"""The compute device and its memory: flat buffers, pools of them, copies. The only package that names streams and
+events."""

@@ -28,15 +28,17 @@ logger = logging.getLogger(__name__)
 
 
 class FlatBuffer:
-    """The memory of one unit, which all its parameters are views of. It stays allocated until the last tensor over it dies.
+    """The memory of one unit, which all its parameters are views of. It stays allocated until the last tensor over it
+    dies.
 
-    [Note: counting views without private API] A tensor over the memory is made from an owner: a numpy array on the host, a
-    `_CudaExporter` on a GPU. The tensor's storage holds a reference to the owner, and all views of the tensor share that
-    storage. A dead weak reference to the owner therefore means that no view is left, inside autograd's graph either.
+    [Note: counting views without private API] A tensor over the memory is made from an owner: a numpy array on the
+    host, a `_CudaExporter` on a GPU. The tensor's storage holds a reference to the owner, and all views of the tensor
+    share that storage. A dead weak reference to the owner therefore means that no view is left, inside autograd's graph
+    either.
     """
 
     def __init__(self, num_bytes: int, address: int) -> None:
-        """``address``: of the first byte, as ``untyped_storage().data_ptr()`` of every view gives it."""
+        """``address``: of the first byte: ``untyped_storage().data_ptr()`` of every view."""
         self.num_bytes = num_bytes
         self.address = address
         self._owner: weakref.ref[Any] | None = None
@@ -47,7 +49,8 @@ class FlatBuffer:
         return tensor
 
     def tracked_tensor(self, known: weakref.ref[Any] | None) -> tuple[torch.Tensor, weakref.ref[Any]]:
-        """A tensor as of `tensor`, and a reference that dies with its last view. Such tensors do not count in `has_views`.
+        """A tensor as of `tensor`, and a reference that dies with its last view. Such tensors do not count in
+        `has_views`.
 
         ``known``: the reference that the last call returned. While it is alive, it covers the new tensor as well.
         """
@@ -58,25 +61,25 @@ class FlatBuffer:
 
     @property
     def has_views(self) -> bool:
-        """Whether anybody still holds a tensor over this memory, however derived (autograd's saved views included)."""
+        """Whether any view of this memory is alive, autograd's saved ones included."""
         return self._owner is not None and self._owner() is not None
 
     @property
     def is_held(self) -> bool:
-        """Whether a read or write still has memory of it, whatever became of whoever started that."""
+        """Whether a read or write still uses this memory, even if nobody waits for it any more."""
         return is_held(self.address, self.num_bytes)
 
     @property
     def hang_error(self) -> SwapperError | None:
-        """The error of a read or write that has memory of it and hangs, if there is one."""
+        """The error of a read or write that uses this memory and hangs; None without one."""
         return hang_error(self.address, self.num_bytes)
 
     def discard_front(self, num_bytes: int) -> int:
-        """Give back the memory of (at most) the first ``num_bytes``, which nobody will use any more; returns how much."""
+        """Return memory of at most the first ``num_bytes`` to the system. They are not used again. Returns how much."""
         return 0  # a block of an allocator is given back as a whole
 
     def release(self) -> None:
-        """Give the memory back; it goes when the last view has died."""
+        """Free the memory, as soon as its last view is dead."""
         raise NotImplementedError
 
     def _new_owner(self) -> Any:
@@ -92,7 +95,7 @@ class HostFlatBuffer(FlatBuffer):
     def __init__(self, num_bytes: int) -> None:
         self._region = AlignedRegion(num_bytes)
         self._bytes: np.ndarray[Any, Any] | None = self._region.array()
-        """Until `release`: of this one views are made, and no tensor."""
+        """Until `release`. Owners are views of it; no tensor is made of this array itself."""
         super().__init__(num_bytes, self._region.address)
 
     def tensor(self) -> torch.Tensor:
@@ -174,7 +177,8 @@ class Copy:
 
 
 _MOST_COPIES = 1 << 16
-"""Entries of ``ComputeDevice._copies``. If nobody calls `pop_copies`, the oldest are dropped: only the report lacks them."""
+"""Entries of ``ComputeDevice._copies``. If nobody calls `pop_copies`, the oldest are dropped: only the report lacks
+them."""
 
 
 class ComputeDevice:
@@ -205,20 +209,20 @@ class ComputeDevice:
 
     @contextlib.contextmanager
     def background(self) -> Iterator[None]:
-        """What every thread of the engine's own works inside, from its beginning to its end.
+        """A context for the whole life of a background thread of the engine.
 
-        The thread launches on this device, in a stream of its own, and records no gradients. Whatever else torch keeps per
-        thread (autocast, inference mode, the default device) is as in any new thread: what users set in theirs is not seen.
+        The thread launches on this device, in a stream of its own, and records no gradients. Other settings that torch
+        keeps per thread (autocast, inference mode, default device) are those of a new thread, not the user's.
         """
         with torch.no_grad():
             yield
 
     def carried(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Gives what another thread enters to launch where the calling thread does now: on its device, in its stream."""
+        """Make a context for another thread, which then launches on the calling thread's device and stream."""
         return contextlib.nullcontext
 
     def mark(self) -> Fence:
-        """A point in the calling thread's stream: everything launched there so far."""
+        """A fence behind everything launched so far in the calling thread's stream."""
         return None
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> Fence:
@@ -239,19 +243,19 @@ class ComputeDevice:
         return True
 
     def synchronize(self, fence: Fence) -> None:
-        """The calling thread waits for the fence. For background threads; never for the thread that trains."""
+        """Block the calling thread until the fence is done. For background threads, not for the training thread."""
 
     def compute_waits_for(self, fence: Fence) -> None:
-        """The calling thread's stream waits for the fence; the host does not."""
+        """Make the calling thread's stream wait for the fence. The host does not wait."""
 
     # Called several times for each module: without Python in between.
     stamp: Callable[[], Any] = staticmethod(time.perf_counter)
-    """Returns a mark behind everything launched so far in the compute stream, of which `seconds_at` tells the time."""
+    """Return a timing mark behind everything launched so far in the compute stream, for `seconds_at`."""
     seconds_at: Callable[[Any], float | None] = staticmethod(float)
-    """Returns when the device passed a mark, as ``time.perf_counter`` counts; None if it has not yet."""
+    """Return when the device passed a mark, in seconds of ``time.perf_counter``; None: not yet."""
 
     def pop_copies(self) -> list[tuple[Copy, float, float]]:
-        """Copies that have ended since the last call, with begin and end in seconds. Any thread, one at a time."""
+        """Copies that have ended since the last call, with begin and end in seconds. From one thread at a time."""
         # In order of submission. The deque is left at the first copy that has not ended, even if one of the other
         # stream has.
         taken: list[tuple[Copy, float, float]] = []
@@ -441,10 +445,9 @@ def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def choose_device(model: nn.Module, device: torch.device | str | None, number: int = 0) -> torch.device:
-    """What ``device`` says; None: the model's if it is on a GPU, else the current GPU if there is one, else the CPU.
+    """Resolve ``device``. None: the model's GPU, else the current GPU, else the CPU.
 
-    ``number``: the GPU that is this process's own, see `set_default_gpu`; it is the current one afterwards, where one is
-    needed.
+    ``number``: local rank. If an index is missing, this GPU becomes the current one, see `set_default_gpu`.
     """
     if device is not None:
         chosen = torch.device(device)

@@ -58,23 +58,23 @@ class DriveTensors:
     @outside_modes
     @torch.no_grad()
     def move(self, tensor: torch.Tensor) -> bool:
-        """Bring the memory of a CPU tensor to a drive; it stays the same object with the same values.
+        """Move the memory of a CPU tensor to a drive. It stays the same object with the same values.
 
         Returns:
-            False if somebody else looks at that memory, too: it stays where it is, and may be tried again later. True
-            otherwise, also if there is nothing to move (small, on a drive already, on another device, not dense).
+            False if another tensor shares the memory: nothing is moved, and you may try again later. True otherwise,
+            also if there is nothing to move (small, on a drive already, on another device, not dense).
         """
-        # Assigning `.data` makes an inference tensor unusable in torch. With gaps between its elements, a copy would have other
-        # strides.
+        # Assigning `.data` makes an inference tensor unusable in torch. With gaps between its elements, a copy would
+        # have other strides.
         if tensor.device.type != "cpu" or not is_dense(tensor) or tensor.is_inference():
             return True
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes < LEAST_BYTES or on_drive(tensor):
             return True
         storage = tensor.untyped_storage()
-        # Two owners are expected: the tensor, and the variable `storage`. More are other tensors over this memory, which
-        # would not see later writes. What NumPy, a file or another process has made is not resizable: there, others may
-        # look at it uncounted.
+        # Two owners are expected: the tensor, and the variable `storage`. More are other tensors over this memory,
+        # which would not see later writes. What NumPy, a file or another process has made is not resizable: there,
+        # others may look at it uncounted.
         if not storage.resizable() or num_owners(storage) > 2:
             return False
         made = self.like(tensor)
@@ -89,7 +89,8 @@ class DriveTensors:
 
 
 def large_results_on(directories: Sequence[Path]) -> contextlib.AbstractContextManager[Any]:
-    """What torch makes on the CPU inside the ``with`` block, in this thread, lies on drives if there are any."""
+    """Inside the ``with`` block, large results of this thread's CPU operations are stored in files of
+    ``directories``."""
     if not directories:
         return contextlib.nullcontext()
     tensors = DriveTensors(directories)
@@ -98,7 +99,7 @@ def large_results_on(directories: Sequence[Path]) -> contextlib.AbstractContextM
 
 @outside_modes
 def drives_of(tensor: torch.Tensor) -> DriveTensors | None:
-    """The drives on which a tensor's memory lies; None if it lies elsewhere."""
+    """The `DriveTensors` that a tensor's memory belongs to; None if it is ordinary memory."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return None
     memory = mapped_memory.owner_of(tensor.data_ptr())
@@ -106,7 +107,7 @@ def drives_of(tensor: torch.Tensor) -> DriveTensors | None:
 
 
 def on_drive(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is that of a `DriveTensors`."""
+    """Whether a tensor's memory is in a file of a `DriveTensors`."""
     return drives_of(tensor) is not None
 
 
@@ -116,7 +117,7 @@ def has_drive_tensors() -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor's elements lie without gaps, each once, in any order of dimensions."""
+    """Whether a strided tensor has no gaps and no overlaps, in any order of dimensions."""
     if tensor.layout is not torch.strided:
         return False
     # shape (2, 3, 4) with strides (12, 1, 3): sorted (1, 3), (3, 4), (12, 2). Each stride must be the product of the

@@ -1,6 +1,7 @@
 """A pool of flat buffers with a fixed capacity.
 
-Units of one model mostly have one size, so a freed buffer is kept and reused. The kernel would zero fresh memory, page by page.
+Units of one model mostly have one size, so a freed buffer is kept and reused. The kernel would zero fresh memory, page
+by page.
 
 [Note: quarantine] A buffer may be released while a read or write still uses it: an interrupt or an error has cut off
 whoever waited, or the transfer hangs. It counts as used until the backend has released it, and is reused only then.
@@ -19,14 +20,14 @@ _PAUSE_SECONDS = 0.001
 
 
 class FlatPool:
-    """At most ``capacity_bytes`` of flat buffers, those in use and the free ones kept for reuse together."""
+    """At most ``capacity_bytes`` of flat buffers: those in use, and free ones kept for reuse."""
 
     def __init__(self, device: ComputeDevice, capacity_bytes: int) -> None:
         self._device = device
         self._free: list[FlatBuffer] = []
         self._in_use: dict[weakref.ref[FlatBuffer], int] = {}
-        """Bytes of buffers in use: less than their size where they have lost some at their front. Weakly: an interrupt may
-        come before whoever asked for a buffer has it, and then nobody gives it back."""
+        """Bytes of each buffer in use: less than its size after `release_front`. Weak references, because an interrupt
+        may cut off the caller of `allocate`, and then nobody releases the buffer: see `reclaim`."""
         self._quarantined: dict[FlatBuffer, None] = {}
         """See [Note: quarantine]."""
         self.capacity_bytes = capacity_bytes
@@ -63,23 +64,24 @@ class FlatPool:
         return buffer
 
     def allocate_beyond(self, num_bytes: int) -> FlatBuffer:
-        """As `allocate`, whatever the capacity says: the user holds memory that would have been free otherwise."""
+        """As `allocate`, but beyond the capacity: the user holds views of buffers that would have made room
+        otherwise."""
         buffer = self._device.allocate_flat(num_bytes)
         self._in_use[weakref.ref(buffer)] = num_bytes
         self.used_bytes += num_bytes
         return buffer
 
     def disown(self, buffer: FlatBuffer) -> None:
-        """The buffer in use is none of the pool's any more: its memory goes with the last view of it."""
+        """Remove a buffer in use from the pool. Its memory is freed with the last view of it."""
         self.used_bytes -= self._in_use.pop(weakref.ref(buffer), 0)
         buffer.release()
 
     def mark(self) -> Fence:
-        """The point in the compute stream from which on a buffer handed out now is free of its former use."""
+        """A fence: behind it, the compute stream has ended all earlier uses of buffers that are free now."""
         return self._device.mark()
 
     def release_front(self, buffer: FlatBuffer, num_bytes: int) -> bool:
-        """The first ``num_bytes`` of a buffer are unused from now on. Returns whether that makes room."""
+        """Return memory at the front of a buffer in use to the system. Returns whether that makes room."""
         left = self._in_use[weakref.ref(buffer)]
         # A buffer of 64 MiB that gave back 16 MiB has left = 48 and known = 16. A call with 24 MiB then returns 8 more.
         known = buffer.num_bytes - left
@@ -91,7 +93,7 @@ class FlatPool:
         return True
 
     def release(self, buffer: FlatBuffer) -> None:
-        """The buffer is unused from now on, but maybe for requests. It must not have views. Doing so again does nothing."""
+        """Return a buffer without views. If a request still uses it, it is quarantined. A second call does nothing."""
         reference = weakref.ref(buffer)
         left = self._in_use.get(reference)
         # Released before, or by `disown`.
@@ -108,7 +110,7 @@ class FlatPool:
             self._free.append(buffer)
 
     def reclaim(self) -> bool:
-        """Take back what requests have released since it came back, and what nobody can give back any more.
+        """Reuse quarantined buffers that requests have released, and forget buffers that died without `release`.
 
         Returns whether that makes room.
         """
@@ -124,10 +126,10 @@ class FlatPool:
         return self.used_bytes < before
 
     def awaits_requests(self) -> bool:
-        """Whether there will be more room soon, because requests end that have memory of it. Waits a moment if so.
+        """Whether quarantined buffers will make room soon. Waits a millisecond if so.
 
         Raises:
-            StallError: they hang, all of them.
+            StallError: all of their requests hang.
         """
         hangs = [buffer.hang_error for buffer in self._quarantined]
         if not hangs:

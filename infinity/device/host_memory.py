@@ -45,23 +45,23 @@ def free_bytes() -> int:
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """What an engine takes of the free host memory when the config leaves that open."""
+    """The free host memory, and how much of it an "auto" budget takes."""
 
     free_bytes: int
     reserve_bytes: int
-    """Left alone: for activations, autograd's temporaries, the data loader and everybody else."""
+    """Not taken: for activations, autograd's temporaries, the data loader and other processes."""
 
     @property
     def budget_bytes(self) -> int:
-        """What is taken at most."""
+        """The "auto" budget."""
         return self.free_bytes - self.reserve_bytes
 
     def warn_beyond(self, taken_bytes: int, released_bytes: int) -> None:
-        """Say so if an engine is about to take more than there is.
+        """Warn if an engine will take more than is free.
 
         Args:
-            taken_bytes: what it takes.
-            released_bytes: what it gives back first: the model's own tensors.
+            taken_bytes: by the engine.
+            released_bytes: the model's own tensors, which are freed first.
         """
         there = self.free_bytes + released_bytes
         if taken_bytes > there:
@@ -92,8 +92,8 @@ def find_free_memory(
     Args:
         holds_activations: whether the model computes in this memory, too. Then 25 % stay in reserve: how much activations
             take is known only when the model has run.
-        num_processes: processes that each take as much.
-        all_bytes: what is free; None: what is free here and now.
+        num_processes: processes on this machine that share the memory equally.
+        all_bytes: free memory; None: measured now.
         is_unified: whether the GPU takes its memory from the same pool: then half of it is the GPU's.
     """
     # 40 GB free, one process: 10 % are 4 GB, so the budget is 36 GB. With activations, 25 % are 10 GB: 30 GB. 3 GB
@@ -110,11 +110,11 @@ class MemoryLimit:
     folder: Path
     limit_bytes: int
     free_bytes: int
-    """What is left of it, where the page cache gives way."""
+    """The limit minus usage, page cache not counted."""
 
 
 def memory_limits() -> list[MemoryLimit]:
-    """Those of this process's control groups, from its own upwards; empty where there are none."""
+    """Limits of this process's control group and of its parents; empty without any."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -161,7 +161,7 @@ def _limit(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> Me
 
 
 def trim_heap() -> None:
-    """Let the C library return freed heap memory to the system, where it can (glibc).
+    """Make the C library return freed heap memory to the system (glibc only).
 
     After a large model's tensors have been freed one by one, the heap keeps much of their memory in gaps.
     """
@@ -170,14 +170,14 @@ def trim_heap() -> None:
 
 
 class HeapTrimmer:
-    """Gives freed heap memory back between the pieces of a step, whenever a certain amount may have gathered.
+    """Returns freed heap memory to the system between units of a step, when the process has grown by 32 MiB.
 
     On the CPU, each layer's temporaries leave gaps around the few tensors that stay for backward, and the heap grows with
     every layer though hardly anything in it is used. Threads make it worse: each has a heap of its own.
     """
 
     _GROWTH_BYTES = 32 << 20
-    """The process has to have grown by so much since the last trim: to fill that takes longer than the trim."""
+    """Growth since the last trim that starts the next one: filling it takes longer than the trim."""
 
     def __init__(self) -> None:
         self._least_bytes: int | None = None
@@ -187,7 +187,7 @@ class HeapTrimmer:
             weakref.finalize(self, self._statm.close)
 
     def trim(self) -> None:
-        """A good moment to trim."""
+        """Trim, if the process has grown enough. Called between two units."""
         if self._statm is None:
             return
         # Compared with the least seen since the last trim. Least 500 MB, now 540 MB: trim. If 505 MB are left, those
@@ -201,7 +201,7 @@ class HeapTrimmer:
 
     @staticmethod
     def _anonymous_bytes(statm: FileIO) -> int:
-        """Memory of this process that is no file's, as the kernel counts it."""
+        """Anonymous memory of this process, as the kernel counts it."""
         statm.seek(0)
         # In pages: size, resident, shared, ... Here `shared` means pages of files and of shared memory.
         fields = statm.read(256).split()

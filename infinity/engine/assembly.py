@@ -37,15 +37,15 @@ def build(
     Args:
         engine_class: of a new engine.
         mesh: who has which part of the model.
-        undo: gets what has to be called if anything fails from here on, before the engine is the caller's.
-        engine: gets the new parts in place of those that it had. None: a new one is made.
-        before: those.
+        undo: gets callbacks that undo everything, for a failure before the engine is the caller's.
+        engine: for a relayout: gets the new parts. None: a new engine is made.
+        before: for a relayout: the engine's present parts.
 
     Returns:
-        The engine, and what its parameters were before.
+        The engine, and a record of what its parameters were before.
 
     Raises:
-        BudgetTooSmallError, ConfigError: what the config asks for cannot be had.
+        BudgetTooSmallError, ConfigError: the config asks for something that is not possible here.
     """
     # Opens files and memory, and raises what the config cannot have. The model is unchanged until `store_model`.
     parts = Parts(model, config, wrapped_optimizer, device, mesh, undo, before)

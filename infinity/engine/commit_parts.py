@@ -16,14 +16,14 @@ from infinity.units.buffers import write_buffer
 
 _MOST_SHOWN = 4  # differences that an error lists
 Buffer = torch.Tensor | str | None
-"""A value; or the name of the buffer that is the same."""
+"""A value; or the FQN of another buffer that is the same tensor."""
 
 
 def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
-    """See that a commit is of this model and this optimizer.
+    """Check that a commit is of this model and this optimizer.
 
     Raises:
-        ModelError: names what differs.
+        ModelError: it is not; the message lists the differences.
     """
     # `found` comes from JSON, which made lists of tuples. So `wanted` goes through JSON as well.
     old, new = found["parameters"], json.loads(json.dumps(wanted["parameters"]))
@@ -69,7 +69,7 @@ def packed(training_state: Mapping[str, Any]) -> bytes:
 
 
 def buffers_of(model: nn.Module) -> dict[str, Buffer]:
-    """All buffers, also those that a state dict leaves out, and those that are None."""
+    """Copies of all buffers, non-persistent ones and None included, by FQN."""
     found: dict[str, Buffer] = {}
     first: dict[int, str] = {}
     for fqn, (module, name) in _places(model).items():
@@ -85,9 +85,9 @@ def buffers_of(model: nn.Module) -> dict[str, Buffer]:
 
 
 def set_buffers(model: nn.Module, values: Mapping[str, Buffer], device: torch.device) -> None:
-    """Go on from what `buffers_of` gave: what has come, gone, or got another shape since is what it was.
+    """Restore what `buffers_of` returned, also buffers that have been removed or have got another shape since.
 
-    A buffer of which nothing was known then goes, unless a state dict leaves it out: then it follows from others.
+    A persistent buffer that did not exist then is removed. A non-persistent one stays: modules compute it from others.
     """
     there = _places(model)
     for fqn, (module, name) in there.items():
@@ -116,7 +116,7 @@ def _module(model: nn.Module, fqn: str) -> nn.Module:
 
 
 def persistent_buffers_of(model: nn.Module) -> dict[str, list[int] | None]:
-    """Shapes of those that a state dict has; None for what is None."""
+    """Shapes of persistent buffers, by FQN; None for a buffer that is None."""
     return {
         fqn: None if (buffer := module._buffers[name]) is None else list(buffer.shape)
         for fqn, (module, name) in _places(model).items()

@@ -21,7 +21,8 @@ from infinity.updates.stream import UpdateStream
 
 @dataclass(eq=False)
 class ConsistentAccess:
-    """`StateAccess` under the engine lock, which first finishes what is pending. For `PagedOptimizer` and `GatheredParameters`.
+    """`StateAccess` under the engine lock, which first finishes what is pending. For `PagedOptimizer` and
+    `GatheredParameters`.
 
     Attributes:
         num_loads: How often states were replaced.

@@ -18,21 +18,22 @@ _SHARED = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""Attributes that facade and module share, the same dictionaries: torch's functions read them without calling methods."""
+"""Attributes that facade and module share, the same dictionaries: torch's functions read them without calling
+methods."""
 
 
 class ModuleFacade(nn.Module):
     """An ``nn.Module`` whose parameters, buffers, children and state dicts are those of `module`.
 
-    Names have no prefix for the facade. It appears itself in `modules` only. Forward hooks registered on it run around its
-    own calls. Attributes that it does not have are looked up in `module`; parameters and modules that you assign to it are
-    assigned to `module`.
+    Names have no prefix for the facade. It appears itself in `modules` only. Forward hooks registered on it run around
+    its own calls. Attributes that it does not have are looked up in `module`; parameters and modules that you assign to
+    it are assigned to `module`.
     """
 
     module: nn.Module
 
     def __init__(self, module: nn.Module) -> None:
-        """``module``: what it stands for."""
+        """``module``: the module to show."""
         super().__init__()
         # By `__dict__`, because `__setattr__` below sends modules to `module`, which does not exist yet.
         self.__dict__.update({name: vars(module)[name] for name in _SHARED})
@@ -53,7 +54,7 @@ class ModuleFacade(nn.Module):
 
     @staticmethod
     def _cure_of_absent(name: str) -> str:
-        """What is said of a name that neither has."""
+        """End of the error for a name that neither facade nor module has."""
         return ""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -119,7 +120,8 @@ class ModuleFacade(nn.Module):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ModuleFacade:
-        """What `to`, `float`, `cuda` and the like do: nothing where all is already as they want it."""
+        """Implements `to`, `float`, `cuda` and the like. Does nothing if all tensors have the wanted dtype and device
+        already."""
         kinds = {(tensor.dtype, tensor.device) for tensor in (*self.module.parameters(), *self.module.buffers())}
         for dtype, device in kinds:
             found = fn(torch.empty(0, dtype=dtype, device=device))

@@ -71,12 +71,12 @@ logger = logging.getLogger(__name__)
 
 
 class Parts:
-    """Made by `infinity.initialize` in stages, each of which uses the ones before; held by `infinity.engine.engine.Engine`.
+    """The parts of one engine, made in stages. Each stage uses the ones before.
 
     Attributes:
-        mesh: Who has which part of the model.
-        durable: Commits each step, where the config wants that.
-        timeline: Records who is busy when, where the config wants that.
+        mesh: Which process has which part of the model.
+        durable: Commits each step; None unless the config asks for it.
+        timeline: Records which thread is busy when; None unless the config asks for it.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class Parts:
     ) -> None:
         """
         Args:
-            mesh: who has which part of the model.
-            undo: gets what has to be called if anything fails from here on.
-            before: what the engine has worked with until now, if it is not new.
+            mesh: which process has which part of the model.
+            undo: gets callbacks that undo everything after a failure.
+            before: for a relayout: the engine's present parts.
 
         Raises:
-            BudgetTooSmallError, ConfigError: what the config asks for cannot be had.
+            BudgetTooSmallError, ConfigError: the config asks for something that is not possible here.
         """
         self.mesh, self.wrapped_optimizer, self.device = mesh, wrapped_optimizer, device
         self.durable, config = durable_run_of(config, undo)
@@ -120,13 +120,13 @@ class Parts:
 
     @property
     def mains(self) -> ConsistentAccess | None:
-        """Has the main weights, where those are something else than model weights."""
+        """Gives main weights; None if they are the model weights."""
         return self.consistent if self.stored.has_main_weights else None
 
     # --------------------------------------------------------------------------------------------------------- storage
 
     def _open_storage(self, undo: contextlib.ExitStack) -> None:
-        """Memory, files, and the clock that sees how long they are waited for."""
+        """Memory, files, and the clock that measures waiting for them."""
         plan, divided = self.plan, self._divided
         self.storage = EngineResources(
             self.config,
@@ -147,7 +147,7 @@ class Parts:
     # --------------------------------------------------------------------------------------------------------- weights
 
     def _make_weights(self, model: nn.Module) -> None:
-        """The model's weights, at rest and in memory."""
+        """The model's weights, stored and in memory."""
         plan, config, storage = self.plan, self.config, self.storage
         self.parameter_map = ParameterMap(model, plan.units)
         # (unit index, slot index) -> scalars and state names of each parameter that is trained here. The tensors are in
@@ -182,9 +182,9 @@ class Parts:
                 storage.weights.allocate(unit, in_host_memory=unit.index in plan.placement.hosted_units)
 
     def store_model(self, originals: Originals, undo: contextlib.ExitStack) -> None:
-        """Store unit after unit, and release each one's original tensors as soon as it is stored.
+        """Store unit after unit, and release the original tensors of each as soon as it is stored.
 
-        What a durable run goes on from is stored already; it takes the place of the originals.
+        A resumed durable run has its weights stored already; they replace the originals.
         """
         goes_on = self.durable is not None and self.durable.goes_on
         if self.durable is not None and goes_on:
@@ -228,7 +228,7 @@ class Parts:
     # --------------------------------------------------------------------------------------------------------- updates
 
     def _make_updates(self, before: Parts | None, undo: contextlib.ExitStack) -> None:
-        """Gradients, and what updates weights and states by them."""
+        """Gradients, and the updates of weights and states."""
         plan, config, storage = self.plan, self.config, self.storage
         momenta = self._make_momenta()
         gradients = self._make_gradients(momenta)
@@ -269,7 +269,7 @@ class Parts:
         )
 
     def _make_momenta(self) -> CompressedMomenta | None:
-        """What 1-bit Adam exchanges in place of gradients."""
+        """The momenta that 1-bit Adam exchanges in place of gradients; None for other optimizers."""
         if not exchanges_momenta(self.plan, self._divided, self.wrapped_optimizer, is_durable=self.durable is not None):
             return None
         return CompressedMomenta(
@@ -287,8 +287,8 @@ class Parts:
         plan, config, storage, divided = self.plan, self.config, self.storage, self._divided
         exchange: GradientExchange | None = None
         if divided.shards.is_divided:
-            # Gradients are exchanged beside what the training thread exchanges, so they need process groups of their own.
-            # The number is free again when this engine ends, and the next engine then uses the same groups.
+            # Gradients are exchanged beside what the training thread exchanges, so they need process groups of their
+            # own. The number is free again when this engine ends, and the next engine then uses the same groups.
             numbered = Numbered()
             parts = self.mesh.groups or (self.mesh.data.members,)
             apart = subsets(parts, f"gradients {numbered.number}")[self.mesh.data.members]
@@ -335,7 +335,7 @@ class Parts:
     # ------------------------------------------------------------------------------------------------------------ step
 
     def _make_step(self, before: Parts | None) -> None:
-        """What the user's loop and torch's hooks call."""
+        """The parts that the user's loop and torch's hooks call."""
         plan, storage, stepper = self.plan, self.storage, self.stepper
         parameter_map, parameter_cache = self.parameter_map, self._parameter_cache
         # Kept through a relayout: counters and the loop's style are the script's, not those of the parts.
@@ -393,7 +393,7 @@ class Parts:
         )
 
     def _activations(self) -> SavedActivations | HostActivations | None:
-        """Where what autograd saves waits for backward; None: where it is."""
+        """Keeps what autograd saves on the host or on NVMe; None: autograd keeps it in memory."""
         num_bytes = self.plan.placement.activation_bytes
         if self.config.infinity.activations == "nvme":
             return SavedActivations(SpillSpace(self.storage.open_more), self.clock, num_bytes)

@@ -1,4 +1,4 @@
-"""The plan of an engine: who has what of a model, and what rests where."""
+"""The plan of an engine: which process has which shard, and where weights and states are stored."""
 
 from __future__ import annotations
 
@@ -36,40 +36,41 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Divided:
-    """What this process has of states and weights."""
+    """This process's shard of states and weights."""
 
     mesh: Mesh
     shards: Shards
     has_parts_of_weights: bool
-    """Whether weights that do not stay in memory are divided."""
+    """Whether weights that do not stay in memory are divided among ranks, as in stage 3."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What rests where."""
+    """Where weights, states and gradients are stored."""
 
     inputs: PlanInputs
     placement: Placement
     reason_against: str | None
-    """Why steps cannot go vertically."""
+    """Why steps cannot go vertically; None: they may."""
     splits: list[int]
-    """Of each unit's trainable segment, the element up to which states stay in memory."""
+    """For each unit, the element of its trainable segment up to which records are in memory. Behind it they are on
+    NVMe."""
     chunks: list[tuple[Chunk, ...]]
-    """Of each unit, those whose records this process keeps."""
+    """For each unit, the chunks whose records this process keeps."""
 
     @property
     def config(self) -> InfinityConfig:
-        """With what was left open."""
+        """The config, with values for what it left open."""
         return self.inputs.config
 
     @property
     def units(self) -> list[Unit]:
-        """The model, cut."""
+        """The model's units, by index."""
         return self.inputs.units
 
     @property
     def request(self) -> Request:
-        """What the config asks for."""
+        """What the config asks of the placement."""
         return self.inputs.request
 
     @property
@@ -79,7 +80,7 @@ class Planned:
 
 
 def durable_run_of(config: InfinityConfig, undo: contextlib.ExitStack) -> tuple[DurableRun | None, InfinityConfig]:
-    """The run that is committed, if the config asks for one; and the config, as it is in that run."""
+    """The durable run, if the config asks for one; and the config with the run's sizes."""
     if config.infinity.durable is None:
         return None, config
     section = config.infinity.durable.of_rank(world().index, world().num)
@@ -108,10 +109,10 @@ def make_plan(
     free_memory: FreeMemory,
     divided: Divided,
 ) -> Planned:
-    """What rests where. All ranks come here at the same point.
+    """Place weights, states and gradients. All ranks call this at the same point.
 
     Raises:
-        BudgetTooSmallError, ConfigError: what the config asks for cannot be had.
+        BudgetTooSmallError, ConfigError: the config asks for something that is not possible here.
     """
     ranks, has_parts = divided.mesh.data, divided.has_parts_of_weights
     free_bytes = device.free_bytes(model)
@@ -189,7 +190,7 @@ def _placed(
 def _placed_on_devices(
     ranks: Ranks, inputs_of: Callable[[InfinityConfig], PlanInputs], config: InfinityConfig
 ) -> tuple[PlanInputs, Placement, str | None]:
-    """All weights on each rank's device, if all of them have the room."""
+    """Place all weights on each rank's device if every device has the room, else in host memory."""
     found = None
     try:
         found = _placed(inputs_of, config)
@@ -210,7 +211,7 @@ def _placed_on_devices(
 
 
 def _agreed(ranks: Ranks, placement: Placement, num_units: int) -> Placement:
-    """What is to stay in memory whole does so on all ranks, or on none: budgets may differ."""
+    """Keep a unit in memory whole only if every rank has room for it: budgets may differ."""
     stays = [int(index in placement.resident_units) for index in range(num_units)]
     # Rank 0 keeps units 0, 1, 2 and rank 1 keeps 0, 1: rows [1, 1, 1] and [1, 1, 0], so units 0 and 1 stay on all.
     everywhere = [all(of_unit) for of_unit in zip(*ranks.all_gather_ints("laying out weights", stays), strict=True)]

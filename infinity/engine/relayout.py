@@ -1,8 +1,8 @@
 """New parameters in the optimizer's groups that have no room for states: the engine is laid out anew.
 
-That is what `infinity.initialize` would do now. Weights and states are copied to the drives (into memory, if the config names
-no drive), the parts are closed, the model is an ordinary one for a moment, and new parts are made around it. So there is one
-plan at any time, whose budget holds. Engine, optimizer and parameters stay the same objects.
+That is what `infinity.initialize` would do now. Weights and states are copied to the drives (into memory, if the config
+names no drive), the parts are closed, the model is an ordinary one for a moment, and new parts are made around it. So
+there is one plan at any time, whose budget holds. Engine, optimizer and parameters stay the same objects.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Relayout(CheckpointCalls):
 
     @property
     def loose(self) -> LooseParameters:
-        """Parameters in the groups that are ordinary ones."""
+        """Parameters in the groups that no engine holds."""
         return self._parts.groups.loose
 
     def _connect(self, parts: Parts) -> None:
@@ -61,7 +61,7 @@ class Relayout(CheckpointCalls):
 
     @property
     def num_not_held(self) -> int:
-        """Parameters that came after `infinity.initialize`."""
+        """How many parameters came after `infinity.initialize` and are not held."""
         return len(self._parts.groups.not_held())
 
     def relay(self, parts: Parts) -> None:
@@ -72,9 +72,9 @@ class Relayout(CheckpointCalls):
         self._paged.update_by(parts.updater, parts.consistent, parts.mains)
 
     def make_room(self) -> None:
-        """The last group is new: make room for the states of those of its parameters that have none.
+        """Make room for the states of the parameters in the last group, which is new.
 
-        Raises: what says why there is none; the group is gone then.
+        If that fails, the group is removed, the old layout is made again, and the error is raised.
         """
         contents: _Contents | None = None
         new: list[nn.Parameter] = []
@@ -92,8 +92,8 @@ class Relayout(CheckpointCalls):
         except BaseException:
             wrapped_optimizer.param_groups.pop()
             if contents is not None:
-                # The plan gives trainable parameters room for states even without a group, and lack of room may be why the
-                # layout failed. So the new ones are frozen while the old layout is made again.
+                # The plan gives trainable parameters room for states even without a group, and lack of room may be why
+                # the layout failed. So the new ones are frozen while the old layout is made again.
                 thawed = [parameter for parameter in new if parameter.requires_grad]
                 try:
                     for parameter in thawed:
@@ -105,7 +105,7 @@ class Relayout(CheckpointCalls):
             raise
 
     def _without_room(self) -> list[nn.Parameter]:
-        """Parameters in the groups that are held without room for states, and would get it now."""
+        """Held parameters in the groups that have no room for states, and would get it in a new plan."""
         parts = self._parts
         is_left_out = is_base(self.module)
         return [
@@ -178,7 +178,7 @@ class Relayout(CheckpointCalls):
         return found
 
     def _lay_out(self, contents: _Contents) -> None:
-        """Parts around the model as it is now, which hold ``contents``."""
+        """Make new parts around the model as it is now, and load ``contents`` into them."""
         with uninterrupted():
             self._dismantle(contents)
         with contextlib.ExitStack() as undo:
@@ -196,7 +196,7 @@ class Relayout(CheckpointCalls):
         self._parts.stepper.scaler.load_state(contents.loss_scale)
 
     def _dismantle(self, contents: _Contents) -> None:
-        """The model is an ordinary one, over copies of its weights."""
+        """Close the present parts. The model becomes an ordinary one, over the copies of its weights."""
         with contextlib.ExitStack() as rest:
             self._release_parts(rest)
             rest.callback(self._guard.move_to, Phase.CLOSED)

@@ -43,7 +43,7 @@ _IN_MEMORY: TierKey = ("shards", ())  # of the swapper that serves other ranks f
 
 
 class EngineResources:
-    """Opens what the placement asks for. Nothing is written before all of it could be opened."""
+    """Opens all files and memory that the placement asks for. Nothing is written before all of it is open."""
 
     def __init__(
         self,
@@ -61,11 +61,12 @@ class EngineResources:
             config: tiers, directories and I/O settings.
             device: the compute device.
             placement: the division of the budget.
-            request: what the placement was asked, for predictions.
+            request: what the placement was made for.
             sizes: all units.
-            run: where a durable run is committed; closed with the rest.
-            shards: of weights that do not stay in memory whole, where ranks divide those. All come here at the same point then.
-            ranks: who divides them.
+            run: directory of the durable run; closed with the rest.
+            shards: stage 3: this rank's shard of weights that do not stay in memory whole. All ranks call this at the
+                same point then. None: weights are not divided.
+            ranks: those that divide the weights.
 
         Raises:
             StorageError: a directory cannot be used, or is too small. Nothing is left behind.
@@ -80,7 +81,7 @@ class EngineResources:
         self._ranks = ranks
         self.is_closed = False
         self.versions: Versions | None = None
-        """Of the states, in a durable run."""
+        """The commits of a durable run; None without one."""
         self._swappers: dict[TierKey, Swapper] = {}
         self._more: list[Swapper] = []
         self._staging_pools: list[StagingPool] = []
@@ -98,8 +99,8 @@ class EngineResources:
             for key, num_bytes in self._volumes.num_bytes.items():
                 self._swappers[key] = self._open(key, num_bytes)
             self.weights, self.records = self._build(device, param_key, self._volumes.state_key)
-            # Capacities from the placement, for units' weights, for gradients, and for gradients on their way from a GPU.
-            # Who finds a pool full evicts a unit, spills gradients, or waits for the first arrival.
+            # Capacities from the placement, for units' weights, for gradients, and for gradients on their way from a
+            # GPU. Who finds a pool full evicts a unit, spills gradients, or waits for the first arrival.
             self.pool = FlatPool(device, placement.weights_bytes)
             gradients_on = device if placement.gradients_on_device else ComputeDevice()
             self.gradient_pool = FlatPool(gradients_on, placement.gradient_bytes)
@@ -109,7 +110,7 @@ class EngineResources:
             raise
 
     def _check_room(self) -> None:
-        """Look at all volumes together before the first takes its space: they may lie on one drive."""
+        """Check the space for all volumes together, because they may be on one drive."""
         directories = tuple(dict.fromkeys(each for _, of_key in self._volumes.num_bytes for each in of_key))
         try:
             problem = self._volumes.problem(room_bytes) if len(self._volumes.num_bytes) > 1 else None
@@ -193,7 +194,7 @@ class EngineResources:
         return weights, PagedStateStore(self._swappers.get(state_key), staging_pool, self._request.record_format)
 
     def spill_swapper(self) -> Swapper:
-        """Where gradients are spilled.
+        """The swapper for spilled gradients.
 
         Raises:
             BudgetTooSmallError: there is no NVMe tier to spill to.
@@ -221,7 +222,7 @@ class EngineResources:
         return self._more[-1]
 
     def close_more(self, swapper: Swapper) -> None:
-        """Release what `open_more` gave."""
+        """Close a swapper that `open_more` returned."""
         self._more.remove(swapper)
         swapper.close()
 
@@ -232,12 +233,12 @@ class EngineResources:
         return [swapper for key, swapper in self._swappers.items() if key[0] in ("nvme", "durable")] + self._more
 
     def counters(self) -> DriveCounters:
-        """What the NVMe tier has done so far."""
+        """Bytes and busy seconds of the NVMe tier so far."""
         found = [swapper.statistics() for swapper in self._on_drives()]
         return DriveCounters(sum(s.read_bytes for s in found), sum(s.write_bytes for s in found), *self._busy.seconds())
 
     def observe(self, observer: Callable[[TransferRecord], None]) -> None:
-        """Tell ``observer`` of every transfer of the NVMe tier from now on."""
+        """Call ``observer`` for every transfer of the NVMe tier from now on."""
         for swapper in self._on_drives():
             swapper.observe(observer)
 
@@ -247,7 +248,7 @@ class EngineResources:
             swapper.flush()
 
     def check_open(self) -> None:
-        """Raise `EngineClosedError` after `close`: the process ends, and the engine was not closed before."""
+        """Raise `EngineClosedError` after `close`, for engines that the end of the process has closed."""
         if self.is_closed:
             raise EngineClosedError.at_exit("this call")
 
@@ -258,17 +259,17 @@ class EngineResources:
 
     @property
     def nvme_bytes(self) -> int:
-        """Bytes that rest on NVMe, or may be spilled to it."""
+        """Bytes that are stored on NVMe, or may be spilled to it."""
         return sum(self.resting_bytes()["nvme"].values())
 
     def resting_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes at rest per tier and kind."""
+        """Stored bytes per tier and kind."""
         return self._resting_bytes
 
     def abort(self, timeout_seconds: float) -> None:
-        """Whoever waits for a drive or for memory, or will, gets an error after so many seconds at the latest.
+        """Let every present and later wait for a drive or a staging buffer end with an error after ``timeout_seconds``.
 
-        `close` has still to be called. What has not been written is lost.
+        Call `close` afterwards. Data that is not written yet is lost.
         """
         # One deadline for all of them together, not for each.
         deadline = time.monotonic() + timeout_seconds
@@ -278,7 +279,7 @@ class EngineResources:
         self._close_all(deadline)
 
     def close(self) -> None:
-        """Release files, threads and memory. Does not raise what failed writes had to say."""
+        """Release files, threads and memory. Errors of failed writes are not raised."""
         self.is_closed = True
         self.records.drop_read_ahead()  # of a step that did not come
         if self.weights is not None:

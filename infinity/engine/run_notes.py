@@ -24,20 +24,20 @@ class RunNotes(RunLog):
     # Calls get the engine: a reference to it here would keep an engine alive that nobody closed.
 
     def __init__(self, directory: Path | None) -> None:
-        """As `RunLog`."""
+        """``directory``: of the log; None: nothing is written."""
         super().__init__(directory)
         self._plan: Plan | None = None
         self._num_steps = 0
 
     def start(self, engine: Any) -> None:
-        """The engine is complete."""
+        """Write the first lines: config, machine and plan."""
         if self.is_open:
             self._plan = engine.plan
             config, plan = engine.config, as_record(self._plan)
             self.on_start(engine.global_steps, config.source, _machine(engine), plan, config.infinity.timeline)
 
     def step(self, engine: Any, report: StepReport) -> None:
-        """A step has ended, and the scheduler has not moved yet."""
+        """Write a step. The scheduler has not been stepped yet."""
         if not self.is_open:
             return
         get = getattr(engine.lr_scheduler, "get_last_lr", None)
@@ -48,12 +48,12 @@ class RunNotes(RunLog):
             self._write_plan(engine)
 
     def note(self, kind: str, step: int, text: str, **more: Any) -> None:
-        """Something else has happened."""
+        """Log another event, and write it."""
         logger.info("step %d: %s", step, text)
         self.write(kind, step, text=text, **more)
 
     def end(self, engine: Any) -> None:
-        """The run ends. May be called again."""
+        """End the log. A second call does nothing."""
         if self.is_open:
             self._write_plan(engine)
             self.close(engine.global_steps)

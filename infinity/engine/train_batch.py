@@ -16,7 +16,7 @@ from infinity.vertical.schedule import VerticalSchedule
 from swapper.sync.interrupts import uninterrupted
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
-"""Takes what the model returned and the batch, and gives the loss."""
+"""(output of the model, batch) -> loss."""
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class TrainBatch:
     _reporter: Reporter
     """Records losses, the order of the present step, and why it is not the vertical one."""
     _own: Iterator[Any] | None = None
-    """Over the loader of ``training_data``, from the first step that takes batches from there."""
+    """Iterator over the loader of ``training_data``, made when it is first needed."""
 
     def __call__(self, data_iter: Iterator[Any] | None, loss_fn: LossFunction | None) -> torch.Tensor:
         """See `Engine.train_batch`."""
@@ -87,7 +87,7 @@ class TrainBatch:
             self._reporter.on_loss(loss, self._loop.global_steps)
 
     def on_ordinary_step(self, reason: str) -> None:
-        """The present step's micro-batches go one after the other."""
+        """The present step runs in the ordinary order."""
         self._reporter.on_schedule("ordinary", reason)
         self._vertical.on_ordinary_step(reason)
 

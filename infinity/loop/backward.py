@@ -36,13 +36,13 @@ class Backwards:
     _stepper: Stepper
     _guard: PhaseGuard
     _live: LiveGradients
-    """What the user holds of gradients, to which those of autograd are added."""
+    """Gradients that the user holds as ``p.grad``: new ones are added to them."""
     _style: LoopStyle
-    """What the user's loop shows of itself."""
+    """The kind of loop that the user runs."""
     _counts: Accumulation
-    """Know which micro-batch is the last of its step."""
+    """Knows which micro-batch is the last of its step."""
     is_open = False
-    """Whether a backward runs of which `on_activity` knows: until it ends, or a forward begins after it was cut off."""
+    """Whether `on_activity` has noticed a backward, which has not ended. After an interrupt: until the next forward."""
     _is_locked = False
     """Whether `on_activity` holds the lock."""
     _is_retained = False
@@ -64,9 +64,9 @@ class Backwards:
         )
 
     def run(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """Backward of a micro-batch of the engine's loop, with everything that follows from it.
+        """Run ``engine.backward`` of a micro-batch: autograd, deliveries, and updates that are due.
 
-        ``retain_graph``: as torch means it; another backward is to come, so nothing is updated in this one.
+        ``retain_graph``: as in torch. Another backward follows, so nothing is updated in this one.
         """
         self._guard.move_to(Phase.BACKWARD)
         self._is_retained = retain_graph
@@ -102,7 +102,7 @@ class Backwards:
                 self.collector.drop()
 
     def _is_final(self) -> bool:
-        """Whether gradients that are whole in this backward are those of the step."""
+        """Whether a unit that is complete in this backward has all its gradients of the step."""
         if self._guard.phase is not Phase.BACKWARD or self._is_retained or not self._counts.is_boundary():
             return False
         if self._counts.is_in_no_sync:  # where no step comes, but maybe another backward
@@ -125,7 +125,7 @@ class Backwards:
         self.on_activity()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as a backward of the user's own needs it: multiplied by the loss scale, if there is one (then fp32)."""
+        """The loss for a ``loss.backward()`` of the user: with fp16, multiplied by the loss scale, and fp32."""
         self._is_own_scaled = True
         return self._stepper.scaler.scale_loss(loss, 1) if self._stepper.scaler.is_active else loss
 
@@ -163,9 +163,9 @@ class Backwards:
         self.collector.on_weight_use(unit, is_saved=is_saved, is_updated=unit.index in self._stepper.updated)
 
     def on_activity(self) -> None:
-        """Something happens inside backward: if it is the first thing, its end will be noticed.
+        """Called for every event inside a backward. The first one takes the lock, and registers `_ended`.
 
-        The end of the innermost running backward is meant; for a loss whose own graph uses weights that is the outermost.
+        `_ended` is called at the end of the innermost running backward. Usually that is the outermost one as well.
         """
         if self.is_open:
             # Autograd may run this backward on several threads of its own; `check` lets those pass.
@@ -182,7 +182,7 @@ class Backwards:
         self._clock.begin_compute("backward")
 
     def _ended(self) -> None:
-        """Autograd tells that a backward has ended. An error raised here would be lost: the next call raises it."""
+        """Called by autograd when a backward has ended. It would swallow an error, so the next call raises it."""
         if self.is_open:
             self.is_open = False
             try:
@@ -194,22 +194,22 @@ class Backwards:
                 self.close()
 
     def close(self) -> None:
-        """No backward goes on that `on_activity` has noticed, whether it has ended or was cut off."""
+        """The backward that `on_activity` noticed has ended, or was cut off: release the lock."""
         self.is_open = False
         if self._is_locked:
             self._is_locked = False
             self._lock.release()
 
     def break_off(self) -> None:
-        """The lock is not held any more."""
+        """The lock was freed by `reset`: do not release it again."""
         self._is_locked = False
 
     def end(self, *, is_complete: bool, fetches: bool) -> None:
         """Backward has ended.
 
         Args:
-            is_complete: it ended without an exception, so the record may be replayed.
-            fetches: begin to fetch what the next forward needs first.
+            is_complete: it ended without an exception, so its record becomes the forecast.
+            fetches: start to fetch the units that the next forward needs first.
         """
         if not is_complete:
             self.close()
@@ -221,7 +221,7 @@ class Backwards:
                 self._parameter_cache.pump()
 
     def collect(self) -> None:
-        """Take note of what a ``loss.backward()`` of the user left."""
+        """Deliver the gradients of a ``loss.backward()`` of the user that has ended."""
         if self._guard.phase is Phase.READY and self.collector.has_fired and not in_backward():
             refuse_in_between("taking in gradients")
             self._finish_own_of_user()
@@ -242,15 +242,15 @@ class Backwards:
             self.end(is_complete=is_whole, fetches=False)
 
     def before_gradient_access(self, unit: Unit, slot: Slot, *, assigns: bool = False) -> None:
-        """A parameter's gradient is looked at or replaced: take in what autograd has of it.
+        """A parameter's gradient will be read or replaced: deliver what autograd has accumulated of it.
 
         Args:
-            unit, slot: whose.
-            assigns: it gets a gradient that is not autograd's.
+            unit, slot: of the parameter.
+            assigns: the script assigns a gradient.
 
         Raises:
-            AccessError: it is one of several micro-batches' that go through backward together.
-            EngineBusyError: a signal handler or finalizer does so in the midst of a call.
+            AccessError: inside the backward of a vertical step, where micro-batches have no gradients of their own.
+            EngineBusyError: a signal handler or finalizer calls this in the midst of a call.
         """
         if self._lock.is_mine:  # else what a handler is shown counts as looked at, while it is being used up
             refuse_in_between(f"access to the gradient of '{slot.spec.fqn}'")
@@ -274,28 +274,28 @@ class Backwards:
             self._guard.on_backward()
 
     def refuse_together(self, what: str) -> None:
-        """Raise `NeverSupportedSchedule` in one of several micro-batches that go through the model together: it has no
-        gradients.
+        """Raise `NeverSupportedSchedule` on the thread of a micro-batch in a vertical step, which has no gradients of
+        its own.
 
-        A signal handler looks at them in the thread that takes them from all, and torch's compiler wherever it is at work.
+        A signal handler reads them on the training thread, and torch's compiler on any thread: those are let through.
         """
         if self.collector.taker not in (None, get_ident()) and not is_compiling():
             raise NeverSupportedSchedule(what)
 
     def on_drop(self) -> None:
-        """A gradient was dropped, as ``module.zero_grad()`` does with one after the other."""
+        """A gradient was set to None, as ``module.zero_grad()`` does with each."""
         if not self._stepper.gradients.has_any:
             self._style.end_step()
 
     def drop(self, kept: Container[tuple[int, int]] = ()) -> None:
-        """Forget the gradients that came since the last step, but for those ``kept``, by (unit index, slot index)."""
+        """Drop the gradients since the last step, except those ``kept``, by (unit index, slot index)."""
         self._is_own_scaled = False
         self._style.end_step()
         self._style.forget_backwards()
         self.collector.drop(kept)
 
     def raise_deferred(self) -> None:
-        """Raise what went wrong where it could not be raised."""
+        """Raise an error that autograd would have swallowed: see `_ended`."""
         error, self._deferred_error = self._deferred_error, None
         if error is not None:
             raise error

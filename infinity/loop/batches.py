@@ -1,4 +1,4 @@
-"""Batches, losses, and the call of the model with a batch, with what the config puts around it."""
+"""Batches, losses, and the call of the model under autocast and with cast inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from infinity.torch_internals.operations import leaves, replaced
 
 
 def call_with(function: Any, batch: Any) -> Any:
-    """Call ``function`` with a batch: a mapping gives keyword arguments, a tuple or list arguments, else one argument."""
+    """Call ``function`` with a batch: a mapping as keyword arguments, a tuple or list as arguments, else as one
+    argument."""
     if isinstance(batch, Mapping):
         return function(**batch)
     if isinstance(batch, tuple | list):

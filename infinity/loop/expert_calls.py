@@ -29,10 +29,10 @@ class ExpertCalls:
     _units: list[list[Unit]]
     """For each tensor of experts (gate_up, down), the unit of each expert."""
     _group: int
-    """Number of this layer's experts in the prefetch schedule."""
+    """Id of this layer's group of experts in the prefetch schedule."""
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """A call begins: reads of the experts that the router has chosen begin, in the order in which they are used."""
+        """Pre-hook of the module: start to read the experts that the router has chosen, in the order of their use."""
         routed = self._experts[0].routed
         if routed is None:
             return
@@ -61,7 +61,8 @@ class ExpertCalls:
     def _together(
         self, units: list[Unit], experts: Sequence[int]
     ) -> Iterator[tuple[Sequence[int], AbstractContextManager[None]]]:
-        """As many at a time as half of the room takes: into the other half come the next ones."""
+        """Yield groups of experts that take half of the room each. Meanwhile the next group is read into the other
+        half."""
         # Room for 10 experts: 5 are computed with while the next 5 arrive. One at least, even if that takes all the
         # room.
         size = max(self._coordinator.parameter_cache.room_bytes // 2 // units[0].num_bytes, 1)
@@ -71,8 +72,7 @@ class ExpertCalls:
 
     @contextmanager
     def _inside(self, units: Sequence[Unit]) -> Iterator[None]:
-        """As `ParameterCoordinator.inside_module`, for experts whose reads have begun: what comes next is looked for once, not
-        for each."""
+        """As `ParameterCoordinator.inside_module`, for a group of experts, which is entered at once."""
         self._enter(units)
         try:
             yield

@@ -40,7 +40,8 @@ class _HooksOfModule:
     _is_inside: bool
     """Of a block."""
     _entered: dict[int, list[int | None]] = field(default_factory=dict)
-    """Thread -> how many units each running call of the module holds (a module may call itself); None if it was refused."""
+    """Thread -> for each running call of the module (it may call itself) the number of units entered; None: it was
+    refused."""
 
     def before(self, module: nn.Module, args: Any) -> None:
         of_model = self._of_model
@@ -103,7 +104,7 @@ class _HooksOfModule:
             self._coordinator.end_forward()
 
     def forget(self) -> None:
-        """Calls that an exception cut off are over."""
+        """Forget running calls, which an exception has cut off."""
         self._entered.clear()
 
 
@@ -151,7 +152,7 @@ class _BoundHook:
 
 
 class ModuleHooks:
-    """The hooks that tell the coordinator what is needed."""
+    """All hooks of one model: they tell the coordinator which unit is needed."""
 
     def __init__(
         self,
@@ -162,10 +163,9 @@ class ModuleHooks:
     ) -> None:
         """
         Args:
-            coordinator: is told of forwards.
+            coordinator: called by the hooks.
             blocks: FQNs of the modules that were made units of their own.
-            recomputed: a class for their forwards, called with module, forward, `ParameterCoordinator.inside_module` and its
-                units; None leaves them as they are.
+            recomputed: `RecomputedForward`, which replaces the blocks' forwards; None: they stay.
         """
         self._recomputed: Any = recomputed
         self._map = parameter_map
@@ -184,7 +184,7 @@ class ModuleHooks:
         self._call_handles: list[Any] = []
         self._hook_calls: Callable[[], None] = lambda: None
         self.handles_of_others: list[Any] = []
-        """Of hooks that go with those of the modules."""
+        """Handles of other parts' hooks, removed together with these."""
         self._hooks: list[_HooksOfModule] = []
         self._inside_of: dict[int, list[nn.Module]] = {}
         """Unit index -> children of the modules that enter it, as long as they have no hooks: see `hook_inside`."""
@@ -211,7 +211,7 @@ class ModuleHooks:
         self._hook_calls()
 
     def _before_load(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *_: Any) -> None:
-        """``load_state_dict`` comes to a module. It copies into parameters, as any operation that writes to them."""
+        """Pre-hook of ``load_state_dict``, which copies into parameters by ordinary operations."""
         if local_metadata.get("assign_to_params_buffers"):
             raise ModelError(
                 "load_state_dict(assign=True) would replace parameters that an engine holds",
@@ -271,10 +271,11 @@ class ModuleHooks:
             handles.append(module.register_forward_pre_hook(routing))
 
     def hook_inside(self, unit: Unit) -> bool:
-        """An operation needs the unit that no module has entered: if a module inside a block is called by itself, as by a
-        checkpoint in the block's forward, such modules enter the unit from now on. Else each operation would bring it anew.
+        """An operation needs a unit that no module has entered. If a module inside a block is being called by itself,
+        as by a checkpoint in the block's forward, hook the modules inside the block, so that they enter the unit from
+        now on.
 
-        Returns whether that has begun now.
+        Returns whether they were hooked now.
         """
         if unit.index not in self._inside_of or not self.are_running():
             return False
@@ -286,9 +287,9 @@ class ModuleHooks:
         return True
 
     def follow_compilation(self) -> None:
-        """The model is about to be called: if blocks were compiled since the last time, their hooks have to go elsewhere.
+        """Before a call of the model: if blocks were compiled or replaced since the last one, install the hooks anew.
 
-        Only while none of its modules is inside its forward: such a call would not find the hook that ends it.
+        Only while none of its modules is inside its forward: such a call would miss the hook that ends it.
         """
         # Asked in each call of the model, so it compares identities only.
         if self._compiled != self._compilation():
@@ -299,19 +300,19 @@ class ModuleHooks:
             self._hook_calls()
 
     def _blocks_now(self) -> dict[str, nn.Module]:
-        """The modules that are now where blocks were, by their names then."""
+        """FQN of a block in `initialize` -> the module that is at this place now."""
         found = {fqn: parent._modules.get(name) for fqn, parent, name in self._places_of_blocks}
         return {fqn: block for fqn, block in found.items() if block is not None}
 
     def _compilation(self) -> list[Any]:
-        """What changes when one of the blocks is compiled."""
+        """A value that changes when one of the blocks is compiled or replaced."""
         return [
             (fqn, id(block), block.__dict__.get("_compiled_call_impl"), block.__dict__.get("forward"))
             for fqn, block in self._blocks_now().items()
         ]
 
     def _units_in(self, module: nn.Module | None) -> list[Unit]:
-        """Those in which parameters of the module, and of those inside it, lie."""
+        """Units of the parameters of the module and its children, by index."""
         parameters = () if module is None else module.parameters()
         found = {self._map.locate(p)[0].index for p in parameters if self._map.holds(p)}
         return [self._map.units[index] for index in sorted(found)]
@@ -321,7 +322,7 @@ class ModuleHooks:
         return reached if len(reached) == 1 else []
 
     def _own_slots(self, module: nn.Module) -> list[tuple[Unit, list[Slot]]]:
-        """The parameters of which a call of the module is a use: all inside it, where they are of one unit; else its own."""
+        """The parameters that a call of the module uses: all inside it if they are of one unit, else its own."""
         own: dict[int, tuple[Unit, list[Slot]]] = {}
         for parameter in filter(self._map.holds, module.parameters(recurse=len(self._units_in(module)) == 1)):
             unit, slot = self._map.locate(parameter)
@@ -329,7 +330,7 @@ class ModuleHooks:
         return list(own.values())
 
     def abandon_calls(self) -> None:
-        """Forget what an exception has cut off."""
+        """Forget calls and forwards that an exception has cut off."""
         self.forget_calls()
         self._coordinator.abandon_forward()
 
@@ -340,7 +341,7 @@ class ModuleHooks:
         return len(called) > 0 and any(id(module) in called for module in self._model.modules())
 
     def forget_calls(self) -> None:
-        """An exception has cut off whatever was running."""
+        """Forget all running calls, which an exception has cut off."""
         for hooks in self._hooks:
             hooks.forget()
 

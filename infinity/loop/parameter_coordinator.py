@@ -7,9 +7,9 @@ Three events touch a unit, and each makes it resident:
   * backward asks for a tensor that it had saved from the unit (`unpack`).
 In forward, autograd saves views of weights (``weight.t()`` for every linear). `pack` turns each into a packed saved tensor:
 unit, offset, shape and strides. So the graph holds no weight memory, and backward faults the unit in exactly when it needs it.
-Packed saved tensors die with the graph nodes that own them. A unit without any is needed by no backward, and only then may
-its weights change. Under non-reentrant checkpointing the recomputation saves plain views, because torch's pack hook is above
-ours. Such views keep the flat buffer alive (see ``FlatBuffer.has_views``), and it is not evicted under them.
+Packed saved tensors die with the graph nodes that own them. A unit without any is needed by no backward, and only then
+may its weights change. Under non-reentrant checkpointing the recomputation saves plain views, because torch's pack hook
+is above ours. Such views keep the flat buffer alive (see ``FlatBuffer.has_views``), and it is not evicted under them.
 """
 
 from __future__ import annotations
@@ -66,24 +66,24 @@ class Preconditions:
     """Checks that run before a model is used."""
 
     _checks: Sequence[Callable[[], None]]
-    """Of the parts, in this order; each raises what went wrong in the background, or what it has against any call."""
+    """Checks of the parts, in order. Each raises an error from the background, or refuses all calls (after `close`)."""
     _guard: PhaseGuard
     _backwards: Backwards
     _groups: StepGroups
     _reporter: Reporter
 
     def check_usable(self) -> None:
-        """Some call begins."""
+        """At the beginning of each call."""
         for check in self._checks:
             check()
 
     def check_consistent(self) -> None:
-        """Weights are about to be changed or read: they must be of one step, and of one training."""
+        """Before weights are read or changed: they must be of one step, and of one training."""
         self.check_usable()
         self._guard.check_consistent()
 
     def begin_forward(self) -> None:
-        """A forward phase begins."""
+        """At the beginning of each forward of the model."""
         self.check_usable()
         self._reporter.begin()
         self._guard.check_loaded()
@@ -102,40 +102,40 @@ class ParameterCoordinator:
     parameter_cache: ParameterCache
     """Decides which units are in memory."""
     lock: EngineLock
-    """Held by any call that uses the model or its weights; what has no other word is touched under it only."""
+    """Held by each call that uses the model or its weights. It guards all fields here."""
     backwards: Backwards
-    """Lead gradients to their updates."""
+    """Passes gradients to their updates."""
     _preconditions: Preconditions
     copies: UserCopies
-    """Makes what ``state_dict`` gives."""
+    """Makes the copies that ``state_dict`` returns."""
     _trimmer: HeapTrimmer | None = None
-    """Gives memory back between two units; None: that is not needed."""
+    """Returns heap memory to the system between two units; None: not needed."""
     _activations: SavedActivations | None = None
-    """Takes what autograd saves besides weights; None leaves it in memory."""
+    """Keeps other saved tensors on the host or on NVMe; None: they stay where they are."""
     num_gathered = 0
-    """How many blocks hold weights gathered."""
+    """How many ``with GatheredParameters`` blocks are open."""
     _depth = 0
-    """How many forwards of modules are inside each other."""
+    """Nesting depth of modules' forwards."""
     _saves_in_backward = False
-    """Whether the hooks for saving are up because the backward that runs makes a graph."""
+    """Whether `saving` was pushed for a backward with ``create_graph=True``."""
     _num_locks_of_forward = 0
-    """How often forwards hold it: one that begins in a recomputation does as well."""
+    """How often forwards hold the lock: a recomputation inside a backward acquires it again."""
     _handovers_at_state_dict = 0
     """`EngineLock.num_handovers` when the last state dict was begun."""
     _vertical: VerticalForward | None = None
-    """How micro-batches share the present step: from `begin_vertical` until `end_vertical`."""
+    """The present vertical step, from `begin_vertical` until `end_vertical`; None: the step is an ordinary one."""
 
     def __post_init__(self) -> None:
         self.clock = self.parameter_cache.clock
         self.saving = SavingHooks(self.pack, self.unpack, self.packed_for)
-        """The hooks that turn what autograd saves into packed saved tensors."""
+        """Saved-tensor hooks that pack views of weights."""
         # Another pack function, by which `SavingHooks` tells the two apart on torch's stack of hooks.
         self.saving_while_gathered = SavingHooks(lambda tensor: self.pack(tensor), self.unpack, self.packed_for)
-        """The same, for graphs made while weights are gathered; a forward inside must not take them for its own."""
+        """The same, for graphs made inside ``GatheredParameters``. A forward inside must not pop them."""
         self._unit_at = self.parameter_cache.unit_at
 
     def close(self) -> None:
-        """Give all memory back. A backward that comes later is an error."""
+        """Release all memory. A later backward raises."""
         for hooks in (self.saving, self.saving_while_gathered):
             hooks.close()
         if self._activations is not None:
@@ -151,14 +151,14 @@ class ParameterCoordinator:
 
     @property
     def is_inside_modules(self) -> bool:
-        """Whether modules of the model are inside their forward, be it in a recomputation."""
+        """Whether modules of the model are inside their forward, in a recomputation as well."""
         return self._depth > 0
 
     @property
     def is_in_forward(self) -> bool:
         """Whether a forward of the calling thread has begun and not ended, and no backward runs.
 
-        Where micro-batches share it, one's call of the model does not cut off another's: it is none of theirs.
+        False in a vertical step, where calls of the model by several micro-batches overlap.
         """
         return self._depth > 0 and not in_backward() and self.lock.is_mine and self._vertical is None
 
@@ -169,18 +169,19 @@ class ParameterCoordinator:
         return self._depth > 0 and parameter_cache.schedule is parameter_cache.training_schedule and not in_backward()
 
     def begin_outside_read(self) -> None:
-        """Weights are about to be read outside forward and backward: raises if that cannot be."""
+        """Before weights are read outside forward and backward. Raises if they may not be read now."""
         if self.lock.is_nested:
             refuse_in_between("reading weights")
         self._preconditions.check_consistent()
 
     def begin_state_dict(self) -> None:
-        """``state_dict()`` of the model collects from now on, until `end_state_dict`: weights of one and the same step."""
+        """Pre-hook of ``state_dict()``, which must see weights of one step: see `end_state_dict`."""
         with self.lock.held("state_dict()"):  # not until its end, which an exception would keep it from
             self._handovers_at_state_dict = self.lock.num_handovers
 
     def end_state_dict(self) -> None:
-        """The counterpart of `begin_state_dict`: raises if another thread has used the engine since, and may have made a step."""
+        """Hook behind ``state_dict()``: raises if another thread has used the engine since, and may have made a
+        step."""
         with self.lock.held("state_dict()"):
             if self.lock.num_handovers != self._handovers_at_state_dict:
                 raise EngineBusyError(
@@ -232,7 +233,7 @@ class ParameterCoordinator:
         self._depth += 1
 
     def end_forward(self) -> None:
-        """The counterpart of `begin_forward`, also after an exception."""
+        """A module of the model ends its forward, also by an exception."""
         self._depth -= 1
         if self._depth == 0:
             try:
@@ -256,7 +257,7 @@ class ParameterCoordinator:
             self.lock.release()
 
     def abandon_forward(self) -> None:
-        """Forget modules that an exception left open, so that the next forward begins afresh."""
+        """Forget forwards that an exception cut off, and close their units."""
         if self._vertical is not None:
             for unit in self.parameter_cache.units:
                 unit.forget_uses()
@@ -274,7 +275,7 @@ class ParameterCoordinator:
             self._unlock_forward()
 
     def break_off(self) -> None:
-        """The call of another thread that holds the lock was cut off: it does not any more."""
+        """A call that holds the lock, on another thread, was cut off: free the lock."""
         self._num_locks_of_forward = self.num_gathered = 0
         self.backwards.break_off()
         self.lock.break_off()
@@ -283,11 +284,12 @@ class ParameterCoordinator:
 
     @property
     def is_shared(self) -> bool:
-        """Whether micro-batches share the present step."""
+        """Whether the present step is a vertical one."""
         return self._vertical is not None
 
     def begin_vertical(self, vertical: VerticalForward) -> None:
-        """The forward of a step begins that all its micro-batches share; `end_forward` ends it, `end_vertical` the step."""
+        """A vertical step begins with the forward of all micro-batches. `end_forward` ends that, `end_vertical` the
+        step."""
         # Depth stays above 0 until `end_forward`: each micro-batch's call of the model then counts as nested.
         self.begin_forward(is_root=False)  # no module's
         for unit in self.parameter_cache.units:  # what was written before the step stays
@@ -296,14 +298,14 @@ class ParameterCoordinator:
         self._vertical = vertical
 
     def end_vertical(self) -> None:
-        """The step is over, or was cut off."""
+        """The vertical step is over, or was cut off."""
         self._vertical = None
         self.parameter_cache.write_by(None)
         self.parameter_cache.due.clear()
 
     @contextmanager
     def as_if_inside(self, is_inside: bool) -> Iterator[None]:
-        """In the ``with`` block modules of the model are inside their forward, or none is, however it is around it."""
+        """Inside the ``with`` block, `is_inside_modules` is ``is_inside``."""
         depth, self._depth = self._depth, int(is_inside)
         try:
             yield
@@ -313,7 +315,7 @@ class ParameterCoordinator:
     # ------------------------------------------------------------------------------------------------------- touching
 
     def enter(self, unit: Unit) -> None:
-        """A module that uses ``unit`` begins: open until the matching `leave`."""
+        """A module that uses ``unit`` begins its forward: the unit is bound until the matching `leave`."""
         if self._vertical is None or not self._vertical.defers(unit):
             with self.parameter_cache.lock:
                 unit.begin_use()
@@ -325,7 +327,7 @@ class ParameterCoordinator:
                     raise
 
     def leave(self, unit: Unit) -> None:
-        """The counterpart of `enter`."""
+        """The module that entered ``unit`` ends its forward."""
         if self._vertical is not None and self._vertical.defers(unit):
             return
         unit.end_use()
@@ -336,7 +338,7 @@ class ParameterCoordinator:
 
     @contextmanager
     def inside_module(self, units: Sequence[Unit]) -> Iterator[None]:
-        """What a module's hooks do around its forward, for one that is called without them. ``units``: those it enters."""
+        """Do inside the ``with`` block what a module's hooks do around its forward. ``units``: those that it enters."""
         self.begin_forward(is_root=False)
         entered: list[Unit] = []
         try:
@@ -352,11 +354,11 @@ class ParameterCoordinator:
                 self.end_forward()
 
     def touch(self, unit: Unit, *, is_saved: bool = False) -> None:
-        """``unit`` is needed now: it is resident when this returns, and what the prefetch schedule says comes next is on its
-        way.
+        """Page fault: ``unit`` is resident when this returns, and the next units of the prefetch schedule are being
+        read.
 
-        Under the parameter cache's lock. The unit is in use already, whatever the prefetch schedule says: else it might make
-        room for the next.
+        Call it under the parameter cache's lock, after `Unit.begin_use`: otherwise the unit might make room for the
+        next ones.
         """
         parameter_cache = self.parameter_cache
         is_backward = self._vertical is not None and self._vertical.on_touch(unit)
@@ -376,13 +378,13 @@ class ParameterCoordinator:
             self.clock.resume_compute(unit.name)
 
     def route(self, group: int, units: Sequence[int]) -> None:
-        """A router has chosen: the units of these experts of a layer are needed next. Their reads begin."""
+        """A router has chosen these experts of a layer: start to read their units."""
         with self.parameter_cache.lock:
             self.parameter_cache.schedule.route(group, units)
             self.parameter_cache.pump()
 
     def pause(self) -> None:
-        """Between two pieces of a step: another unit is needed, or another micro-batch has its turn."""
+        """Between two units or micro-batches: return heap memory to the system."""
         if self._trimmer is not None:
             self._trimmer.trim()
 
@@ -390,10 +392,10 @@ class ParameterCoordinator:
 
     @untraced
     def pack(self, tensor: torch.Tensor, *, is_outside: bool = False) -> Any:
-        """Autograd saves ``tensor``: a view of a unit becomes a packed saved tensor; anything else is kept, with its version.
+        """Pack hook: a view of a unit becomes a packed saved tensor. Other tensors are kept with their version.
 
-        This and `unpack` run for each saved tensor of each step, so they call no function of Python that they need not:
-        ``is_outside`` says that no mode is active, as `outside_modes` sees to.
+        ``is_outside``: no mode of torch is active. This and `unpack` run for each saved tensor of each step. So they avoid
+        calls of Python, and use `outside_modes` only if a mode is active.
         """
         if not is_outside and (
             num_dispatch_modes() or num_function_modes() or transform() is not None or is_inference()
@@ -431,7 +433,7 @@ class ParameterCoordinator:
     @untraced
     @outside_modes
     def packed_for(self, tensor: torch.Tensor) -> PackedSavedTensor | None:
-        """As `pack`, of a view of a unit of this engine; None for anything else."""
+        """The packed saved tensor for a view of a unit of this engine; None for anything else."""
         if tensor.layout is not torch.strided or not has_memory(tensor):
             return None
         with contextlib.suppress(RuntimeError):
@@ -454,7 +456,7 @@ class ParameterCoordinator:
 
     @untraced
     def unpack(self, saved: Any, *, is_outside: bool = False) -> torch.Tensor:
-        """Autograd needs what `pack` got."""
+        """Unpack hook: the tensor that `pack` was called with."""
         if type(saved) is tuple:
             # The check that autograd makes for what it saves without hooks.
             tensor: torch.Tensor = saved[0]
@@ -471,8 +473,8 @@ class ParameterCoordinator:
         unit = saved.unit
         if unit.version != saved.version or (saved.count is not None and (unit.has_been_written or unit.is_bound)):
             saved.check()
-        # The usual case in backward, without lock and touch: the unit in use is saved many times (7 linears in a block of
-        # Llama), and the first unpack has made it resident.
+        # The usual case in backward, without lock and touch: the unit in use is saved many times (7 linears in a block
+        # of Llama), and the first unpack has made it resident.
         if (
             self.backwards.is_open
             and self._vertical is None
@@ -495,7 +497,7 @@ class ParameterCoordinator:
                 unit.end_use()
 
     def _save_in_backward(self) -> None:
-        """Where backward makes a graph of its own (``create_graph=True``), that holds no weights, either."""
+        """With ``create_graph=True``, push the hooks in backward, so that its graph holds no weights either."""
         if torch.is_grad_enabled() and in_backward() and not self._depth and not self.saving.are_up:
             self.saving.push()
             self._saves_in_backward = True
@@ -510,7 +512,7 @@ class ParameterCoordinator:
 
     @contextmanager
     def held(self, units: Sequence[Unit]) -> Iterator[None]:
-        """The units are open and stay so inside the ``with`` block; in a forward or backward they stay open after it."""
+        """Make units resident and bound inside the ``with`` block. They stay bound until unused units are closed."""
         entered: list[Unit] = []
         try:
             self._hold(units, entered)
@@ -522,7 +524,7 @@ class ParameterCoordinator:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Weights are gathered inside the ``with`` block: a graph that is made of them holds packed saved tensors."""
+        """Inside the ``with`` block, graphs over gathered weights hold packed saved tensors."""
         is_saving = torch.is_grad_enabled()  # else no graph is made of them, and torch.func allows no hooks
         self.num_gathered += 1
         if is_saving:
@@ -552,7 +554,7 @@ class ParameterCoordinator:
 
     @contextmanager
     def opened(self, unit: Unit) -> Iterator[None]:
-        """The unit's weights lie in its flat buffer inside the ``with`` block."""
+        """As `held`, for one unit; and unbind it afterwards if it was not bound before."""
         was_bound = unit.is_bound
         with self.held([unit]):
             yield
@@ -561,7 +563,8 @@ class ParameterCoordinator:
 
     @contextmanager
     def replacing(self, unit: Unit) -> Iterator[None]:
-        """The weights are replaced where they rest inside the ``with`` block, and in the flat buffer if there is one then."""
+        """Inside the ``with`` block the caller replaces stored weights, and those in the flat buffer if the unit has
+        one."""
         with self.parameter_cache.lock:
             # A buffer that nobody looks at is dropped, which saves writing the new values there as well.
             if not unit.num_active and unit.flat is not None and not unit.flat.has_views:

@@ -72,7 +72,7 @@ class ParameterHandler:
     _live: LiveGradients
     """The main gradients as ``parameter.grad``."""
     gatherer: Any
-    """`ConsistentAccess`, which gathers full weights: of a layer above."""
+    """`ConsistentAccess`, for `GatheredParameters`. It is in a layer above, hence Any."""
     _assigned: AssignedData
     _has_warned_of_strides = False
 
@@ -81,7 +81,7 @@ class ParameterHandler:
     def operate(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[HeldTensor]
     ) -> Any:
-        """Run ``function`` although ``tensors`` among its arguments are paged out, or raise."""
+        """Run ``function``, with ``tensors`` among its arguments that are paged out, or raise."""
         # An operation over weights of two engines comes to each of them in turn.
         tensors = [tensor for tensor in tensors if host_of(tensor) is self]
         places = {id(tensor): self._parameter_map.locate_any(tensor) for tensor in tensors}
@@ -93,7 +93,8 @@ class ParameterHandler:
             if is_called and not in_backward() and torch.is_grad_enabled():
                 self._coordinator.backwards.collector.on_partial_gradients(unit, by_script=True)
         units = list(dict.fromkeys(unit for unit, _ in places.values()))
-        # torch._foreach_* over all parameters (clip_grad_norm_, EMA) would need all units at once: one call for each unit.
+        # torch._foreach_* over all parameters (clip_grad_norm_, EMA) would need all units at once: one call for each
+        # unit.
         if len(units) > 1:
             found = unit_by_unit(
                 function, args, kwargs, lambda row: frozenset(places[id(t)][0].index for t in row if id(t) in places)
@@ -105,7 +106,8 @@ class ParameterHandler:
             args, kwargs = (
                 replaced(a, lambda leaf: leaf.clone() if id(leaf) in places else leaf) for a in (args, kwargs)
             )
-            # torch.cat copies its arguments anyway. Here each is copied on its own, so that one unit at a time is needed.
+            # torch.cat copies its arguments anyway. Here each is copied on its own, so that one unit at a time is
+            # needed.
             return function(*args, **kwargs)
         fqn = places[id(tensors[0])][1].spec.fqn
         # `set_` and `resize_` would give the parameter memory that the engine does not see.
@@ -118,7 +120,8 @@ class ParameterHandler:
                 coordinator.backwards.collector.on_partial_gradients(unit, by_script=False)
         coordinator.lock.acquire(f"{name} of '{fqn}'")
         try:
-            # Bound weights are plain tensors only for threads that are inside. Autograd's threads get there by `joined`.
+            # Bound weights are plain tensors only for threads that are inside. Autograd's threads get there by
+            # `joined`.
             with contextlib.nullcontext() if is_inside() else coordinator.lock.joined():
                 # The address would be wrong as soon as the unit is paged out. While a module or block holds the units,
                 # it is valid.
@@ -153,7 +156,7 @@ class ParameterHandler:
             coordinator.lock.release()
 
     def _saving(self) -> contextlib.AbstractContextManager[Any]:
-        """The hooks for saving, unless they are up."""
+        """A context with the saved-tensor hooks, unless they are active."""
         coordinator = self._coordinator
         if not coordinator.is_computing:
             return coordinator.saving
@@ -171,7 +174,7 @@ class ParameterHandler:
         tensors: Sequence[HeldTensor],
         places: Mapping[int, tuple[Unit, Slot]],
     ) -> Any:
-        """The operation itself, while the units are open."""
+        """Call the operation, while the units are bound."""
         views = list({id(tensor): tensor for tensor in tensors if isinstance(tensor, PagedView)}.values())
         try:
             self._begin(views, places.values() if may_write(function, kwargs) else ())
@@ -212,7 +215,7 @@ class ParameterHandler:
             bind_view(view, with_lazy_bits(base.as_strided(place.shape, place.stride, place.offset), place.bits))
 
     def _outlasting(self, value: Any, units: Sequence[Unit]) -> Any:
-        """``value``, a result of an operation, as it may be kept when the units are paged out."""
+        """A result of an operation, made safe to keep: a view of weights becomes a `PagedView` or a copy."""
         if not self._looks_at(value, units):
             return value
         if value.requires_grad and self._coordinator.is_computing and torch.is_grad_enabled():
@@ -228,7 +231,7 @@ class ParameterHandler:
         return make_view(value, place)
 
     def _looks_at(self, value: Any, units: Sequence[Unit]) -> bool:
-        """Whether ``value`` is a tensor over the memory of one of the units."""
+        """Whether ``value`` is a plain tensor over the memory of one of the units."""
         if not isinstance(value, torch.Tensor) or host_of(value) is not None or value.layout is not torch.strided:
             return False
         if value.is_meta or not has_memory(value) or not value.numel():
@@ -238,7 +241,7 @@ class ParameterHandler:
     # ------------------------------------------------------------------------------------------------------------- data
 
     def data_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """What ``parameter.data`` gives."""
+        """Implements reading ``parameter.data``."""
         unit, slot = self._parameter_map.locate(parameter)
         view = unit.data_view(slot)
         # Outside of calls, a view that pages the unit in whenever it is used.
@@ -254,14 +257,15 @@ class ParameterHandler:
         )
 
     def set_data(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
-        """What assigning ``parameter.data`` does."""
+        """Implements assigning ``parameter.data``: the values are copied."""
         unit, slot = self._parameter_map.locate(parameter)
         # `p.data = p.data`, as modules do when they are moved to where they are.
         if values is parameter or (isinstance(values, PagedView) and values.place == self._whole(unit, slot)):
             return
         _check_assigned(slot, parameter, values)
-        # After `p.data = t`, torch has one memory for both, so t shows the trained weight, and a second `p.data = t` changes
-        # nothing. Here t still has its old values, which must not come back. If the script changed t, it is assigned.
+        # After `p.data = t`, torch has one memory for both, so t shows the trained weight, and a second `p.data = t`
+        # changes nothing. Here t still has its old values, which must not come back. If the script changed t, it is
+        # assigned.
         before = self._assigned.of(slot.spec.fqn)
         is_plain = type(values) in (torch.Tensor, nn.Parameter) and values.layout is torch.strided
         is_plain &= host_of(values) is None and not values.is_inference()
@@ -291,7 +295,7 @@ class ParameterHandler:
             self._assigned.add(slot.spec.fqn, values)
 
     def _check_shared(self, slot: Slot, values: torch.Tensor) -> None:
-        """Raise if the parameter would have one memory with another one from now on.
+        """Raise if the parameter would share memory with another one.
 
         Raises:
             ModelError: ``values`` are another parameter's, or were assigned to another one.
@@ -310,7 +314,7 @@ class ParameterHandler:
         )
 
     def _slot_behind(self, values: Any) -> Slot | None:
-        """The parameter, of any engine, whose memory a tensor looks at."""
+        """The slot of the parameter, of any engine, whose memory ``values`` is a view of; None without one."""
         host = host_of(values)
         if host is not None:
             return values.place.slot if isinstance(values, PagedView) else host.slot_of(values)
@@ -322,7 +326,7 @@ class ParameterHandler:
         return None if unit is None else unit.slot_at(int(values.storage_offset()) * values.itemsize)
 
     def before_write(self, parameter: nn.Parameter) -> None:
-        """A resident parameter is about to be written to."""
+        """Called before a resident parameter is written to."""
         self._coordinator.parameter_cache.remember(*self._parameter_map.locate(parameter))
 
     def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -343,11 +347,11 @@ class ParameterHandler:
             self._set_gradient(parameter, gradient)
 
     def _gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The gradient, or None without one.
+        """The gradient; None without one.
 
         Raises:
-            AccessError: it was used up by an update in backward.
-            RankError: other ranks do not look at theirs.
+            AccessError: an update in backward has consumed it.
+            RankError: other ranks do not read theirs.
         """
         unit, slot = self._parameter_map.locate(parameter)
         # Frozen in `initialize`: no main gradient exists, so torch's own field is used.
@@ -375,7 +379,7 @@ class ParameterHandler:
         Raises:
             TypeError: it is no floating-point tensor.
             ValueError: wrong shape.
-            AccessError: the one before was used up by an update in backward.
+            AccessError: an update in backward has consumed the one before.
         """
         unit, slot = self._parameter_map.locate(parameter)
         if not slot.spec.is_trainable:
@@ -408,7 +412,7 @@ class ParameterHandler:
             self._coordinator.backwards.on_drop()
 
     def slot_of(self, parameter: nn.Parameter) -> Slot:
-        """Where the parameter lies in its unit."""
+        """The parameter's place in its unit."""
         return self._parameter_map.locate(parameter)[1]
 
 

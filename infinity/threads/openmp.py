@@ -1,10 +1,10 @@
 """The OpenMP worker threads behind torch's operators on the CPU.
 
-[Note: one pool] GNU's OpenMP library (libgomp) keeps a pool of workers for every thread that has run a parallel operator. If
-all pools together hold more threads than there are processors, its barriers stop spinning and sleep in the kernel, in all
-pools. Idle pools count, too. Every operator ends with a barrier, and many take less time than such a sleep. So our
-background threads give their workers back, or compute without any. Other OpenMP libraries do not count threads, and are
-left alone.
+[Note: one pool] GNU's OpenMP library (libgomp) keeps a pool of workers for every thread that has run a parallel
+operator. If all pools together hold more threads than there are processors, its barriers stop spinning and sleep in the
+kernel, in all pools. Idle pools count, too. Every operator ends with a barrier, and many take less time than such a
+sleep. So our background threads give their workers back, or compute without any. Other OpenMP libraries do not count
+threads, and are left alone.
 """
 
 from __future__ import annotations
