@@ -383,9 +383,9 @@ class CudaDevice(ComputeDevice):
 
     def _new_anchor(self) -> tuple[torch.cuda.Event, float]:
         """An event that the GPU passes now, and ``time.perf_counter()`` at that moment: the base for `seconds_at`."""
-        # Renewed by each `pop_copies`: the GPU's clock drifts against the host's, and CUDA returns the time between two
-        # events as a 32-bit float of milliseconds, which gets coarse. On a stream of its own, so that `synchronize`
-        # waits for nothing that was launched before.
+        # Renewed by each `pop_copies`, because the GPU's clock drifts against the host's. Also, CUDA returns the time
+        # between two events as a 32-bit float of milliseconds, which gets coarse. On a stream of its own, so that
+        # `synchronize` waits for nothing that was launched before.
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._anchors)
         event.synchronize()

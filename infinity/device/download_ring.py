@@ -102,7 +102,7 @@ class DownloadRing(Generic[Purpose]):
         """
         # Two halves take turns: with a ring of 128 KiB and fp32, blocks of 16,384 elements at bytes 0, 65,536, 0,
         # 65,536, ... The caller asks for the next block when it is done with the last one, so block 2 may overwrite
-        # block 0 while block 1, which is on its way, is waited for.
+        # block 0. Meanwhile block 1 is waited for.
         half = self.num_bytes // (2 * _GRANULE) * _GRANULE
         step = min(half // source.element_size(), most_numel)
         if step == 0 or self.coming:

@@ -307,8 +307,8 @@ class DurableRun:
 
     def _staying(self) -> list[int]:
         """Numbers of the commits that are kept beside the next one."""
-        # Newest first. keep_last 3 and keep_every 100, kept are steps 305, 304, 303, 300, 200, 100, and 306 comes next:
-        # 305 and 304 stay as the last ones, 300, 200 and 100 as marked ones, and 303 goes.
+        # Newest first. With keep_last 3 and keep_every 100, steps 305, 304, 303, 300, 200 and 100 are kept, and 306
+        # comes next. Then 305 and 304 stay as the last ones, 300, 200 and 100 as marked ones. 303 is removed.
         kept = self._versions.kept
         staying = kept[: self._section.keep_last - 1]
         if self._section.keep_every:

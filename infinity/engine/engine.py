@@ -86,8 +86,8 @@ class Engine(Relayout):
 
     def _release_parts(self, rest: contextlib.ExitStack) -> None:
         """Push the steps that take the parts down. ``rest`` runs them in reverse, each even if one before it fails."""
-        # So read from the bottom up: no more hooks and no running calls, then updates, then other ranks' fetches, then
-        # memory, and at last files and threads.
+        # So read from the bottom up: first hooks and running calls end, then updates and other ranks' fetches. Memory,
+        # files and threads are last.
         rest.callback(self._shutdown.now)
         rest.callback(self._stepper.close)
         rest.callback(self._coordinator.close)

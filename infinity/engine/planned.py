@@ -213,7 +213,7 @@ def _placed_on_devices(
 def _agreed(ranks: Ranks, placement: Placement, num_units: int) -> Placement:
     """Keep a unit in memory whole only if every rank has room for it: budgets may differ."""
     stays = [int(index in placement.resident_units) for index in range(num_units)]
-    # Rank 0 keeps units 0, 1, 2 and rank 1 keeps 0, 1: rows [1, 1, 1] and [1, 1, 0], so units 0 and 1 stay on all.
+    # Rank 0 keeps units 0, 1, 2 and rank 1 keeps 0, 1: rows [1, 1, 1] and [1, 1, 0]. Units 0 and 1 stay on all.
     everywhere = [all(of_unit) for of_unit in zip(*ranks.all_gather_ints("laying out weights", stays), strict=True)]
     return replace(placement, resident_units=frozenset(i for i, on_all in enumerate(everywhere) if on_all))
 

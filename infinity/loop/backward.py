@@ -73,8 +73,8 @@ class Backwards:
         # Asked in each backward, because a script may add hooks at any time.
         self._has_hooks = have_hooks_of_others(itertools.chain.from_iterable(self._parameters))
         updates_now = self._updates_now()
-        # Another backward after the last one of a step: means that were left to the step are completed first, or this
-        # backward's gradients would be added to half of them.
+        # Another backward after the last one of a step: means that were left to the step are completed first. Otherwise
+        # this backward's gradients would be added to shards of them.
         self._stepper.gradients.average_postponed()
         # Before any update: the divisor is fixed as soon as the first unit is updated.
         if updates_now:

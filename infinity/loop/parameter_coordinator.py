@@ -474,7 +474,7 @@ class ParameterCoordinator:
         if unit.version != saved.version or (saved.count is not None and (unit.has_been_written or unit.is_bound)):
             saved.check()
         # The usual case in backward, without lock and touch: the unit in use is saved many times (7 linears in a block
-        # of Llama), and the first unpack has made it resident.
+        # of Llama). The first unpack has made it resident.
         if (
             self.backwards.is_open
             and self._vertical is None

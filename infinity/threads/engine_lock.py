@@ -98,7 +98,7 @@ class EngineLock:
 
     def __init__(self) -> None:
         # Two fields say who has the lock. `_taken` decides, atomically. `owner` is for the fast checks, and is set last
-        # and cleared first: an interrupt in between leaves `_taken` set and `owner` None, and the next `acquire`
+        # and cleared first. An interrupt in between leaves `_taken` set and `owner` None. Then the next `acquire`
         # repeats the rest.
         self._taken: dict[int, int] = {}
         """0 -> the thread that has the lock. ``dict.setdefault`` is atomic, and repeating it on the same thread is
