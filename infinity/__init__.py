@@ -6,7 +6,7 @@
         engine.backward(loss)
         engine.step()
 
-The config is DeepSpeed's; what it has no key for stands in a block ``"infinity"``.
+The config is DeepSpeed's. Settings that DeepSpeed has no key for are in a block ``"infinity"``.
 """
 
 import sys
@@ -16,11 +16,14 @@ from infinity.errors import InfinityError
 from infinity.version import __version__
 from swapper.lazy_names import lazy_names
 
+# The drives' backends need Linux. Checked here, so that the message is about Linux and not about a missing module.
 if sys.platform != "linux":
     raise ImportError(
         f"infinity needs Linux, and this is {sys.platform}. Use a Linux machine, a container, or WSL 2 on Windows"
     )
 
+# The public names and the modules they come from. `lazy_names` reads this block from the source: each name is imported
+# at its first use, so `import infinity` loads neither torch nor the engine.
 if TYPE_CHECKING:
     from infinity.checkpoint.full_tensors import (
         safe_get_full_fp32_param,
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from infinity.optim import lr_schedules as schedules
     from infinity.plan.plan import Plan
 
+# Adding a public name means: one line in the block above, and one in `__all__`.
 _lazy_name, __dir__ = lazy_names(__name__)
 
 

@@ -10,6 +10,8 @@ import sys
 
 from infinity.deepspeed.stand_in import SITE, install, run
 
+# At import, because a script's next line is `import deepspeed`. Raises LibraryError if the real DeepSpeed is loaded,
+# or accelerate has already looked for it.
 install()
 
 if __name__ == "__main__":

@@ -10,16 +10,16 @@ import rich.console
 from rich.segment import Segment
 from rich.text import Text
 
+# Columns. rich drops columns of a table that find no room, so a terminal that reports width 0 would show nothing.
 _LEAST_WIDTH = 40
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Characters that a terminal obeys instead of showing: C0 (but for tab and newline), C1, and overrides of the direction."""
 
 
 class Console(rich.console.Console):
-    """One whose reader may go away: that is for the caller to handle.
+    """rich's console for untrusted texts: control characters are shown as escapes (``\\x1b``).
 
-    What a terminal is too narrow for, it breaks itself: tables would lose columns, down to nothing where its width is 0.
-    Control characters are shown as escapes (``\\x1b``), wherever a text comes from: files of others name runs and parameters.
+    It is at least 40 columns wide. A closed pipe raises `BrokenPipeError`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -27,10 +27,12 @@ class Console(rich.console.Console):
         self.width = max(self.width, _LEAST_WIDTH)
 
     def on_broken_pipe(self) -> None:
+        # rich's own method ends the process here. Callers have something to close first.
         raise BrokenPipeError
 
     def render_str(self, text: str, **settings: Any) -> Text:
         """As rich's, which is also called to measure a text."""
+        # Escaped before rich measures it, because an escape is wider than the character that it stands for.
         return super().render_str(visible(text), **settings)
 
     def render(

@@ -1,6 +1,6 @@
-"""`infinity.initialize`: checks everything, then has the model taken over.
+"""`infinity.initialize`: checks model and config, then builds the engine around the model.
 
-The file has another name than the function: importing it would otherwise replace the function in the package.
+The file is not named ``initialize.py``: importing it would replace the function of that name in the package.
 """
 
 from __future__ import annotations
@@ -62,32 +62,32 @@ def initialize(
     *,
     engine_class: type[Engine] = Engine,
 ) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
-    """Take a model over: its states go where the config says, and what comes back trains it.
+    """Move a model's weights and optimizer states to where the config says, and return an engine that trains it.
 
     Args:
         model: the model, with its weights, in any floating dtype, in memory or built in `Init`. Its parameters stay the
             same objects.
-            One that an engine has already is refused; but that engine comes back where ``model_parameters`` is empty and
-            there is no optimizer, since it evaluates, too (Lightning asks for that after training). And one that only
-            evaluates is closed for one that trains (TRL asks for that before training).
+            A model that another engine holds is refused, with two exceptions. Without an optimizer and with empty
+            ``model_parameters`` you get that engine, which evaluates too (Lightning does this after training). And an
+            engine that only evaluates is closed for one that trains (TRL does this before training).
         optimizer: a ``torch.optim.Optimizer`` over the model's parameters, a class, or a callable that takes parameters
             or groups and returns one. An instance becomes the engine's optimizer, and is returned, until ``engine.close()``.
-            None: the config's. Without either, or with nothing to train, the engine
-            evaluates only, and the second result is None.
+            None: the config's. Without either, or with nothing to train, the engine evaluates only, and the second
+            result is None.
         model_parameters: parameters or parameter groups for an optimizer that is not an instance. None: all trainable ones.
-        training_data: a data set; the third result is then its loader, see ``engine.data_loader``: shuffled as DeepSpeed
-            does it, in the same way in each epoch, unless the script calls ``loader.data_sampler.set_epoch(epoch)``.
+        training_data: a data set; the third result is then its loader, see ``engine.data_loader``. As in DeepSpeed,
+            each epoch has the same order unless you call ``loader.data_sampler.set_epoch(epoch)``.
         lr_scheduler: a torch scheduler, or a callable that takes the optimizer. None: the config's, if it has one. The engine
-            steps it, but for ReduceLROnPlateau, which needs a metric. Another one that needs an argument gets the samples of a
-            step, as in DeepSpeed.
-        mpu: as DeepSpeed takes it; only one whose data-parallel group is all processes.
-        mesh_param: where the script gives each process a part of the model (tensor parallelism, pipeline stages): a
-            ``DeviceMesh`` of all processes, whose dimensions are named dp, tp and pp. Not needed where the model's own
-            DTensors have their parts on all processes, which get the same data then. See the guide for several processes.
+            steps it, except ReduceLROnPlateau, which needs a metric. If ``step`` of any other scheduler needs an
+            argument, it gets the samples of a step, as in DeepSpeed.
+        mpu: DeepSpeed's argument; its data-parallel group must be all processes.
+        mesh_param: if your script gives each process a part of the model (tensor parallelism, pipeline stages): a
+            ``DeviceMesh`` of all processes, with dimensions named dp, tp and pp. Not needed if the model's own DTensors
+            are divided among all processes, which then get the same data. See the guide for several processes.
         collate_fn: for the loader.
         config: path of a JSON file, the name of a ready config ("zero3_nvme"), a dict, or what `load_config` gave.
-        device: compute device. None: the model's if it is on a GPU, else the current GPU if there is one (of several processes,
-            each takes the one of its number on the machine, unless the script has chosen another), else the CPU.
+        device: compute device. None: the model's GPU, else the current GPU, else the CPU. With several processes, each
+            takes the GPU of its local rank, unless your script has set another one.
         engine_class: of the engine; `infinity.deepspeed.initialize` gives its own.
 
     Returns:
@@ -102,45 +102,58 @@ def initialize(
         raise ConfigError("no config: pass config= (the path of a JSON file, or a dict) to infinity.initialize")
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}", cure="Pass model=")
+    # All ranks reach this collective before anything is changed: if their configs differ, all of them raise.
     resolved, mesh = _agreed(config, model, mpu, mesh_param)
     earlier = _earlier(model, trains=optimizer is not None or resolved.optimizer is not None)
     if earlier is not None and _is_empty(model_parameters) and isinstance(earlier, engine_class):
         return earlier, None, None, None
     with contextlib.ExitStack() as undo:  # whatever fails on the way, an interrupt too, leaves the model as it was
+        # DTensors are replaced by their local parts first: the layout below knows plain tensors only.
         parts = LocalParameters(model, mesh)
         undo.callback(_restore_parts, parts, optimizer)
         _check(model, resolved, mesh)
         compute_device = device_for(choose_device(model, device, local_rank()))
+        # Listed before tiling takes large weights out of the model, so that groups keep torch's order.
         parameters = list(model.parameters())
         if parts and isinstance(optimizer, torch.optim.Optimizer):
             parts.replace_in(optimizer)
         if parts and model_parameters is not None:
             model_parameters = list(parts.of(model_parameters))
         tiling = _tile(model, optimizer, resolved, undo)
+        # Named after tiling, when each tile is a parameter with an FQN of its own.
         fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
         named = [(fqns[id(parameter)], parameter) for parameter in tiling.groups.with_tiles(parameters)]
         members = tiling.groups.with_tiles(model_parameters)
         wrapped_optimizer = _wrapped_optimizer(
             optimizer, resolved, named, members, compute_device.torch_device, tiling.groups
         )
+        # Only the directories that this call makes are removed again if it fails.
         undo.callback(remove_empty, make_directories(resolved.nvme_paths))
         notes, monitors = _outputs(resolved, undo, trains=bool(wrapped_optimizer.param_groups))
+        # I/O settings that the config leaves open are those that `infinity profile` measured on these drives.
         resolved = with_measured_io(resolved)
+        # The wrapper's constructor took freshly initialized states out of the optimizer. If `build` fails early, only
+        # this puts them back; later it pushes restore_states, which does the same.
         undo.callback(wrapped_optimizer.restore_untouched)
+        # The engine keeps this function: `relayout` calls it again when groups get parameters without room for states.
         make_parts = functools.partial(build, engine_class, model, resolved, wrapped_optimizer, compute_device, mesh)
         with _out_of_memory_in_words(resolved, compute_device, model):
             engine, originals = make_parts(undo)
+        # From here on the script's own instance is a PagedOptimizer: schedulers and trainers that hold it keep working.
         is_passed = isinstance(optimizer, torch.optim.Optimizer)
         if is_passed and isinstance(engine.optimizer, PagedOptimizer):
             _adopt_optimizer(engine, optimizer, wrapped_optimizer, undo)
         if engine.optimizer is not None:
-            for parameter, gradient in originals.gradients():  # torch would add to them
+            for parameter, gradient in originals.gradients():  # as in torch, the first backward adds to them
                 parameter.grad = gradient.cpu()
             engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
+        # After the engine is built: until now the tiles were the model's parameters, now modules show the whole
+        # weights.
         tiling.show()
         if training_data is not None:
             engine.training_dataloader = engine.data_loader(training_data, collate_fn=collate_fn)
         restore = functools.partial(_restore, tiling, parts, wrapped_optimizer.optimizer if is_passed else None)
+        # Last, because it loads the newest commit of a durable run, which needs the scheduler and the loader.
         engine.begin_run(make_parts, restore, notes, monitors)
         undo.pop_all()
     if resolved.notices:
@@ -149,6 +162,7 @@ def initialize(
     logger.info("plan:\n%s", engine.plan)
     if resolved.compute_dtype is not torch.float32:
         _set_module_dtype(model, resolved.compute_dtype)
+    # No undo any more: release what was only kept to put the model back.
     originals.forget()
     if not has_drive_tensors():
         announce_nothing()  # `Init` has replaced methods of torch, for models that lie on drives
@@ -162,12 +176,14 @@ def _check(model: nn.Module, config: InfinityConfig, mesh: Mesh) -> None:
     if config.compute_dtype == torch.float32:
         warn_of_other_dtypes(model)
     warn_of_gaps(model)
+    # Like DDP: rank 0's weights and buffers go to all ranks of the data-parallel group.
     share_weights(model, mesh.data)
     write_out()  # what a model that was built on drives still has in memory
 
 
 def _outputs(config: InfinityConfig, undo: contextlib.ExitStack, *, trains: bool) -> tuple[RunNotes, Monitors]:
     """Log and curves. An engine that evaluates beside one that trains leaves the log to that."""
+    # One log for all ranks.
     notes = RunNotes(config.infinity.run_log if world().index == 0 and trains else None)
     undo.callback(notes.abandon)
     monitors = Monitors(config.monitors)
@@ -178,6 +194,7 @@ def _outputs(config: InfinityConfig, undo: contextlib.ExitStack, *, trains: bool
 def _earlier(model: nn.Module, *, trains: bool) -> Engine | None:
     """The engine that the model has, if a new one is not to train. One that only evaluates makes room for one that ``trains``."""
     earlier = engine_of(model)
+    # An engine around a larger or smaller module than this one: `check_model` refuses it with its own message.
     if earlier is None or earlier.module is not model:
         return None
     if not trains:
@@ -209,6 +226,7 @@ def _adopt_optimizer(
     engine: Engine, optimizer: Any, wrapped_optimizer: WrappedOptimizer, undo: contextlib.ExitStack
 ) -> None:
     """The script's own optimizer becomes the engine's."""
+    # It may have been passed to an engine that is closed now, whose states are gone.
     begin_anew(optimizer)
     passed = PassedOptimizer(optimizer, wrapped_optimizer.optimizer, engine.optimizer)
     undo.callback(passed.restore, had_states=False)
@@ -220,6 +238,7 @@ def _set_module_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 
     Lightning keeps it up to date by its methods that cast, such as ``module.bfloat16()``, which nobody has called here.
     """
+    # Found by name, so that Lightning need not be installed.
     for module in model.modules():
         if any(cls.__name__ == "_DeviceDtypeModuleMixin" for cls in type(module).__mro__):
             module._dtype = dtype  # type: ignore[assignment]  # its property has no setter, and `to` would cast buffers
@@ -228,11 +247,14 @@ def _set_module_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 def _agreed(config: ConfigSource, model: nn.Module, mpu: Any, mesh_param: Any) -> tuple[InfinityConfig, Mesh]:
     """The config, as all processes have it, and who has which part of the model."""
     if num_processes() > 1:
+        # The mesh below is built of process groups, so torch.distributed has to be up.
         init_distributed()
         if mpu is None and mesh_param is None:
             mesh_param = mesh_of_parameters(model)
     mesh = mesh_of(mpu, mesh_param)
     resolved = load_config(config, world_size=mesh.data.num)
+    # `load_config` of the script derived batch sizes for a number of ranks. Tensor and pipeline ranks get the same
+    # data, so only data-parallel ranks count.
     if resolved.world_size != mesh.data.num:
         raise ConfigError(
             f"the config was loaded for {resolved.world_size} processes, and {mesh.data.num} train together, each on its own "
@@ -248,18 +270,21 @@ def _tile(model: nn.Module, optimizer: Any, config: InfinityConfig, undo: contex
     undo.callback(_untile, tiling, optimizer)
     experts = experts_of_config(model, config)
     tiling.cut_experts(experts, touched_only=config.infinity.experts == "touched_only")
+    # An instance already holds the whole weights in its groups; a class gets the tiles when it is called.
     if isinstance(optimizer, torch.optim.Optimizer) and tiling.groups.tiled:
         tiling.groups.put_tiles(optimizer)
     return tiling
 
 
 def _untile(tiling: Tiling, optimizer: Any) -> None:
+    # Before the tiles go: the groups are matched by the tiles that are in them.
     if isinstance(optimizer, torch.optim.Optimizer) and tiling.groups.tiled:
         tiling.groups.remove_tiles(optimizer)
     tiling.undo()
 
 
 def _restore(tiling: Tiling, parts: LocalParameters, optimizer: Any) -> None:
+    # In reverse of `initialize`, which first takes local parts of DTensors and then tiles them.
     _untile(tiling, optimizer)
     _restore_parts(parts, optimizer)
 
@@ -279,6 +304,7 @@ def engine_of(model: nn.Module) -> Engine | None:
 
     For a script that has no name for it any more: ``infinity.engine_of(model).close()``.
     """
+    # Any held parameter will do: a model whose other parameters came later has an engine, too.
     host = next((host for parameter in model.parameters() if (host := host_of(parameter)) is not None), None)
     return None if host is None else engine_behind(host)
 
@@ -291,12 +317,15 @@ def _wrapped_optimizer(
     device: torch.device,
     tiled: TiledGroups,
 ) -> WrappedOptimizer:
+    # As in DeepSpeed, an optimizer that is passed wins over the config's.
     source = optimizer if optimizer is not None else config.optimizer
     has_any = model_parameters is not None or any(parameter.requires_grad for _, parameter in named)
+    # A passed instance has groups of its own, so it is asked for even if all of the model is frozen now.
     if source is None or not (has_any or isinstance(source, torch.optim.Optimizer)):
         logger.info("the engine evaluates only: %s", "no optimizer is named" if source is None else "nothing to train")
         return no_optimizer(named, device)
     if optimizer is None and config.optimizer is not None and "lr" in config.optimizer.autos:
+        # "auto" is only replaced by transformers, accelerate and our Trainer.
         raise _left_open("optimizer.params.lr", "optimizer")
     return wrap_optimizer(source, named, device, model_parameters=model_parameters, tiled=tiled)
 
@@ -313,6 +342,7 @@ def _scheduler(lr_scheduler: Any, config: InfinityConfig, optimizer: torch.optim
         if "warmup_num_steps" in config.scheduler.autos:
             raise _left_open("scheduler.params.warmup_num_steps", "lr_scheduler")
         return build_scheduler(config.scheduler, optimizer)
+    # DeepSpeed also takes a function that makes the scheduler, because its optimizer is made by initialize.
     made = lr_scheduler
     if not isinstance(made, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
         made = lr_scheduler(optimizer) if callable(lr_scheduler) else lr_scheduler

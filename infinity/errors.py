@@ -19,9 +19,8 @@
 
 Reads and writes that fail raise the errors of `swapper`, which name file, offset, bytes and errno.
 
-A class stands for what a user does about it. Constructors and class methods take the facts and write the sentence, so that
-every place that raises says the same. All of them survive pickling (DataLoader workers and launchers send exceptions between
-processes).
+There is one class for each thing that you can do about an error. Constructors and class methods take the facts and
+write the message, so messages are worded in this file only.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+# Largest first: `format_bytes` takes the first one that fits.
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -49,6 +49,7 @@ def listed(words: Collection[str], between: str = ", ", most: int = 4) -> str:
 
 
 def _reduced(error: Exception) -> tuple[Any, ...]:
+    # DataLoader workers and launchers pickle exceptions, to send them between processes.
     # BaseException would call the constructor with the finished message in place of the facts.
     return copyreg.__newobj__, (type(error), *error.args), error.__dict__  # type: ignore[attr-defined]
 
@@ -375,6 +376,8 @@ class EngineClosedError(InfinityError, RuntimeError):
     @classmethod
     def after_close(cls, call: str, *, is_by_library: bool = False) -> EngineClosedError:
         """``is_by_library``: `destroy` was called."""
+        # transformers and accelerate call destroy() after training, so the script that comes here never closed an
+        # engine.
         told = "Call infinity.initialize again to train on"
         if is_by_library:
             told = (
@@ -430,5 +433,6 @@ class LibraryError(InfinityError, ImportError):
 
 
 def _shorten(value: object, limit: int = 120) -> str:
+    # A config value may be a whole nested dict, and the message has to stay readable.
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
+# `key` counts only where no letter precedes it: "monkey" is no secret. Plurals count as well.
 _SECRET = re.compile(r"(token|secret|password|passwd|passphrase|credentials?|auth|(?<![a-z])key|api_?key)s?$")
+# user:password@ in front of a host, as in a proxy's URL.
 _CREDENTIALS = re.compile(r"://[^/\s@]*:[^/\s@]*@")
 
 

@@ -1,10 +1,7 @@
-"""State machines: an enum of what a thing is in, and a table of which method leads from which state to which.
+"""State machines: an enum of states, and a table that says which method leads from which state to which.
 
-Knows tables; must not know what the states mean.
-
-[Note: debug mode] With ``INFINITY_DEBUG=1`` in the environment, each method that changes a state is checked: called in a state
-from which the table leads nowhere, it raises before it has done anything, and so it does at its end in another state than the
-table says. Otherwise methods are left as they are written, so that this costs nothing. The tests run in debug mode.
+[Note: debug mode] With ``INFINITY_DEBUG=1`` in the environment, each method that changes a state is checked against its
+table: the state before, when it is called, and the state after, when it returns. The tests run in debug mode.
 """
 
 from __future__ import annotations
@@ -39,12 +36,14 @@ def moves(
     """
 
     def decorate(method: _Method[_Owner, _Arguments, _Result]) -> _Method[_Owner, _Arguments, _Result]:
+        # Read in every mode: a method that its table does not name is a KeyError at import.
         leads = table[method.__name__]
         if not IS_DEBUG:
-            return method
+            return method  # unwrapped: it runs several times per module and step
 
         @functools.wraps(method)
         def checked(owner: _Owner, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            # `state` is a property computed from fields, so it has to be read before the method changes them.
             before = owner.state
             if before not in leads:
                 raise RuntimeError(f"{method.__qualname__} of {owner!r}, which is {before.name}")

@@ -1,7 +1,4 @@
-"""Inputs of units between their forward and their backward: in RAM as far as the budget goes, on NVMe beyond it.
-
-Knows tensors and bytes; must not know what computes with them.
-"""
+"""The vertical schedule's activation checkpoints: inputs of units, in RAM up to the budget and on NVMe beyond it."""
 
 from __future__ import annotations
 
@@ -23,7 +20,8 @@ class ActivationCheckpoint(Spilled):
     """A tensor that is needed again in backward."""
 
     source: Any
-    """What the coordinator's ``pack`` gave; None while the tensor is not in memory."""
+    """What the coordinator's ``pack`` gave: (tensor, version), or a packed saved tensor for a view of a weight. None
+    while the tensor is not in memory."""
 
     def __init__(self, tensor: torch.Tensor, packed: Any) -> None:
         super().__init__(tensor.nbytes, packed)
@@ -31,6 +29,7 @@ class ActivationCheckpoint(Spilled):
         self.dtype = tensor.dtype
         self.stride: tuple[int, ...] = ()
         self.version: int | None = packed[1] if isinstance(packed, tuple) else None
+        # Calls of blocks that have it as an input, e.g. a mask that all blocks get. The last `release` frees it.
         self.num_users = 0
 
     def check_unchanged(self) -> None:
@@ -40,7 +39,7 @@ class ActivationCheckpoint(Spilled):
 
 
 class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
-    """All that is kept of one step."""
+    """All activation checkpoints of one step."""
 
     def __init__(
         self,
@@ -53,14 +52,18 @@ class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
         """
         Args:
             space, clock, capacity_bytes: as of `Spilling`; a capacity of None: no limit, and nothing leaves memory.
-            pack, unpack: of the coordinator, so that a view of a unit's weights is kept as a note of where it lies.
+            pack, unpack: the coordinator's: a view of a unit's weights is kept as a packed saved tensor.
         """
         super().__init__(space, clock, capacity_bytes or 0)
         self._is_limited = capacity_bytes is not None
         self._pack = pack
         self._unpack = unpack
+        # id -> the tensor's reference, since an id is reused after the tensor's death, and its checkpoint. Until
+        # backward.
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], ActivationCheckpoint]] = {}
+        # Checkpoints on NVMe in the order of backward, next first. The limit on memory stops `_read_ahead`.
         self._to_read: deque[ActivationCheckpoint] = deque()
+        # All that count against the capacity, as an ordered set: for `close`.
         self._admitted: dict[ActivationCheckpoint, None] = {}
 
     # ----------------------------------------------------------------------------------------------------- forward
@@ -86,12 +89,14 @@ class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
     def keep(self, tensor: torch.Tensor) -> ActivationCheckpoint:
         """Keep ``tensor``, which nobody may write to until it is released."""
         known = self._known.get(id(tensor))
+        # The same tensor for another block. One with no user left was released, and is kept anew.
         if known is not None and known[0]() is tensor and known[1].num_users:
             kept = known[1]
             kept.check_unchanged()
             if kept.version is not None and kept.version != tensor._version:  # it may have left memory since
                 raise _written_to()
         else:
+            # Detached: the graph of the caller must not live as long as the checkpoint.
             kept = ActivationCheckpoint(tensor, self._pack(tensor.detach()))
             self._known[id(tensor)] = weakref.ref(tensor), kept
             if self._is_limited and isinstance(kept.source, tuple) and _can_leave(tensor):
@@ -104,7 +109,8 @@ class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
 
     def _source_of(self, item: ActivationCheckpoint) -> torch.Tensor | None:
         if item.source is None or item.num_users > 1:
-            return None  # not needed any more; or by several units: that stays
+            # Released already, or needed by several blocks: that would be read again for each of them.
+            return None
         item.check_unchanged()
         tensor = self._unpack(item.source)
         return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -117,20 +123,23 @@ class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
     # ---------------------------------------------------------------------------------------------------- backward
 
     def begin_backward(self, order: Iterable[ActivationCheckpoint]) -> None:
-        """Forward is over; what was kept will be loaded in ``order``."""
+        """Forward is over. Backward will `load` in ``order``, so reads begin in this order."""
         self._known.clear()
+        # From here on nothing new is written: what is in memory is needed soon.
         self._oldest_first.clear()
-        self._end_writes()  # what is still on its way stays in memory
+        # Memory of finished writes is free now. What a write is still using serves backward instead, without a read.
+        self._end_writes()
         self._to_read = deque(kept for kept in dict.fromkeys(order) if kept.source is None)
         self._read_ahead()
 
     def load(self, kept: ActivationCheckpoint) -> torch.Tensor:
-        """The tensor again."""
+        """The tensor, read from NVMe if it is not in memory."""
         if kept.source is None:
             if kept.memory is None:
                 self._start_read(kept)
             if kept not in self._writing:  # what is on its way out is whole in memory
                 self._wait(kept, "read")
+            # Packed with the version of now, so that a write between here and its use is noticed.
             kept.source = self._pack(_view(kept))
         self._read_ahead()
         return self._unpack(kept.source)
@@ -139,13 +148,14 @@ class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
         while self._to_read:
             kept = self._to_read[0]
             if kept.num_users and kept.source is None and kept.memory is None:
+                # Full: the next `load` comes here again, after a `release`.
                 if self._held_bytes + kept.moved_bytes > self._limit_bytes:
                     return
                 self._start_read(kept)
             self._to_read.popleft()
 
     def release(self, kept: ActivationCheckpoint) -> None:
-        """One user needs it no more."""
+        """One call of a block is done with it."""
         kept.num_users -= 1
         if kept.num_users:
             return
@@ -155,7 +165,7 @@ class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
         self._release(kept)
 
     def close(self) -> None:
-        """Release everything, after whatever went wrong."""
+        """Release everything. Also after an error."""
         for kept in self._admitted:
             self._release(kept)
         self._admitted.clear()
@@ -169,6 +179,7 @@ def _written_to() -> UnsupportedSchedule:
 
 def _can_leave(tensor: torch.Tensor) -> bool:
     return (
+        # Conjugate and negative bits, and gaps, would be lost in a copy of bytes. ALIGNMENT: see spilled.py.
         tensor.device.type == "cpu"
         and tensor.numel() > 0
         and not tensor.is_conj()

@@ -15,17 +15,20 @@ def without_caches(
     A cache is filled by the call: a second call would find its own keys in it. Transformers leaves it out for the same
     reason when it recomputes a layer itself.
     """
+    # The very objects come back if there is nothing to replace.
     if not any(_is_empty_cache(value, layer) for value in (*args, *kwargs.values())):
         return args, kwargs
     args = tuple(None if _is_empty_cache(value, layer) else value for value in args)
     kwargs = {name: None if _is_empty_cache(value, layer) else value for name, value in kwargs.items()}
     if "use_cache" in kwargs:
+        # Otherwise the layer makes a cache itself.
         kwargs["use_cache"] = False
     return args, kwargs
 
 
 def is_cache(value: Any) -> bool:
     """Whether it is one of transformers'."""
+    # By name, so that transformers need not be imported.
     return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(value).__mro__)
 
 
@@ -41,6 +44,8 @@ def _is_empty_cache(value: Any, layer: int) -> bool:
     if value.get_seq_length() == 0:
         return True
     try:
+        # Length 0 of layer 0 means an empty cache. With another layer's keys in it already, this layer's part may still
+        # be empty.
         return bool(layer and value.get_seq_length(layer) == 0)
     except ValueError:  # a layer of linear attention, which does not say
         return False

@@ -1,7 +1,4 @@
-"""Blocks that keep their inputs only, and are computed once more in backward: activation checkpointing.
-
-Knows modules and torch's own checkpointing; must not know what becomes of the inputs.
-"""
+"""Activation checkpointing of blocks, by torch's non-reentrant checkpoint: the config's `activation_checkpointing`."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ from infinity.paging.saved_tensors import top_hooks
 from infinity.torch_internals.names import in_backward
 from infinity.units.unit import Unit
 
-_HOME = "torch.utils.checkpoint"
+_HOME = "torch.utils.checkpoint"  # module of the hooks that checkpointing pushes
 
 
 class RecomputedForward(InPlaceOfMethod):
-    """The ``forward`` of a block under torch's non-reentrant checkpointing, where there is anything to gain by it."""
+    """Replaces the ``forward`` of a block: runs it under torch's non-reentrant checkpoint when the block is trained."""
 
     def __init__(
         self,
@@ -37,8 +34,8 @@ class RecomputedForward(InPlaceOfMethod):
         Args:
             module: the block.
             forward: its forward without checkpointing.
-            inside_module: as of the coordinator of its weights.
-            units: which the block's own hooks enter: torch calls them in forward only.
+            inside_module: `ParameterCoordinator.inside_module`.
+            units: those that the block's hooks enter.
         """
         super().__init__(module, "forward", forward)
         self.forward = forward
@@ -56,14 +53,16 @@ class RecomputedForward(InPlaceOfMethod):
         return checkpoint(self._compute, *args, use_reentrant=False, **kwargs)
 
     def _is_due(self) -> bool:
-        """Not in evaluation, and not inside a checkpoint of the model's own, nor in its recomputation."""
+        """False in evaluation, in a recomputation, and inside a checkpoint of the model's own."""
         module = self._module()
         if module is None or not module.training or not torch.is_grad_enabled() or in_backward():
             return False
+        # The innermost hooks for saved tensors are checkpoint's if the model checkpoints this block itself.
         top = top_hooks()
         return top is None or getattr(top[0], "__module__", None) != _HOME
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        # In forward, the block's hooks enter its unit. The recomputation calls `forward` without them.
         with self._inside_module(self._units) if in_backward() else nullcontext():
             return self.forward(*args, **kwargs)
 

@@ -1,16 +1,13 @@
-"""What autograd saves in the model's forward: in RAM as far as the budget goes, on NVMe beyond it.
+"""What autograd saves in the model's forward: kept in RAM up to the budget, on NVMe beyond it (`infinity.activations`).
 
-Knows tensors, bytes and extents; must not know what computes with them.
-
-[Note: away] Memory is kept, written and read storage by storage, so that tensors that share memory (views, what several
-operations save) share it afterwards, too. Three things tell that it is the same: the storage itself, of which a weak
-reference is held, so that its address is not given to another one; the count of writes; and, once the bytes have left,
-the tensor of which all others are views, for `tensor.data` has the storage but a count of its own.
-What is written is what backward would have seen, unless somebody writes in between. Such writes are counted: the packed tensor
-keeps the count (an alias of the tensor without its memory), and raises in backward, as torch does. What is found
-changed before it was written stays where it is.
-The graph owns packed tensors, and each owns a claim. When the last of a storage dies, memory is released at once; the space
-on the drive is free at the next call here, because a finalizer takes no lock.
+[Note: away] Memory is kept, written and read by storage, so that tensors that share memory (views, what several
+operations save) share it afterwards, too. Two tensors are the same bytes if they have the same storage (held weakly, so
+that its address is not reused), the same version counter, and, once the bytes have left, the same base: `tensor.data`
+shares the storage, but has a version counter of its own. If the script writes to a saved tensor before backward, torch
+raises. So a packed tensor keeps an alias without memory, which has the tensor's version counter, and `load` compares. A
+storage that was changed before it is written out stays in memory. The graph owns packed tensors, and these own a claim
+on their storage. When the last claim dies, memory is released at once. The space on the drive is freed at the next call
+here, because a finalizer may not take the lock.
 """
 
 from __future__ import annotations
@@ -31,12 +28,14 @@ from infinity.metrics.clock import StepClock
 from infinity.paging.saved_tensors import modified
 from infinity.torch_internals.names import in_backward
 
+# Three choices that were not measured.
 _LEAST_BYTES = 64 << 10
-"""Smaller storages stay where they are."""
+"""Smaller storages stay in memory: each one moved costs a request, and their sum is small."""
 _LARGEST_SHARE = 8
-"""A storage of more than so many times what is saved of it is another's: a data set, a cache."""
+"""A storage of more than 8 times the saved tensor's bytes stays: it belongs to something larger, a data set or a
+cache."""
 _LOOK_BACK = 64
-"""How many storages before the one that is needed are looked at, to read some ahead."""
+"""Storages before the needed one that are candidates for reading ahead: it bounds the search at each `load`."""
 
 
 class _Stored(Spilled):
@@ -47,6 +46,7 @@ class _Stored(Spilled):
     def __init__(self, number: int, tensor: torch.Tensor, root: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         super().__init__(storage.nbytes(), _bytes_of(tensor))
+        # Counted in the order of saving, which backward needs in reverse.
         self.number = number
         self.device = tensor.device
         self.key = StorageWeakRef(storage)
@@ -64,7 +64,7 @@ class _Stored(Spilled):
 
 
 class _Claim:
-    """Lives as long as a graph needs the bytes."""
+    """Owned by packed tensors of one storage: when it dies, no graph needs the bytes."""
 
     def __init__(self, stored: _Stored, dead: deque[_Stored]) -> None:
         self.stored = stored
@@ -72,7 +72,9 @@ class _Claim:
         stored.claim = weakref.ref(self)
 
     def __del__(self) -> None:
+        # A finalizer: it may run on any thread, in the midst of `pack` or `load`, so it takes no lock and only appends.
         self.stored.source = None
+        # Else a drive still reads from or writes to this memory, and `_sweep` releases it.
         if self.stored.under_way is None:
             self.stored.memory = None
         self._dead.append(self.stored)
@@ -101,6 +103,7 @@ class _PackedActivation:
             EngineClosedError: it went with the engine.
             SwapperError: reading it failed.
         """
+        # The check that autograd makes for what it saves without hooks.
         if self._count._version != self._version:
             raise modified(self._count, self._version, self.shape)
         memory = self._owner.load(self._claim.stored)
@@ -109,7 +112,7 @@ class _PackedActivation:
 
 
 class SavedActivations(Spilling[_Stored]):
-    """Takes what autograd saves, and gives it back in backward. Safe for several threads."""
+    """Keeps what autograd saves, in RAM or on NVMe, until backward. Thread safe."""
 
     def __init__(self, space: SpillSpace, clock: StepClock, capacity_bytes: int) -> None:
         super().__init__(space, clock, capacity_bytes)
@@ -118,9 +121,9 @@ class SavedActivations(Spilling[_Stored]):
         self._known: dict[StorageWeakRef, _Stored] = {}
         self._all: dict[int, _Stored] = {}
         self._read: deque[_Stored] = deque()
-        """In memory and on the drive, those that were read first before the others."""
+        """In memory and on the drive, in the order in which they were read."""
         self._leaving: list[_Stored] = []
-        """Of no use any more, but a drive has not done with them."""
+        """Needed by no graph, but a read or write still uses their memory."""
         self._num_stored = 0
         self._is_closed = False
         self.kept_bytes = 0
@@ -129,7 +132,7 @@ class SavedActivations(Spilling[_Stored]):
     # ----------------------------------------------------------------------------------------------------- forward
 
     def pack(self, tensor: torch.Tensor) -> _PackedActivation | None:
-        """The packed form of what autograd saves; None if it is to stay as it is.
+        """What autograd keeps in place of ``tensor``; None: autograd keeps the tensor itself.
 
         Raises:
             StorageError: there is no room on the drives.
@@ -137,6 +140,7 @@ class SavedActivations(Spilling[_Stored]):
         """
         if self._is_closed or in_backward() or not _can_leave(tensor):
             return None
+        # `_base` is the tensor that all views of one storage were made from; they share its version counter.
         root = tensor if tensor._base is None else tensor._base
         with self._lock:
             self._sweep()
@@ -149,6 +153,7 @@ class SavedActivations(Spilling[_Stored]):
         stored = self._known.get(StorageWeakRef(tensor.untyped_storage()))
         if stored is None or stored.claim is None or stored.version != tensor._version:
             return None
+        # While the bytes are here, the storage cannot be another one. Afterwards only the same root proves it.
         is_same = stored.source is not None or stored.root() is root
         return stored.claim() if is_same and stored.count._version == stored.version else None
 
@@ -168,12 +173,13 @@ class SavedActivations(Spilling[_Stored]):
         try:
             super()._start_write(item, source)
         except UnsupportedSchedule as unsupported:
+            # `UnsupportedSchedule` is for vertical steps. Here the cause, a StorageError, is what the user can act on.
             raise unsupported.__cause__ or unsupported from None
 
     # ---------------------------------------------------------------------------------------------------- backward
 
     def load(self, stored: _Stored) -> torch.Tensor:
-        """All bytes of a storage, on its device. Those that were saved before it are read ahead, as backward needs them."""
+        """All bytes of a storage, on its device. Storages saved before it are read ahead."""
         with self._lock:
             self._sweep()
             if self._is_closed:
@@ -191,6 +197,7 @@ class SavedActivations(Spilling[_Stored]):
             return source
 
     def _start_read(self, item: _Stored) -> None:
+        # The oldest reads make room. They are on the drive, so nothing is lost.
         while self._read and self._held_bytes + item.moved_bytes > self._limit_bytes:
             oldest = self._read.popleft()  # another backward may need it again, and reads it again
             if oldest.memory is not None and oldest.under_way is None:
@@ -199,6 +206,8 @@ class SavedActivations(Spilling[_Stored]):
         self._read.append(item)
 
     def _read_ahead(self, stored: _Stored) -> None:
+        # Backward needs storage 100: look at 99, 98, ... 36, and read what is on the drive until the limit is
+        # reached.
         for number in range(stored.number - 1, max(stored.number - _LOOK_BACK, 0) - 1, -1):
             earlier = self._all.get(number)
             if earlier is None or earlier.memory is not None or not earlier.is_written:
@@ -210,7 +219,7 @@ class SavedActivations(Spilling[_Stored]):
     # ------------------------------------------------------------------------------------------------------- the end
 
     def _sweep(self) -> None:
-        """What no graph needs any more gives its space back, as soon as drives have done with it."""
+        """Free the extents of storages that no graph needs, as soon as no request uses them."""
         while self._dead:
             stored = self._dead.popleft()
             self._all.pop(stored.number, None)
@@ -229,13 +238,14 @@ class SavedActivations(Spilling[_Stored]):
                 self._release(stored)
         has_left = len(still) < len(self._leaving)
         self._leaving = still
+        # All graphs are gone: the next step starts with sizes of its own.
         if has_left and not self._all and not still:
             self._oldest_first.clear()
             self._slack_bytes = 0
             self._space.tidy()
 
     def close(self) -> None:
-        """Release everything, after whatever went wrong. A backward that comes later is an error."""
+        """Release everything. Also after an error. A later backward raises EngineClosedError."""
         with self._lock:
             self._is_closed = True
             for stored in [*self._all.values(), *self._leaving]:
@@ -253,14 +263,14 @@ class SavedActivations(Spilling[_Stored]):
 
 
 class HostActivations(SavedActivations):
-    """Keeps all of it. What is on a GPU is brought to host memory as soon as it is saved, and comes back when it is needed."""
+    """`infinity.activations` "cpu": all stays in host memory. Tensors of a GPU are copied there when they are saved."""
 
     def __init__(self, clock: StepClock, capacity_bytes: int, budget_bytes: int) -> None:
         """
         Args:
             clock: counts the waiting.
-            capacity_bytes: host memory that there is for it.
-            budget_bytes: the budget of which that is a part, for messages.
+            capacity_bytes: host memory for it, a part of the budget.
+            budget_bytes: the budget, for messages.
         """
         super().__init__(SpillSpace(_no_drive), clock, capacity_bytes)
         self._budget_bytes = budget_bytes
@@ -276,6 +286,7 @@ class HostActivations(SavedActivations):
                 f'which takes {format_bytes(held)} so far. "nvme" writes what exceeds its share to the drives, and '
                 "infinity.activation_checkpointing keeps less",
             )
+        # From the right: the storage that `pack` has just admitted. Older ones were brought to the host before.
         stored = self._oldest_first.pop() if self._oldest_first else None
         if stored is not None and stored.source is not None and stored.device.type != "cpu":
             stored.bring_to_host()
@@ -288,6 +299,7 @@ def _no_drive(num_bytes: int) -> NoReturn:
 def _count_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that counts the writes to ``tensor``."""
     count = tensor.detach()
+    # Assigning `.data` exchanges the memory and keeps the version counter, which detach() shares with the tensor.
     count.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return count
 

@@ -1,11 +1,8 @@
-"""Bytes that leave memory when all of them together exceed their share of it, the oldest first, and come back.
+"""Bytes that are spilled to NVMe when all together exceed a capacity, the oldest first, and read again.
 
-Knows bytes and extents; must not know what they are of, nor when they are needed again.
-
-[Note: memory on the way] What is written leaves from a copy that drives take as it is, and what is read arrives in such
-memory: torch's own begins anywhere, and would go through other memory on its way, of which every thread of a backend keeps
-as much as its largest transfer. Such memory is used once. It goes back to the system when nobody refers to it any more:
-neither the model's graph nor the request.
+[Note: memory on the way] Direct I/O needs page-aligned memory, and torch's begins anywhere. So bytes are written from
+an aligned copy and read into aligned memory; otherwise each thread of a backend would need a bounce buffer of its own.
+Such memory is used once. It returns to the system when neither the model's graph nor a request refers to it.
 """
 
 from __future__ import annotations
@@ -26,20 +23,23 @@ from swapper import AlignedRegion, Extent, Handle, OutOfSpaceError, Priority, Sw
 
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 64 << 20
+"""Size of the first volume, if the drive has room for it. Each further one is as large as all before it, so few are
+needed."""
 BLOCK_BYTES = 4096
-"""Direct I/O moves whole blocks of so many bytes."""
+"""Direct I/O moves whole blocks of this size."""
 ALIGNMENT = 64
-"""Where torch's own memory begins. A tensor that begins elsewhere would be computed with differently after a detour."""
+"""torch's allocator aligns to this. A tensor that begins elsewhere would come back aligned, and kernels may then give
+other last bits."""
 
 
 class SpillSpace:
-    """Extents in volumes that are opened when they are needed: how much is needed shows in the first step.
+    """Extents in volumes that are opened when they are needed, because the first step shows how much that is.
 
-    Extents of one size are used again and again, from step to step.
+    Extents are reused by size, from step to step.
     """
 
     def __init__(self, open_swapper: Callable[[int], Swapper]) -> None:
-        """``open_swapper`` opens a volume of a number of bytes; whoever it belongs to closes it."""
+        """``open_swapper`` opens a volume of that many bytes. `EngineResources` closes it."""
         self._open_swapper = open_swapper
         self._swappers: list[Swapper] = []
         self._free: dict[int, list[tuple[Swapper, Extent]]] = {}
@@ -50,9 +50,10 @@ class SpillSpace:
         """An extent of ``num_bytes``.
 
         Raises:
-            Refusal: there is no NVMe tier, or its directories have no room.
+            UnsupportedSchedule: there is no NVMe tier, or its directories have no room.
         """
         self._sizes.add(num_bytes)
+        # Extents are reused by size: each step of a model spills the same sizes.
         free = self._free.get(num_bytes)
         if free:
             return free.pop()
@@ -67,6 +68,7 @@ class SpillSpace:
     def _grow(self, num_bytes: int) -> Swapper:
         present = sum(swapper.capacity_bytes for swapper in self._swappers)
         rounded = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        # Spilled so far: 64 MiB, then 64, 128, 256 MiB: the space doubles with each volume.
         wished = max(rounded, present, _FIRST_BYTES)
         try:
             try:
@@ -90,13 +92,13 @@ class SpillSpace:
         self._free.setdefault(num_bytes, []).append(place)
 
     def discard(self, place: tuple[Swapper, Extent]) -> None:
-        """The extent is not to be used again: a request on it has failed. Its space comes back when that has ended."""
+        """Do not reuse the extent: a request on it has failed. Its space is free when that request has ended."""
         swapper, extent = place
         with contextlib.suppress(SwapperError):
             swapper.free(extent)
 
     def tidy(self) -> None:
-        """A step has ended: free the extents of sizes that it did not use."""
+        """Free the extents of sizes that the step did not use."""
         for num_bytes in [size for size in self._free if size not in self._sizes]:
             for swapper, extent in self._free.pop(num_bytes):
                 swapper.free(extent)
@@ -109,32 +111,32 @@ class Spilled:
     def __init__(self, num_bytes: int, source: Any) -> None:
         self.num_bytes = num_bytes
         self.moved_bytes = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-        """Of the memory that they take on their way, and of what is read and written."""
+        """``num_bytes`` rounded up to whole blocks: what is read and written, and the memory for that."""
         self.source: Any = source
-        """What has them where they have not left."""
+        """The tensor that has the bytes, as long as they are not spilled."""
         self.memory: torch.Tensor | None = None
-        """uint8, on the host: on its way, or read again."""
+        """uint8, page-aligned host memory: being written, or being read, or read."""
         self.place: tuple[Swapper, Extent] | None = None
         self.under_way: Handle | None = None
-        """Of the last write or read of `memory`."""
+        """The last write or read of `memory`; None: somebody has waited for it."""
         self.is_written = False
         self.is_held = False
-        """Whether they count among what is in memory."""
+        """Whether they count in ``_held_bytes``."""
 
 
 _Item = TypeVar("_Item", bound=Spilled)
 
 
 class Spilling(ABC, Generic[_Item]):
-    """Writes the oldest out as soon as too much is in memory, and reads them again."""
+    """Keeps items up to a capacity: writes the oldest ones when there are too many bytes, and reads them again."""
 
     def __init__(self, space: SpillSpace, clock: StepClock, capacity_bytes: int) -> None:
         """
         Args:
-            space: where to put what exceeds the capacity.
+            space: for what exceeds the capacity.
             clock: counts the waiting.
-            capacity_bytes: host memory to use, that of what is on its way included. Two are in memory at least, whatever it
-                says.
+            capacity_bytes: of host memory, transfers under way included. Two items are in memory at least, even if they
+                exceed it.
         """
         self._space = space
         self._clock = clock
@@ -148,21 +150,25 @@ class Spilling(ABC, Generic[_Item]):
 
     @abstractmethod
     def _source_of(self, item: _Item) -> torch.Tensor | None:
-        """What is to be written of one, uint8; None: it stays where it is."""
+        """The bytes to write of an item, uint8; None: it stays in memory."""
 
     @property
     def _limit_bytes(self) -> int:
         return max(self._capacity_bytes, self._slack_bytes)
 
     def _admit(self, item: _Item) -> None:
-        """One more is in memory; `_make_room` comes next."""
+        """One more item is in memory. Call `_make_room` next."""
         item.is_held = True
+        # Two of the largest item: one to compute with, and one on its way. The capacity cannot be less than that.
         self._slack_bytes = max(self._slack_bytes, 2 * item.moved_bytes)
         self._held_bytes += item.moved_bytes
         self._oldest_first.append(item)
 
     def _make_room(self) -> None:
         """Write the oldest out until the rest fits. Only when too much is on its way, wait for the drive."""
+        # Capacity 100 MB, items of 10 MB, so the slack is 20. The 9th item makes 90 staying > 80: the oldest is
+        # written, and its memory counts as held until the write has ended. Waiting begins when held > 100: more than
+        # two items are on their way, so the drive is slower than forward.
         self._end_writes()
         staying = self._held_bytes - sum(item.moved_bytes for item in self._writing)
         while staying > self._capacity_bytes - self._slack_bytes and self._oldest_first:
@@ -175,7 +181,7 @@ class Spilling(ABC, Generic[_Item]):
             self._end_write(self._writing.popleft())
 
     def _end_writes(self) -> None:
-        """Release the memory of what is written by now."""
+        """Release the memory of writes that have ended."""
         while self._writing and self._writing[0].under_way is not None and self._writing[0].under_way.done():
             self._end_write(self._writing.popleft())
 
@@ -219,6 +225,7 @@ class Spilling(ABC, Generic[_Item]):
         """Nobody needs it any more."""
         try:
             self._wait(item, "write")
+        # Its blocks may be written at any time, so nothing else may be placed there.
         except SwapperError:
             if item.place is not None:
                 self._space.discard(item.place)

@@ -1,4 +1,4 @@
-"""Why something cannot be kept, or computed once more."""
+"""Exceptions that say why a step cannot go vertically."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from __future__ import annotations
 class UnsupportedSchedule(Exception):
     """The inputs of a block cannot be kept, or its forward cannot be repeated from them. The message says why.
 
-    Never reaches the user: the step is done in the ordinary order instead, and the message stands in its report.
+    The user never gets it: the step runs in the ordinary order instead, and its report has the message.
     """
 
 
 class NeverSupportedSchedule(UnsupportedSchedule):
-    """It would be the same in each step."""
+    """The reason holds for all later steps, too, so none is tried again."""

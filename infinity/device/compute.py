@@ -1,7 +1,6 @@
 """The compute device: flat buffers, copies between host and device, and the order between streams.
 
 Everything that only a GPU needs is in this file. On the CPU the same calls exist and do nothing, or copy at once.
-Knows bytes and streams; must not know units, parameters or files.
 """
 
 from __future__ import annotations
@@ -29,15 +28,17 @@ logger = logging.getLogger(__name__)
 
 
 class FlatBuffer:
-    """The memory of one unit. It stays allocated until the last tensor over it has died.
+    """The memory of one unit, which all its parameters are views of. It stays allocated until the last tensor over it
+    dies.
 
-    [Note: counting views without private API] Tensors over the memory hold an owner: a numpy array on the host, an exporter
-    on a GPU. One owner's tensors share one storage, and that storage holds one reference to it. A weak reference to the owner
-    therefore tells whether any of them is alive, including the views that autograd keeps inside its graph.
+    [Note: counting views without private API] A tensor over the memory is made from an owner: a numpy array on the
+    host, a `_CudaExporter` on a GPU. The tensor's storage holds a reference to the owner, and all views of the tensor
+    share that storage. A dead weak reference to the owner therefore means that no view is left, inside autograd's graph
+    either.
     """
 
     def __init__(self, num_bytes: int, address: int) -> None:
-        """``address``: of the first byte, as ``untyped_storage().data_ptr()`` of every view gives it."""
+        """``address``: of the first byte: ``untyped_storage().data_ptr()`` of every view."""
         self.num_bytes = num_bytes
         self.address = address
         self._owner: weakref.ref[Any] | None = None
@@ -48,10 +49,10 @@ class FlatBuffer:
         return tensor
 
     def tracked_tensor(self, known: weakref.ref[Any] | None) -> tuple[torch.Tensor, weakref.ref[Any]]:
-        """As `tensor`, for others to keep; the reference is dead when nobody holds it, or anything derived from it.
+        """A tensor as of `tensor`, and a reference that dies with its last view. Such tensors do not count in
+        `has_views`.
 
-        ``known``: what was given last, which then stands for this tensor as well as long as it is alive. These tensors do not
-        count in `has_views`.
+        ``known``: the reference that the last call returned. While it is alive, it covers the new tensor as well.
         """
         owner = known() if known is not None else None
         if owner is None:
@@ -60,25 +61,25 @@ class FlatBuffer:
 
     @property
     def has_views(self) -> bool:
-        """Whether anybody still holds a tensor over this memory, however derived (autograd's saved views included)."""
+        """Whether any view of this memory is alive, autograd's saved ones included."""
         return self._owner is not None and self._owner() is not None
 
     @property
     def is_held(self) -> bool:
-        """Whether a read or write still has memory of it, whatever became of whoever started that."""
+        """Whether a read or write still uses this memory, even if nobody waits for it any more."""
         return is_held(self.address, self.num_bytes)
 
     @property
     def hang_error(self) -> SwapperError | None:
-        """The error of a read or write that has memory of it and hangs, if there is one."""
+        """The error of a read or write that uses this memory and hangs; None without one."""
         return hang_error(self.address, self.num_bytes)
 
     def discard_front(self, num_bytes: int) -> int:
-        """Give back the memory of (at most) the first ``num_bytes``, which nobody will use any more; returns how much."""
+        """Return memory of at most the first ``num_bytes`` to the system. They are not used again. Returns how much."""
         return 0  # a block of an allocator is given back as a whole
 
     def release(self) -> None:
-        """Give the memory back; it goes when the last view has died."""
+        """Free the memory, as soon as its last view is dead."""
         raise NotImplementedError
 
     def _new_owner(self) -> Any:
@@ -94,7 +95,7 @@ class HostFlatBuffer(FlatBuffer):
     def __init__(self, num_bytes: int) -> None:
         self._region = AlignedRegion(num_bytes)
         self._bytes: np.ndarray[Any, Any] | None = self._region.array()
-        """Until `release`: of this one views are made, and no tensor."""
+        """Until `release`. Owners are views of it; no tensor is made of this array itself."""
         super().__init__(num_bytes, self._region.address)
 
     def tensor(self) -> torch.Tensor:
@@ -103,6 +104,8 @@ class HostFlatBuffer(FlatBuffer):
         if owner is None:
             if self._bytes is None:
                 raise RuntimeError("the flat buffer has been released")
+            # A new array over the same memory, of which nobody else has a reference: its death says that the views are
+            # gone.
             owner = self._bytes[:]
             self._owner = weakref.ref(owner)
         return torch.from_numpy(owner)
@@ -128,6 +131,8 @@ class _CudaExporter:
 
     def __init__(self, base: torch.Tensor) -> None:
         self.base = base
+        # torch.as_tensor keeps the object alive that has this attribute, for as long as its storage lives. |u1 is
+        # uint8.
         self.__cuda_array_interface__ = {
             "shape": (base.numel(),),
             "typestr": "|u1",
@@ -140,6 +145,7 @@ class CudaFlatBuffer(FlatBuffer):
     """A block of the caching allocator. Allocated and freed on the compute stream, so reuse follows its order."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
+        # Never handed out itself: with the exporter in between, `release` can drop it while views live on.
         self._base: torch.Tensor | None = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._device = device
         super().__init__(num_bytes, self._base.data_ptr())
@@ -171,16 +177,17 @@ class Copy:
 
 
 _MOST_COPIES = 1 << 16
-"""Copies that wait to be told of: when nobody asks, the oldest are forgotten."""
+"""Entries of ``ComputeDevice._copies``. If nobody calls `pop_copies`, the oldest are dropped: only the report lacks
+them."""
 
 
 class ComputeDevice:
     """The CPU as compute device: host memory is device memory, and every copy is complete when the call returns."""
 
     uses_host_memory = True
+    """Whether the swapper can read straight into a flat buffer."""
     is_unified = False
     """Whether it is a GPU whose memory is the host's: one pool, of which each gets half."""
-    """Whether the swapper can read straight into a flat buffer."""
     pin: Callable[[int, int], Callable[[], None] | None] | None = None
     """Registers host memory with the driver: ``pin(address, num_bytes)`` returns what undoes it, or None if it cannot."""
 
@@ -202,20 +209,20 @@ class ComputeDevice:
 
     @contextlib.contextmanager
     def background(self) -> Iterator[None]:
-        """What every thread of the engine's own works inside, from its beginning to its end.
+        """A context for the whole life of a background thread of the engine.
 
-        The thread launches on this device, in a stream of its own, and records no gradients. Whatever else torch keeps per
-        thread (autocast, inference mode, the default device) is as in any new thread: what users set in theirs is not seen.
+        The thread launches on this device, in a stream of its own, and records no gradients. Other settings that torch
+        keeps per thread (autocast, inference mode, default device) are those of a new thread, not the user's.
         """
         with torch.no_grad():
             yield
 
     def carried(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Gives what another thread enters to launch where the calling thread does now: on its device, in its stream."""
+        """Make a context for another thread, which then launches on the calling thread's device and stream."""
         return contextlib.nullcontext
 
     def mark(self) -> Fence:
-        """A point in the calling thread's stream: everything launched there so far."""
+        """A fence behind everything launched so far in the calling thread's stream."""
         return None
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> Fence:
@@ -236,19 +243,21 @@ class ComputeDevice:
         return True
 
     def synchronize(self, fence: Fence) -> None:
-        """The calling thread waits for the fence. For background threads; never for the thread that trains."""
+        """Block the calling thread until the fence is done. For background threads, not for the training thread."""
 
     def compute_waits_for(self, fence: Fence) -> None:
-        """The calling thread's stream waits for the fence; the host does not."""
+        """Make the calling thread's stream wait for the fence. The host does not wait."""
 
     # Called several times for each module: without Python in between.
     stamp: Callable[[], Any] = staticmethod(time.perf_counter)
-    """Returns a mark behind everything launched so far in the compute stream, of which `seconds_at` tells the time."""
+    """Return a timing mark behind everything launched so far in the compute stream, for `seconds_at`."""
     seconds_at: Callable[[Any], float | None] = staticmethod(float)
-    """Returns when the device passed a mark, as ``time.perf_counter`` counts; None if it has not yet."""
+    """Return when the device passed a mark, in seconds of ``time.perf_counter``; None: not yet."""
 
     def pop_copies(self) -> list[tuple[Copy, float, float]]:
-        """Copies that have ended since the last call, with begin and end in seconds. Any thread, one at a time."""
+        """Copies that have ended since the last call, with begin and end in seconds. From one thread at a time."""
+        # In order of submission. The deque is left at the first copy that has not ended, even if one of the other
+        # stream has.
         taken: list[tuple[Copy, float, float]] = []
         while self._copies:
             begin, end = self.seconds_at(self._copies[0].first), self.seconds_at(self._copies[0].last)
@@ -269,8 +278,10 @@ class CudaDevice(ComputeDevice):
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
         self.is_unified = is_unified(torch_device)
+        # One stream a direction: a GPU has a copy engine for each, and a download never waits behind uploads.
         self._uploads = torch.cuda.Stream(torch_device)
         self._downloads = torch.cuda.Stream(torch_device)
+        # See `_new_anchor`. Made before the first stamp, which needs one.
         self._anchors = torch.cuda.Stream(torch_device)
         self._anchor = self._new_anchor()
         self.pin = functools.partial(_register_with_driver, torch_device)
@@ -282,6 +293,7 @@ class CudaDevice(ComputeDevice):
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         if self.is_unified:  # the driver tells only what nobody has, and the system gives its page cache away too
             free = free_bytes() // 2
+        # Blocks that torch's allocator keeps can be allocated again, though the driver counts them as used.
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         there = sum(p.nbytes for p in model.parameters() if p.device == self.torch_device)
         return int(free) + cached + there
@@ -296,6 +308,7 @@ class CudaDevice(ComputeDevice):
             yield
 
     def carried(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        # Both, because a script may compute on this device while another one is its current device.
         stream, index = torch.cuda.current_stream(self.torch_device), torch.cuda.current_device()
 
         @contextlib.contextmanager
@@ -323,6 +336,7 @@ class CudaDevice(ComputeDevice):
         # thread: its kernels have to have written the source, or left what was in the target's memory before.
         here = self.mark() if source.is_cuda and target.is_cuda else None
         with torch.cuda.stream(stream):
+            # The host does not wait here; the copy stream does.
             for fence in (after, here):
                 if fence is not None:
                     stream.wait_event(fence)
@@ -335,6 +349,7 @@ class CudaDevice(ComputeDevice):
             # Blocking: background threads that wait leave the core to others.
             event = torch.cuda.Event(blocking=True, enable_timing=True)
             event.record(stream)
+        # Copies within the GPU are no traffic between host and device, so the report leaves them out.
         if source.is_cuda != target.is_cuda:
             name = "upload" if target.is_cuda else "download"
             self._copies.append(Copy(name, source.nbytes, (self._anchor, begin), (self._anchor, event)))
@@ -358,6 +373,7 @@ class CudaDevice(ComputeDevice):
 
     def seconds_at(self, stamp: Any) -> float | None:
         (anchor, anchor_seconds), event = stamp
+        # elapsed_time is in milliseconds.
         return anchor_seconds + anchor.elapsed_time(event) * 1e-3 if event.query() else None
 
     def pop_copies(self) -> list[tuple[Copy, float, float]]:
@@ -366,11 +382,10 @@ class CudaDevice(ComputeDevice):
         return taken
 
     def _new_anchor(self) -> tuple[torch.cuda.Event, float]:
-        """An event and its second on the host's clock, to which others are measured.
-
-        Of now: a GPU's clock drifts, and CUDA gives the time between two events in 32-bit milliseconds. On a stream that
-        does nothing else, so that nobody waits for it.
-        """
+        """An event that the GPU passes now, and ``time.perf_counter()`` at that moment: the base for `seconds_at`."""
+        # Renewed by each `pop_copies`, because the GPU's clock drifts against the host's. Also, CUDA returns the time
+        # between two events as a 32-bit float of milliseconds, which gets coarse. On a stream of its own, so that
+        # `synchronize` waits for nothing that was launched before.
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._anchors)
         event.synchronize()
@@ -380,7 +395,7 @@ class CudaDevice(ComputeDevice):
 def _register_with_driver(torch_device: torch.device, address: int, num_bytes: int) -> Callable[[], None] | None:
     runtime: Any = torch.cuda.cudart()
     try:
-        with torch.cuda.device(torch_device):  # the driver would take memory of device 0 besides
+        with torch.cuda.device(torch_device):  # else the driver would take memory of device 0 as well
             torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
     except RuntimeError as error:  # some systems allow little of it, WSL2 for one
         logger.warning(
@@ -415,6 +430,7 @@ def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     norms: list[torch.Tensor] = []
     for gradient in gradients:
         if gradient.device.type != "cpu":
+            # One at a time: an fp32 copy of each bf16 gradient, of which only one is in memory.
             norms.append(norms_of_each([gradient.float()], 2.0)[0])
         elif gradient.dtype == torch.bfloat16:
             norms.append(narrow_norm(gradient))
@@ -429,10 +445,9 @@ def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def choose_device(model: nn.Module, device: torch.device | str | None, number: int = 0) -> torch.device:
-    """What ``device`` says; None: the model's if it is on a GPU, else the current GPU if there is one, else the CPU.
+    """Resolve ``device``. None: the model's GPU, else the current GPU, else the CPU.
 
-    ``number``: the GPU that is this process's own, see `set_default_gpu`; it is the current one afterwards, where one is
-    needed.
+    ``number``: local rank. If an index is missing, this GPU becomes the current one, see `set_default_gpu`.
     """
     if device is not None:
         chosen = torch.device(device)
@@ -440,6 +455,7 @@ def choose_device(model: nn.Module, device: torch.device | str | None, number: i
         chosen = next((p.device for p in model.parameters() if p.device.type == "cuda"), torch.device("cpu"))
         if chosen.type == "cpu" and torch.cuda.is_available():
             chosen = torch.device("cuda")
+    # Without an index. All later code compares devices, so the index is filled in here.
     if str(chosen) == "cuda":
         set_default_gpu(number)
         chosen = torch.device("cuda", torch.cuda.current_device())

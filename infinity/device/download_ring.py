@@ -1,7 +1,4 @@
-"""Pinned host memory in which tensors arrive from a device while nobody waits.
-
-Knows bytes and copies; must not know what arrives or what becomes of it.
-"""
+"""Pinned host memory into which tensors are copied from the device while nobody waits."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from infinity.device.compute import ComputeDevice, Fence
 from swapper import AlignedRegion
 
 _GRANULE = 64
-"""Bytes to which each tensor is aligned."""
+"""Bytes to which each tensor is aligned: a cache line, and enough for any dtype's `view`."""
 
 Purpose = TypeVar("Purpose")
 
@@ -27,38 +24,41 @@ class Download(Generic[Purpose]):
 
     purpose: Purpose
     values: list[torch.Tensor]
-    """1-D, of host memory: what the sources hold, once `DownloadRing.is_first_done` or `DownloadRing.await_first` says so."""
+    """1-D views of the ring. They hold the sources' values once `is_first_done` is True or `await_first` has
+    returned."""
     begin: int
     end: int
-    """Their bytes of the ring."""
+    """Byte offsets in the ring."""
     fence: Fence
 
 
 class DownloadRing(Generic[Purpose]):
-    """A ring of memory: what is started first is taken first, and as much is on its way as there is room for.
+    """A ring buffer of downloads, first in, first out. Its caller waits for the first one if `fits` says that there is
+    no room.
 
-    All copies go on one stream of the device, so whatever is started later comes behind what was in its memory before.
+    A popped download's memory may be reused at once.
     """
 
     def __init__(self, device: ComputeDevice, num_bytes: int) -> None:
         """
         Args:
-            device: where tensors come from.
-            num_bytes: of the ring; 0 where nothing will arrive, because the device computes in host memory.
+            device: the source of the downloads.
+            num_bytes: size of the ring; 0 if the device computes in host memory, and nothing is downloaded.
         """
         self._device = device
         self.num_bytes = num_bytes // _GRANULE * _GRANULE
         self._region = AlignedRegion(self.num_bytes) if self.num_bytes else None
         self._unpin: Callable[[], None] | None = None
+        # Without pinning, a copy would go through a buffer of the driver's and block the thread that launches it.
         if self._region is not None and device.pin is not None:
             self._unpin = device.pin(self._region.address, self._region.num_bytes)
         self.coming: deque[Download[Purpose]] = deque()
-        """All that was started and not taken out, in this order."""
+        """Downloads in the order of `start`, until `pop_first`."""
         self._last: Fence = None
-        """Behind everything that was started."""
+        """Fence of the newest download."""
 
     def fits(self, sources: Sequence[torch.Tensor]) -> bool:
-        """Whether there is room for them now."""
+        """Whether `start` would find room for them now."""
         return self._place(_bytes_of(sources)) is not None
 
     def start(self, sources: Sequence[torch.Tensor], purpose: Purpose) -> None:
@@ -69,35 +69,40 @@ class DownloadRing(Generic[Purpose]):
         begin = self._place(_bytes_of(sources))
         if begin is None or self._region is None:
             raise RuntimeError(f"no room for {_bytes_of(sources)} bytes in a ring of {self.num_bytes}")
+        # `after`: the sources are complete when the compute stream reaches this point.
         offset, values, after = begin, [], self._device.mark()
         for source in sources:
             values.append(self._at(offset, source))
             self._last = self._device.download(values[-1], source, after)
             offset += _round_up(source.nbytes)
+        # Empty tensors take a granule as well: two downloads that begin at one place would look like a full ring.
         self.coming.append(Download(purpose, values, begin, max(offset, begin + _GRANULE), self._last))
 
     def is_first_done(self) -> bool:
-        """Whether the first of those that come is there."""
+        """Whether the oldest download has ended."""
         return self._device.is_done(self.coming[0].fence)
 
     def await_first(self) -> None:
-        """Return when it is there."""
+        """Wait until the oldest download has ended."""
         self._device.synchronize(self.coming[0].fence)
 
     def pop_first(self) -> Download[Purpose]:
-        """Take it out, whether it is there or not. Its memory is that of whatever is started next."""
+        """Remove the oldest download, even if it has not ended. The next `start` may reuse its memory."""
         return self.coming.popleft()
 
     def blocks(self, source: torch.Tensor, most_numel: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Bring a 1-D tensor of the device here block by block, for what does not fit at once. Waits for each block.
+        """Download a 1-D tensor that is larger than the ring, block by block. Waits for each block.
 
         Args:
-            source: nothing else may be on its way.
+            source: the tensor. No other download may be under way.
             most_numel: elements of a block.
 
         Yields:
-            The block's first element, and its values, which are there until the next one is asked for.
+            Index of the block's first element, and its values, which are valid until the next block is asked for.
         """
+        # Two halves take turns: with a ring of 128 KiB and fp32, blocks of 16,384 elements at bytes 0, 65,536, 0,
+        # 65,536, ... The caller asks for the next block when it is done with the last one, so block 2 may overwrite
+        # block 0. Meanwhile block 1 is waited for.
         half = self.num_bytes // (2 * _GRANULE) * _GRANULE
         step = min(half // source.element_size(), most_numel)
         if step == 0 or self.coming:
@@ -123,18 +128,23 @@ class DownloadRing(Generic[Purpose]):
             yield first()
 
     def close(self) -> None:
-        """Give the memory back, when no copy writes to it any more."""
+        """Wait for all copies, and free the memory."""
         region, self._region = self._region, None
         self.coming.clear()
         if region is None:
             return
+        # All downloads run on one stream, so the last fence covers the others.
         self._device.synchronize(self._last)
         if self._unpin is not None:
             self._unpin()
         region.release()
 
     def _place(self, num_bytes: int) -> int | None:
-        """Where so many bytes would go."""
+        """Offset at which ``num_bytes`` fit now; None: no room."""
+        # A ring of 1024 bytes. A takes [0, 512), B takes [512, 896).
+        #   256 more: neither behind B (128 left) nor before A (0 left): None, until A has been popped.
+        #   A popped: C takes [0, 256), before B. Now the ring is wrapped: C, the last, begins before B, the first.
+        #   256 more: D takes [256, 512), up to B. 64 more: None, until B has been popped.
         if not self.coming:
             return 0 if num_bytes <= self.num_bytes else None
         first, last = self.coming[0], self.coming[-1]

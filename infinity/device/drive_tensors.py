@@ -1,7 +1,4 @@
-"""Tensors on drives: ordinary torch tensors whose memory is `swapper.volumes.mapped_memory`.
-
-Knows tensors and parameters; must not know who builds a model, and why.
-"""
+"""Tensors on drives: ordinary torch tensors over memory-mapped files (`swapper.volumes.mapped_memory`)."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ LEAST_BYTES = 16 << 10
 
 
 class DriveTensors:
-    """Makes tensors in files of some directories. Their space goes back when nothing looks at them any more."""
+    """Makes tensors in files of some directories. A tensor's space is freed with its last view."""
 
     def __init__(self, directories: Sequence[Path] | MappedMemory) -> None:
         """``directories``: on the drives of the config; they must exist. Or the memory itself."""
@@ -44,11 +41,13 @@ class DriveTensors:
         """
         size = torch.Size(shape)
         num_bytes = size.numel() * dtype.itemsize
+        # The meta device computes row-major strides without memory.
         steps = stride if stride is not None else torch.empty(size, dtype=dtype, device="meta").stride()
         if num_bytes < LEAST_BYTES:
             return torch.empty_strided(size, steps, dtype=dtype, device="cpu")
         with explained():
             array = self._memory.allocate(num_bytes)
+        # The storage keeps the array alive, and the array its part of the file.
         storage = torch.from_numpy(array).untyped_storage()
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, size, steps)
 
@@ -59,32 +58,39 @@ class DriveTensors:
     @outside_modes
     @torch.no_grad()
     def move(self, tensor: torch.Tensor) -> bool:
-        """Bring the memory of a CPU tensor to a drive; it stays the same object with the same values.
+        """Move the memory of a CPU tensor to a drive. It stays the same object with the same values.
 
         Returns:
-            False if somebody else looks at that memory, too: it stays where it is, and may be tried again later. True
-            otherwise, also if there is nothing to move (small, on a drive already, on another device, not dense).
+            False if another tensor shares the memory: nothing is moved, and you may try again later. True otherwise,
+            also if there is nothing to move (small, on a drive already, on another device, not dense).
         """
+        # Assigning `.data` makes an inference tensor unusable in torch. With gaps between its elements, a copy would
+        # have other strides.
         if tensor.device.type != "cpu" or not is_dense(tensor) or tensor.is_inference():
             return True
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes < LEAST_BYTES or on_drive(tensor):
             return True
         storage = tensor.untyped_storage()
-        # What NumPy, a file or another process has made is not resizable: others may look at it uncounted.
+        # Two owners are expected: the tensor, and the variable `storage`. More are other tensors over this memory,
+        # which would not see later writes. What NumPy, a file or another process has made is not resizable: there,
+        # others may look at it uncounted.
         if not storage.resizable() or num_owners(storage) > 2:
             return False
         made = self.like(tensor)
         source, place = _bytes_of(tensor), _bytes_of(made)
+        # Pages that were never written are zeros on both sides: `torch.empty` of a large model costs no copy.
         for start, stop in mapped_memory.touched(tensor.data_ptr(), num_bytes):
             place[start:stop].copy_(source[start:stop])
+        # The last references but the tensor's own: the assignment below then frees the old memory at once.
         del storage, source
         tensor.data = made
         return True
 
 
 def large_results_on(directories: Sequence[Path]) -> contextlib.AbstractContextManager[Any]:
-    """What torch makes on the CPU inside the ``with`` block, in this thread, lies on drives if there are any."""
+    """Inside the ``with`` block, large results of this thread's CPU operations are stored in files of
+    ``directories``."""
     if not directories:
         return contextlib.nullcontext()
     tensors = DriveTensors(directories)
@@ -93,7 +99,7 @@ def large_results_on(directories: Sequence[Path]) -> contextlib.AbstractContextM
 
 @outside_modes
 def drives_of(tensor: torch.Tensor) -> DriveTensors | None:
-    """The drives on which a tensor's memory lies; None if it lies elsewhere."""
+    """The `DriveTensors` that a tensor's memory belongs to; None if it is ordinary memory."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return None
     memory = mapped_memory.owner_of(tensor.data_ptr())
@@ -101,7 +107,7 @@ def drives_of(tensor: torch.Tensor) -> DriveTensors | None:
 
 
 def on_drive(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is that of a `DriveTensors`."""
+    """Whether a tensor's memory is in a file of a `DriveTensors`."""
     return drives_of(tensor) is not None
 
 
@@ -111,9 +117,11 @@ def has_drive_tensors() -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor's elements lie without gaps, each once, in any order of dimensions."""
+    """Whether a strided tensor has no gaps and no overlaps, in any order of dimensions."""
     if tensor.layout is not torch.strided:
         return False
+    # shape (2, 3, 4) with strides (12, 1, 3): sorted (1, 3), (3, 4), (12, 2). Each stride must be the product of the
+    # sizes before it: 1, then 1 * 3 = 3, then 3 * 4 = 12. Dimensions of size 1 may have any stride.
     expected = 1
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -124,7 +132,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def write_out() -> None:
-    """Bring what is new in tensors on drives there, and let their pages go.
+    """Write what is new in tensors on drives to the files, and release its memory.
 
     Raises:
         StorageError: a drive fails.

@@ -1,10 +1,10 @@
-"""Hands out flat buffers up to a fixed capacity.
+"""A pool of flat buffers with a fixed capacity.
 
-Knows sizes and free buffers; must not know which unit holds which. Units of one model mostly have one size, so a
-freed buffer is kept and handed out again: fresh memory would have to be zeroed by the kernel, page by page, every time.
+Units of one model mostly have one size, so a freed buffer is kept and reused. The kernel would zero fresh memory, page
+by page.
 
-[Note: quarantine] A buffer may come back while a read or write still has it: an interrupt or an error has taken away
-whoever waited, or the transfer hangs. It counts as used, and is handed out when the backend has released it and not before.
+[Note: quarantine] A buffer may be released while a read or write still uses it: an interrupt or an error has cut off
+whoever waited, or the transfer hangs. It counts as used until the backend has released it, and is reused only then.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _PAUSE_SECONDS = 0.001
 
 
 class FlatPool:
-    """At most ``capacity_bytes`` of flat buffers, those in use and the free ones kept for reuse together."""
+    """At most ``capacity_bytes`` of flat buffers: those in use, and free ones kept for reuse."""
 
     def __init__(self, device: ComputeDevice, capacity_bytes: int) -> None:
         self._device = device
         self._free: list[FlatBuffer] = []
         self._in_use: dict[weakref.ref[FlatBuffer], int] = {}
-        """Bytes of buffers in use: less than their size where they have lost some at their front. Weakly: an interrupt may
-        come before whoever asked for a buffer has it, and then nobody gives it back."""
+        """Bytes of each buffer in use: less than its size after `release_front`. Weak references, because an interrupt
+        may cut off the caller of `allocate`, and then nobody releases the buffer: see `reclaim`."""
         self._quarantined: dict[FlatBuffer, None] = {}
         """See [Note: quarantine]."""
         self.capacity_bytes = capacity_bytes
@@ -49,6 +49,8 @@ class FlatPool:
             self.reclaim()
         if self.used_bytes + num_bytes > self.capacity_bytes:
             return None
+        # Reused only for exactly this size. Otherwise free buffers go back to the system, the oldest first, until the
+        # new one fits.
         sizes = [buffer.num_bytes for buffer in self._free]
         if num_bytes not in sizes:
             while self._free and self.used_bytes + self.free_bytes + num_bytes > self.capacity_bytes:
@@ -56,29 +58,32 @@ class FlatPool:
             buffer = self._device.allocate_flat(num_bytes)
         else:
             buffer = self._free.pop(sizes.index(num_bytes))
+        # A weak reference equals another one to the same buffer, so `release` finds the entry by a new reference.
         self._in_use[weakref.ref(buffer)] = num_bytes
         self.used_bytes += num_bytes
         return buffer
 
     def allocate_beyond(self, num_bytes: int) -> FlatBuffer:
-        """As `allocate`, whatever the capacity says: the user holds memory that would have been free otherwise."""
+        """As `allocate`, but beyond the capacity: the user holds views of buffers that would have made room
+        otherwise."""
         buffer = self._device.allocate_flat(num_bytes)
         self._in_use[weakref.ref(buffer)] = num_bytes
         self.used_bytes += num_bytes
         return buffer
 
     def disown(self, buffer: FlatBuffer) -> None:
-        """The buffer in use is none of the pool's any more: its memory goes with the last view of it."""
+        """Remove a buffer in use from the pool. Its memory is freed with the last view of it."""
         self.used_bytes -= self._in_use.pop(weakref.ref(buffer), 0)
         buffer.release()
 
     def mark(self) -> Fence:
-        """The point in the compute stream from which on a buffer handed out now is free of its former use."""
+        """A fence: behind it, the compute stream has ended all earlier uses of buffers that are free now."""
         return self._device.mark()
 
     def release_front(self, buffer: FlatBuffer, num_bytes: int) -> bool:
-        """The first ``num_bytes`` of a buffer are unused from now on. Returns whether that makes room."""
+        """Return memory at the front of a buffer in use to the system. Returns whether that makes room."""
         left = self._in_use[weakref.ref(buffer)]
+        # A buffer of 64 MiB that gave back 16 MiB has left = 48 and known = 16. A call with 24 MiB then returns 8 more.
         known = buffer.num_bytes - left
         more = buffer.discard_front(num_bytes) - known if num_bytes > known else 0
         if more <= 0:
@@ -88,9 +93,10 @@ class FlatPool:
         return True
 
     def release(self, buffer: FlatBuffer) -> None:
-        """The buffer is unused from now on, but maybe for requests. It must not have views. Doing so again does nothing."""
+        """Return a buffer without views. If a request still uses it, it is quarantined. A second call does nothing."""
         reference = weakref.ref(buffer)
         left = self._in_use.get(reference)
+        # Released before, or by `disown`.
         if left is None:
             return
         if buffer.is_held:
@@ -104,7 +110,7 @@ class FlatPool:
             self._free.append(buffer)
 
     def reclaim(self) -> bool:
-        """Take back what requests have released since it came back, and what nobody can give back any more.
+        """Reuse quarantined buffers that requests have released, and forget buffers that died without `release`.
 
         Returns whether that makes room.
         """
@@ -112,21 +118,24 @@ class FlatPool:
         for buffer in [buffer for buffer in self._quarantined if not buffer.is_held]:
             del self._quarantined[buffer]
             self.release(buffer)
+        # Dropped without `release`: an interrupt came between `allocate` and whoever asked. The memory is freed
+        # already.
         for reference in [reference for reference in self._in_use if reference() is None]:
             self._in_use.pop(reference, None)
         self.used_bytes = sum(self._in_use.values())
         return self.used_bytes < before
 
     def awaits_requests(self) -> bool:
-        """Whether there will be more room soon, because requests end that have memory of it. Waits a moment if so.
+        """Whether quarantined buffers will make room soon. Waits a millisecond if so.
 
         Raises:
-            StallError: they hang, all of them.
+            StallError: all of their requests hang.
         """
         hangs = [buffer.hang_error for buffer in self._quarantined]
         if not hangs:
             return False
         error = hangs[0]
+        # One transfer that does not hang will end, and its buffer may be enough.
         if error is not None and None not in hangs:
             raise error.with_traceback(None)
         time.sleep(_PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""How much host memory there is to take."""
+"""How much host memory is free, for budgets; and returning freed heap memory to the system."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from infinity.errors import format_bytes
 
 logger = logging.getLogger(__name__)
 
+# What an "auto" budget leaves free, see `find_free_memory`. A smaller reserve gives larger budgets, and a greater risk
+# that the system ends the process.
 _RESERVE = 0.10
 _RESERVE_WITH_ACTIVATIONS = 0.25
 _LEAST_RESERVE_BYTES = 2_000_000_000
 _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 _CGROUP_V2 = Path("/sys/fs/cgroup")
+# glibc only; musl, for one, has none.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 def process_bytes() -> tuple[int, int]:
     """Host memory of this process (resident set): now, and the most since it began."""
     now = psutil.Process().memory_info().rss
-    return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # ru_maxrss is in KiB
 
 
 def free_bytes() -> int:
@@ -42,23 +45,23 @@ def free_bytes() -> int:
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """What an engine takes of the free host memory when the config leaves that open."""
+    """The free host memory, and how much of it an "auto" budget takes."""
 
     free_bytes: int
     reserve_bytes: int
-    """Left alone: for activations, autograd's temporaries, the data loader and everybody else."""
+    """Not taken: for activations, autograd's temporaries, the data loader and other processes."""
 
     @property
     def budget_bytes(self) -> int:
-        """What is taken at most."""
+        """The "auto" budget."""
         return self.free_bytes - self.reserve_bytes
 
     def warn_beyond(self, taken_bytes: int, released_bytes: int) -> None:
-        """Say so if an engine is about to take more than there is.
+        """Warn if an engine will take more than is free.
 
         Args:
-            taken_bytes: what it takes.
-            released_bytes: what it gives back first: the model's own tensors.
+            taken_bytes: by the engine.
+            released_bytes: the model's own tensors, which are freed first.
         """
         there = self.free_bytes + released_bytes
         if taken_bytes > there:
@@ -89,10 +92,12 @@ def find_free_memory(
     Args:
         holds_activations: whether the model computes in this memory, too. Then 25 % stay in reserve: how much activations
             take is known only when the model has run.
-        num_processes: processes that each take as much.
-        all_bytes: what is free; None: what is free here and now.
+        num_processes: processes on this machine that share the memory equally.
+        all_bytes: free memory; None: measured now.
         is_unified: whether the GPU takes its memory from the same pool: then half of it is the GPU's.
     """
+    # 40 GB free, one process: 10 % are 4 GB, so the budget is 36 GB. With activations, 25 % are 10 GB: 30 GB. 3 GB
+    # free: 10 % are less than 2 GB, and 2 GB are more than half. So 1.5 GB stay in reserve.
     free = (free_bytes() if all_bytes is None else all_bytes) // num_processes // (2 if is_unified else 1)
     share = _RESERVE_WITH_ACTIVATIONS if holds_activations else _RESERVE
     return FreeMemory(free, min(max(int(share * free), _LEAST_RESERVE_BYTES), free // 2))
@@ -105,17 +110,18 @@ class MemoryLimit:
     folder: Path
     limit_bytes: int
     free_bytes: int
-    """What is left of it, where the page cache gives way."""
+    """The limit minus usage, page cache not counted."""
 
 
 def memory_limits() -> list[MemoryLimit]:
-    """Those of this process's control groups, from its own upwards; empty where there are none."""
+    """Limits of this process's control group and of its parents; empty without any."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
     found: list[MemoryLimit] = []
     for line in lines:
+        # Lines are "number:controllers:path". Version 1: "9:memory:/docker/abc". Version 2: "0::/user.slice/job.scope".
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             root, limit_name, usage_name, cache_key = (
@@ -129,6 +135,7 @@ def memory_limits() -> list[MemoryLimit]:
         else:
             continue
         folder = root / path.lstrip("/")
+        # Each group up to the root may have a limit, and the tightest one counts.
         while folder.is_relative_to(root):
             limit = _limit(folder, limit_name, usage_name, cache_key)
             if limit is not None:
@@ -139,6 +146,8 @@ def memory_limits() -> list[MemoryLimit]:
 
 def _limit(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> MemoryLimit | None:
     try:
+        # In a container, the path in /proc/self/cgroup may be the host's: then the files are missing here, and the
+        # group is skipped.
         limit = (folder / limit_name).read_text().strip()
         if limit == "max":
             return None
@@ -146,12 +155,13 @@ def _limit(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> Me
         statistics = (folder / "memory.stat").read_text().split()
     except (OSError, ValueError):
         return None
+    # The page cache counts as usage, but the kernel drops it before it enforces the limit.
     cache = int(statistics[statistics.index(cache_key) + 1]) if cache_key in statistics else 0
     return MemoryLimit(folder, limit_bytes, max(limit_bytes - usage + cache, 0))
 
 
 def trim_heap() -> None:
-    """Let the C library return freed heap memory to the system, where it can (glibc).
+    """Make the C library return freed heap memory to the system (glibc only).
 
     After a large model's tensors have been freed one by one, the heap keeps much of their memory in gaps.
     """
@@ -160,14 +170,14 @@ def trim_heap() -> None:
 
 
 class HeapTrimmer:
-    """Gives freed heap memory back between the pieces of a step, whenever a certain amount may have gathered.
+    """Returns freed heap memory to the system between units of a step, when the process has grown by 32 MiB.
 
     On the CPU, each layer's temporaries leave gaps around the few tensors that stay for backward, and the heap grows with
     every layer though hardly anything in it is used. Threads make it worse: each has a heap of its own.
     """
 
     _GROWTH_BYTES = 32 << 20
-    """The process has to have grown by so much since the last trim: to fill that takes longer than the trim."""
+    """Growth since the last trim that starts the next one: filling it takes longer than the trim."""
 
     def __init__(self) -> None:
         self._least_bytes: int | None = None
@@ -177,9 +187,11 @@ class HeapTrimmer:
             weakref.finalize(self, self._statm.close)
 
     def trim(self) -> None:
-        """A good moment to trim."""
+        """Trim, if the process has grown enough. Called between two units."""
         if self._statm is None:
             return
+        # Compared with the least seen since the last trim. Least 500 MB, now 540 MB: trim. If 505 MB are left, those
+        # are in use, and the next trim comes at 537 MB.
         now = self._anonymous_bytes(self._statm)
         least = now if self._least_bytes is None else min(now, self._least_bytes)
         if now - least >= self._GROWTH_BYTES:
@@ -189,7 +201,8 @@ class HeapTrimmer:
 
     @staticmethod
     def _anonymous_bytes(statm: FileIO) -> int:
-        """Memory of this process that is no file's, as the kernel counts it."""
+        """Anonymous memory of this process, as the kernel counts it."""
         statm.seek(0)
+        # In pages: size, resident, shared, ... Here `shared` means pages of files and of shared memory.
         fields = statm.read(256).split()
         return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE

@@ -1,4 +1,1 @@
-"""The engine: how its parts are put together, what a training loop calls, and how it ends.
-
-Knows every room; only `infinity.initialize` knows it.
-"""
+"""The engine: how its parts are put together, what a training loop calls, and how it ends."""

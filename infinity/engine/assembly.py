@@ -1,4 +1,4 @@
-"""Puts an engine together: parts are made, they take the model over, and an engine works with them."""
+"""Builds an engine: makes its parts, moves the model's weights into them, and connects the engine."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ def build(
     engine: EngineClass | None = None,
     before: Parts | None = None,
 ) -> tuple[EngineClass, Originals]:
-    """Make the parts, and let them take the model over.
+    """Make the parts, and move the model's weights and the optimizer's states into them.
 
     Args:
         engine_class: of a new engine.
         mesh: who has which part of the model.
-        undo: gets what has to be called if anything fails from here on, before the engine is the caller's.
-        engine: gets the new parts in place of those that it had. None: a new one is made.
-        before: those.
+        undo: gets callbacks that undo everything, for a failure before the engine is the caller's.
+        engine: for a relayout: gets the new parts. None: a new engine is made.
+        before: for a relayout: the engine's present parts.
 
     Returns:
-        The engine, and what its parameters were before.
+        The engine, and a record of what its parameters were before.
 
     Raises:
-        BudgetTooSmallError, ConfigError: what the config asks for cannot be had.
+        BudgetTooSmallError, ConfigError: the config asks for something that is not possible here.
     """
+    # Opens files and memory, and raises what the config cannot have. The model is unchanged until `store_model`.
     parts = Parts(model, config, wrapped_optimizer, device, mesh, undo, before)
     buffers = BufferCast(model, parts.config.compute_dtype, parts.config.buffer_dtype)
     originals = Originals(
@@ -56,6 +57,9 @@ def build(
         open_space=parts.storage.open_more,
         close_space=parts.storage.close_more,
     )
+    # Undo runs in reverse: hooks go first, then buffers and parameters become ordinary again, then the optimizer gets
+    # its states back. All of that is read from the engine's storage, so the engine is closed last. It does not exist
+    # yet when its close is pushed, hence the list.
     built: list[EngineClass] = []
     undo.callback(_close, built)
     undo.callback(wrapped_optimizer.restore_states, parts.access.state)
@@ -70,6 +74,7 @@ def build(
     built.append(engine)
     buffers.apply(device.torch_device)
     parts.module_hooks.handles_of_others.append(buffers.explain_failures())
+    # The originals were freed unit by unit, and the heap keeps their memory in gaps.
     trim_heap()
     return engine, originals
 

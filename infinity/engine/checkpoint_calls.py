@@ -1,10 +1,9 @@
 """What an engine saves and loads: checkpoints with DeepSpeed's arguments and results.
 
-[Note: checkpoints of several ranks] All ranks make each call here. The first one writes everything,
-and what is a rank's own (random generators, the loader's position) comes to it before; so do, unit by unit, the shards of main
-weights and states that only others keep. All of them read. Whatever fails on one
-rank raises on all: while a checkpoint is looked at, before anything is changed; while it is read, so that no rank goes on with
-weights that the others do not have.
+[Note: checkpoints of several ranks] All ranks make each call here. Rank 0 writes everything. The others send it what is
+their own (random generators, the loader's position), and, unit by unit, their shards of main weights and states. All
+ranks read. If anything fails on one rank, all raise: before anything is changed, while a checkpoint is looked at; and
+while it is read, so that no rank goes on with weights that the others do not have.
 """
 
 from __future__ import annotations
@@ -39,18 +38,19 @@ from swapper.sync.interrupts import uninterrupted
 from swapper.volumes.publish import remove_abandoned
 
 logger = logging.getLogger(__name__)
+# Key of the training state: a list of what ranks 1, 2, ... have for themselves.
 _OTHER_RANKS = "ranks"
 _MOST_TAGS = 8
 
 
 class CheckpointCalls(ExportCalls):
-    """Part of the engine. Knows what is needed of it; must not know formats."""
+    """Part of the engine: checkpoints."""
 
     _saving: BackgroundSave | None
     _is_saving = False
-    """Whether some rank has a save in the background that nobody has waited for."""
+    """Whether a background save was begun, on some rank, and `wait_for_checkpoint` was not called since."""
     _is_missing_ok = False
-    """What ``load_checkpoint`` takes for ``missing_ok``."""
+    """Default of ``load_checkpoint(missing_ok=None)``."""
 
     @locked
     def save_checkpoint(
@@ -64,41 +64,41 @@ class CheckpointCalls(ExportCalls):
         blocking: bool = True,
         keep_last: int | None = None,
     ) -> bool:
-        """Write all that the training goes on from, tensor by tensor, to ``save_dir``/``tag``; returns True.
+        """Write a checkpoint to ``save_dir``/``tag``, tensor by tensor; returns True.
 
-        Weights with every bit of their main weights, optimizer states, hyperparameters, the scheduler, the loss scale and the
-        counters, the random generators of python, NumPy and torch, and the position of the loader of ``training_data``. Gradients
-        of a step that has not ended are not in it, nor what worker processes of a loader draw.
+        It has fp32 main weights, optimizer states, hyperparameters, the scheduler, the loss scale, the counters, the
+        random generators of python, NumPy and torch, and the position of the loader of ``training_data``. It does not
+        have gradients of a step that has not ended, nor random states of a loader's worker processes.
 
-        Where several processes train together, all of them call this with the same tag, and it returns when the first one has
-        written everything: what goes wrong there is raised on all. The client state is that of the first. Where processes have
-        different parts of the model, each part has a folder of its own in ``save_dir``.
+        With several processes, all of them call this with the same tag. It returns when rank 0 has written everything;
+        an error there is raised on all. The client state is rank 0's. If processes have different parts of the model,
+        each part has a folder of its own in ``save_dir``.
 
         Args:
             save_dir: made if it is missing.
             tag: name of the checkpoint; None: "global_step" and the number of steps.
-            client_state: whatever the script wants back from `load_checkpoint`.
-            save_latest: whether ``load_checkpoint(save_dir)`` is to find this one.
-            exclude_frozen_parameters: leave parameters out that do not train (the base of adapters). Who loads it needs them
-                from elsewhere, with the values that they have now: they stay as they are in the model.
-            blocking: False: buffers, frozen weights and what the engine does not hold are written, then the call returns, and
-                the rest is written while training goes on: an update of a unit waits until that is saved as it was. It takes
-                about 14 MiB beside the budget. (Several processes that keep shards of the states write all of it before the
-                call returns.) `wait_for_checkpoint`, the next save or load, and `close` wait for its end.
-            keep_last: so many checkpoints stay in ``save_dir``, this one counted: older ones are removed when this one is
-                complete, but never the one that ``latest`` names. None: all stay. Where processes have different parts of
-                the model, two stay at least.
+            client_state: data of your own, which `load_checkpoint` returns.
+            save_latest: whether ``load_checkpoint(save_dir)`` finds this one.
+            exclude_frozen_parameters: leave out frozen parameters (the base of adapters). A model that loads the
+                checkpoint must have them already, with their present values.
+            blocking: False: write buffers, frozen weights and parameters that the engine does not hold, and return. The
+                rest is written while training goes on; an update of a unit waits until the unit is saved. This takes
+                about 14 MiB beside the budget. `wait_for_checkpoint`, the next save or load, and `close` wait for its
+                end. (If several processes keep shards of the states, all is written before the call returns.)
+            keep_last: number of checkpoints to keep in ``save_dir``, this one included. Older ones are removed when
+                this one is complete, except the one that ``latest`` names. None: keep all. If processes have different
+                parts of the model, at least two are kept.
 
         Raises:
-            CheckpointError: the save before, which was not to block, has failed; the client state cannot be written; or a load
-                has failed midway.
-            StorageError: the directory cannot take it, or has too little room; what was there before is still there.
+            CheckpointError: an earlier background save has failed; the client state cannot be written; or a load has
+                failed midway.
+            StorageError: the directory cannot be written, or has too little room. Earlier checkpoints are still there.
             ValueError: ``save_dir`` is empty, or an address ("s3://...").
         """
         check_directory(save_dir)
         if not isinstance(client_state, Mapping | None):
             raise TypeError(f"client_state must be a dict, not {type(client_state).__name__}")
-        # Ranks exchange nothing beside training.
+        # A background save of divided states would send shards through process groups that training uses at that time.
         blocking = blocking or self._parts.access.shared is not None or self._mesh.is_divided
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         what = f"engine.save_checkpoint with tag {name!r}"
@@ -118,12 +118,14 @@ class CheckpointCalls(ExportCalls):
             shows_progress=blocking and self.config.infinity.progress_bars and self.global_rank <= 0,
         )
         gather_results(self._mesh.everyone, what, lambda: self._save(what, begin, blocking))
+        # The same on all ranks, unlike `_saving`, which only the writer has.
         self._is_saving = not blocking
         self._num_saved_steps = self.global_steps
         self._notes.note("save", self.global_steps, f"a checkpoint: '{Path(save_dir) / name}'")
         return True
 
     def _save(self, what: str, begin: Callable[[Training], Saving], blocking: bool) -> None:
+        # Collective: random generators and loader positions of all ranks come to rank 0, which writes them.
         of_ranks = gather_results(self._mesh.data, what, self._begin_checkpoint)
         if self.counts.position:
             logger.warning(
@@ -137,7 +139,8 @@ class CheckpointCalls(ExportCalls):
                 saving.run()
             else:
                 background = BackgroundSave(saving, self._parts.device)
-                with uninterrupted():  # nothing is updated before it returns
+                # An interrupt in between would leave a save running that no update waits for.
+                with uninterrupted():
                     background.start(self)
                     self._saving = background
                     self._delay_updates_for(background.saving)
@@ -149,7 +152,7 @@ class CheckpointCalls(ExportCalls):
             _with_shards(shared, self._mesh.data, what, save)
 
     def _begin_checkpoint(self) -> dict[str, Any]:
-        """Finish what is pending. Returns what a checkpoint has of each rank."""
+        """Finish pending updates and saves. Returns this rank's own part of a checkpoint."""
         self._guard.check_loaded()
         self._finish_saving()
         self.flush()
@@ -160,26 +163,30 @@ class CheckpointCalls(ExportCalls):
         self._parts.stored.wait_for_saver(saving)
 
     def wait_for_checkpoint(self) -> None:
-        """Return when what ``save_checkpoint(blocking=False)`` writes is complete and on the drive; at once if nothing is.
+        """Wait until a background save (``save_checkpoint(blocking=False)``) is complete and on the drive.
 
-        Where several processes train together, all of them call this.
+        With several processes, all of them call this.
 
         Raises:
-            CheckpointError, StorageError: it could not be saved. The checkpoints before are as they were.
+            CheckpointError, StorageError: it could not be saved. Earlier checkpoints are unchanged.
         """
+        # `_is_saving` decides whether ranks meet, so it has to be reset on all of them. A single process has nobody to
+        # meet.
         if self._is_saving or self._mesh.data.num == 1:
             self._is_saving = False
             on_rank_0(self._mesh.data, "engine.wait_for_checkpoint", self._finish_saving)
 
     def _finish_saving(self) -> None:
-        """Wait for what this rank writes, and raise what went wrong. The others are not asked."""
+        """Wait for this rank's background save, and raise its error. Other ranks are not involved."""
         saving = self._saving
         if saving is not None:
             saving.wait()
             self._end_saving()
 
     def _check_saving(self) -> None:
-        """Raise what went wrong in a save that has ended; of several ranks, all do so when they wait for it."""
+        """Raise the error of a background save that has ended."""
+        # Several ranks learn of a failure when they all wait: the others do not know whether this rank's save has
+        # ended.
         if self._saving is not None and self._saving.is_over and self._mesh.data.num == 1:
             self._end_saving()
 
@@ -204,33 +211,35 @@ class CheckpointCalls(ExportCalls):
         load_data_position: bool = True,
         missing_ok: bool | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from what `save_checkpoint` wrote, under whatever budget, tiers and precision this engine has.
+        """Resume from a checkpoint of `save_checkpoint`. Budget, tiers and precision may differ from those it was saved
+        with.
 
         Args:
-            load_dir: where checkpoints are.
-            tag: which one; None: the latest.
-            load_module_strict: whether checkpoint and model must have the same parameters and buffers. If not, what only one
-                has is named in the log, left out or as before; a shape that differs is an error all the same.
+            load_dir: directory with checkpoints.
+            tag: name of the checkpoint; None: the latest.
+            load_module_strict: True: checkpoint and model must have the same parameters and buffers. False: what only
+                the checkpoint has is left out, and what only the model has stays; the log names both. Shapes must be
+                the same.
             load_optimizer_states: whether to load states, hyperparameters and the loss scale.
             load_lr_scheduler_states: whether to load the scheduler.
             load_module_only: load weights and buffers only.
-            load_random_states: let the generators of python, NumPy and torch go on as well. Both this and the next only
-                where optimizer states are loaded: else a new training begins.
-            load_data_position: let the loader of ``training_data`` go on with the batch that would have come next. False
-                for a script that skips batches itself.
-            custom_load_fn: refused: there is no state dict to pass to it.
-            missing_ok: whether to return (None, None) with a warning if there is no such checkpoint, for a script that begins
-                and goes on with the same call. None: False, but True for an engine of ``deepspeed.initialize``, as DeepSpeed.
+            load_random_states: whether to restore the random generators of python, NumPy and torch. This and the next
+                argument have no effect unless optimizer states are loaded.
+            load_data_position: whether the loader of ``training_data`` continues behind the last batch. False for a
+                script that skips batches itself.
+            custom_load_fn: not supported: there is no state dict to pass to it.
+            missing_ok: True: return (None, None) with a warning if there is no such checkpoint, so that one script can
+                begin and resume. None: False, but True for an engine of ``deepspeed.initialize``, as in DeepSpeed.
 
         Returns:
             The checkpoint's directory and the client state; see ``missing_ok``.
 
         Raises:
-            CheckpointError: there is none, or it is damaged, of another version, or cannot be read. If weights have been changed
-                already, forwards, steps and saves say so until a load succeeds.
+            CheckpointError: it is missing, damaged, of another version, or cannot be read. If weights have been changed
+                already, forwards, steps and saves raise until a load succeeds.
             ModelError: it is of another model; nothing has been changed.
-            ValueError: the optimizer or the lr scheduler is of another kind, or there are other groups; nothing has been changed.
-                Or ``load_dir`` is empty, or an address.
+            ValueError: it has another kind of optimizer or lr scheduler, or other groups; nothing has been changed. Or
+                ``load_dir`` is empty, or an address.
         """
         if custom_load_fn is not None:
             raise TypeError(
@@ -254,7 +263,9 @@ class CheckpointCalls(ExportCalls):
             if self._mesh.data.index == 0:
                 remove_abandoned(folder_of(self._mesh, directory))
 
-        gather_results(self._mesh.everyone, what, tidy)  # before anybody looks: it may put a checkpoint back
+        # Before any rank looks: a save that was killed may have left the old checkpoint in a hidden directory, and this
+        # puts it back.
+        gather_results(self._mesh.everyone, what, tidy)
         named = None if tag is None else str(tag)
         common = common_tag(self._mesh, directory, named, what, find=find, age=_written, step=_step)
         found: list[tuple[str | None, dict[str, Any] | None]] = []
@@ -267,7 +278,9 @@ class CheckpointCalls(ExportCalls):
         folder, client_state = found[0]
         durable = self._parts.durable
         if durable is not None and folder is not None:
+            # The run's commits up to here are of other weights than what follows.
             durable.begin_line()
+            # A script that calls load_checkpoint at every start undoes what the durable run has just resumed.
             if durable.went_on_at == before and (load_module_only or self.global_steps < before):
                 logger.warning(
                     "the durable run had gone on from its step %d, and engine.load_checkpoint has put '%s' in place of that. If "
@@ -308,9 +321,12 @@ class CheckpointCalls(ExportCalls):
                 changing.agree(error)
                 raise
 
-        # Several ranks may find it replaced or not: they all raise.
+        # Another process may replace the checkpoint while it is read. A single process then reads once more. Of several
+        # ranks, some may have read the old one and some the new one, so all raise.
         training_state = reading_again(folder, read) if ranks.num == 1 else read()
         if self._parts.access.shared is not None:
+            # Each rank has read the main weights of its own shard. The model weights of the other shards come from
+            # their ranks.
             self._parts.exchange.gather(self._parts.parameter_map.units)
         if wanted.counters:
             self.count_on(training_state["counters"], with_loss_scale=wanted.optimizer)
@@ -322,7 +338,7 @@ class CheckpointCalls(ExportCalls):
         return str(folder), client_state
 
     def _find_checkpoint(self, directory: Path, tag: str | None, what: str) -> Path | None:
-        """The checkpoint's directory, which is the same for all ranks; None if none of them finds one."""
+        """The checkpoint's directory. All ranks must find the same checkpoint; None if none of them finds one."""
         ranks = self._mesh.data
         self._is_saving = False
 
@@ -334,6 +350,7 @@ class CheckpointCalls(ExportCalls):
                     check_parts(self._mesh, directory)
                 found = find(directory, tag)
                 manifest = None if found is None else found / MANIFEST
+                # Ranks may see different disks under one path. The checksum of the manifest tells checkpoints apart.
                 return found, zlib.crc32(manifest.read_bytes()) if manifest is not None and manifest.is_file() else 0
 
         of_ranks = gather_results(ranks, what, look)
@@ -347,8 +364,11 @@ class CheckpointCalls(ExportCalls):
         return of_ranks[ranks.index][0]
 
     def _resume_as_rank(self, rank: int, training_state: Mapping[str, Any], wanted: Wanted) -> None:
-        """What is a rank's own; ``training_state`` has the first rank's in itself, and those of the others in a list."""
+        """Restore this rank's loader position and random generators: rank 0's are in ``training_state``, the others' in
+        a list."""
         of_ranks = [training_state, *training_state.get(_OTHER_RANKS, ())]
+        # Saved by 2 ranks and loaded by 4: ranks 2 and 3 are new. They take rank 0's position, which counts the samples
+        # of all ranks, but not its random generators: they would draw the same numbers as rank 0.
         is_new = rank >= len(of_ranks)
         own = training_state if is_new else of_ranks[rank]
         loader = self.training_dataloader
@@ -371,7 +391,7 @@ class CheckpointCalls(ExportCalls):
         )
 
     def _resume(self) -> None:
-        """In a durable run, go on from its newest commit, if there is one."""
+        """Resume a durable run from its newest commit, if there is one."""
         if self._parts.durable is not None:
             if self.optimizer is None:
                 problem = "the engine has no optimizer: it evaluates only"
@@ -382,17 +402,18 @@ class CheckpointCalls(ExportCalls):
             self._parts.durable.resume(self)
 
     def rollback(self, steps: int) -> None:
-        """In a durable run, go back by so many steps: weights, states, scheduler, counters and random generators.
+        """Take back the last ``steps`` steps of a durable run: weights, states, scheduler, counters and random
+        generators.
 
-        Learning rates are those of then: change `optimizer.param_groups` afterwards for others. The commits of the steps
-        that are taken back are gone. The loader of ``training_data`` goes on from there, in iterators that exist as well.
+        Learning rates are restored, too: to change them, set `optimizer.param_groups` afterwards. The commits of those
+        steps are removed. The loader of ``training_data`` continues from there, also in iterators that exist already.
 
         Args:
-            steps: 0 forgets what happened since the last step; less than config key ``infinity.keep_last``.
+            steps: less than config key ``infinity.keep_last``. 0 undoes changes since the last step.
 
         Raises:
-            StepError: the run is not durable, or so many steps are not kept (of several ranks, by one of them).
-            CheckpointError, StorageError: what ``save_checkpoint(blocking=False)`` wrote has failed; nothing has changed.
+            StepError: the run is not durable, or some rank does not have that many commits.
+            CheckpointError, StorageError: a background save has failed; nothing has changed.
         """
         self._check_usable()
         if self._parts.durable is None:
@@ -407,8 +428,9 @@ class CheckpointCalls(ExportCalls):
         self._notes.note("rollback", before, f"went back to step {self.global_steps}", to=self.global_steps)
 
     def training_state(self) -> dict[str, Any]:
-        """What is no tensor of the model or the optimizer: counters, random generators, positions of loader and scheduler, and
-        what modules keep for themselves."""
+        """Everything but tensors: counters, random generators, loader position, scheduler, and modules' extra
+        states."""
+        # Also what a durable run commits: see `DurableRun._outside`.
         training_state: dict[str, Any] = {
             "counters": self.counters(),
             EXTRA_STATES: extra_states(self.module),
@@ -417,7 +439,7 @@ class CheckpointCalls(ExportCalls):
         return training_state | state_of_scheduler(self.lr_scheduler)
 
     def _own(self) -> dict[str, Any]:
-        """What each rank has for itself."""
+        """Random generators and loader position of this rank."""
         own: dict[str, Any] = {"random": random_states()}
         if hasattr(self.training_dataloader, "state_dict"):
             own["loader"] = self.training_dataloader.state_dict()
@@ -428,7 +450,7 @@ class CheckpointCalls(ExportCalls):
         return self.counts.state() | {"loss_scale": self._parts.stepper.scaler.state()}
 
     def count_on(self, counters: Mapping[str, Any], *, with_loss_scale: bool = True) -> None:
-        """Go on from what `counters` gave."""
+        """Set the counters to what `counters` returned."""
         self.counts.load_state(counters)
         self._num_saved_steps = self.global_steps
         if with_loss_scale:  # DeepSpeed has it among the optimizer's states
@@ -436,11 +458,13 @@ class CheckpointCalls(ExportCalls):
 
 
 def _with_shards(shared: GatheredStream, ranks: Ranks, what: str, save: Callable[[], None]) -> None:
-    """Call ``save`` on rank 0, while the others send it what they keep. What goes wrong is raised on all."""
+    """Call ``save`` on rank 0, while the others send it their shards. An error is raised on all."""
+    # All ranks are here, with nothing else under way, before rank 0 asks for the first shard.
     ranks.all_gather_ints(what)
     error: Exception | None = None
     try:
         if ranks.index:
+            # Returns when rank 0 leaves `leading`, be it by an error.
             shared.follow()
         else:
             with shared.leading():
@@ -461,7 +485,7 @@ def _cure_of_missing(directory: Path, tag: str | None) -> str:
 
 
 def _written(folder: Path) -> int:
-    """When a checkpoint was complete; 0 if it is not."""
+    """Time at which a checkpoint was completed; 0: it is not complete."""
     try:
         return completed_at(folder / MANIFEST) or 0
     except OSError:
@@ -469,14 +493,15 @@ def _written(folder: Path) -> int:
 
 
 def _step(folder: Path) -> int:
-    """Of which step a complete checkpoint is."""
+    """Step of a complete checkpoint."""
     return int(Checkpoint(folder).training_state()["counters"]["global_steps"])
 
 
 class _Changing(contextlib.AbstractContextManager[None]):
-    """The way of several ranks through a load: each may fail until all have checked the optimizer, too.
+    """Keeps several ranks together through a load: up to the ``with`` block, an error on one leaves all of them
+    unchanged.
 
-    What fails inside the ``with`` block leaves weights of two trainings, on all ranks: nobody is to go on with them.
+    An error inside the block leaves weights of two trainings, on all ranks. Then the phase guard refuses to train on.
     """
 
     def __init__(self, guard: PhaseGuard, folder: Path, ranks: Ranks, what: str, access: StateAccess) -> None:
@@ -486,11 +511,13 @@ class _Changing(contextlib.AbstractContextManager[None]):
         self._what = what
         self._access = access
         self._replacing = contextlib.ExitStack()
+        # `load` calls `agree` twice. First when it has looked at the checkpoint: nothing has changed on any rank. Then
+        # `__enter__` does, when optimizers have changed and weights have not.
         self._ahead = ["the optimizer", "the model"]
-        """What no rank looks at before all have done with what comes before."""
+        """What comes next, for messages; empty: weights are being replaced."""
 
     def agree(self, error: Exception | None = None) -> None:
-        """Whether this rank can go on. Raises if another cannot."""
+        """Tell the other ranks whether this one has an error. Raises if any rank has one."""
         if not self._ahead:  # inside the ``with`` block
             return
         try:
@@ -510,6 +537,7 @@ class _Changing(contextlib.AbstractContextManager[None]):
         is_whole = False
         self._replacing.close()
         try:
+            # A KeyboardInterrupt passes at once, without meeting the other ranks.
             if error is None or isinstance(error, Exception):
                 agree(self._ranks, self._what, error)
                 is_whole = error is None

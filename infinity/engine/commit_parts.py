@@ -1,7 +1,4 @@
-"""What a commit of a durable run says besides where bytes lie: the layout that they have, and all that is no tensor of a unit.
-
-Pure data: knows layouts, scalars and generators of random numbers; must not know files or when anything is written.
-"""
+"""What a commit of a durable run holds besides weights and states: the layout, scalars and buffers. Pure data."""
 
 from __future__ import annotations
 
@@ -17,22 +14,25 @@ from infinity.errors import ModelError, listed
 from infinity.numerics.plain_data import pack
 from infinity.units.buffers import write_buffer
 
-_MOST_SHOWN = 4
+_MOST_SHOWN = 4  # differences that an error lists
 Buffer = torch.Tensor | str | None
-"""A value; or the name of the buffer that is the same."""
+"""A value; or the FQN of another buffer that is the same tensor."""
 
 
 def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
-    """See that a commit is of this model and this optimizer.
+    """Check that a commit is of this model and this optimizer.
 
     Raises:
-        ModelError: names what differs.
+        ModelError: it is not; the message lists the differences.
     """
+    # `found` comes from JSON, which made lists of tuples. So `wanted` goes through JSON as well.
     old, new = found["parameters"], json.loads(json.dumps(wanted["parameters"]))
     problems = [f"'{fqn}' is missing in it" for fqn in new if fqn not in old]
     problems += [f"'{fqn}' is not in the model" for fqn in old if fqn not in new]
     had, has = found["buffers"], wanted["buffers"]
+    # 0 stands for a missing buffer, because None is one that the module holds as None.
     problems += [f"buffer '{fqn}' is not the model's" for fqn in {**had, **has} if had.get(fqn, 0) != has.get(fqn, 0)]
+    # In the order of the list that `check_same_layout` makes. The last one is only there for packed weights.
     words = ("unit", "shape", "strides", "dtype", "trainable", "states", "frozen_dtype")
     for fqn in new:
         if fqn in old and old[fqn] != new[fqn]:
@@ -41,6 +41,7 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
     for index, fqns in enumerate(wanted["groups"]):
         here = set(found["groups"][index]) if index < len(found["groups"]) else set()
         problems += [f"'{fqn}' is not in group {index} of its optimizer" for fqn in fqns if fqn not in here]
+    # If parameters differ, these differ as a consequence, and would hide the cause.
     if not problems:
         for word, name in (("main weights and states are kept as", "records"), ("the optimizer is", "optimizer")):
             if found[name] != wanted[name]:
@@ -68,13 +69,14 @@ def packed(training_state: Mapping[str, Any]) -> bytes:
 
 
 def buffers_of(model: nn.Module) -> dict[str, Buffer]:
-    """All buffers, also those that a state dict leaves out, and those that are None."""
+    """Copies of all buffers, non-persistent ones and None included, by FQN."""
     found: dict[str, Buffer] = {}
     first: dict[int, str] = {}
     for fqn, (module, name) in _places(model).items():
         buffer = module._buffers[name]
         if buffer is None:
             found[fqn] = None
+        # One buffer under two names is stored once. The second name holds the first, so that both are one again.
         elif first.setdefault(id(buffer), fqn) != fqn:
             found[fqn] = first[id(buffer)]
         else:
@@ -83,9 +85,9 @@ def buffers_of(model: nn.Module) -> dict[str, Buffer]:
 
 
 def set_buffers(model: nn.Module, values: Mapping[str, Buffer], device: torch.device) -> None:
-    """Go on from what `buffers_of` gave: what has come, gone, or got another shape since is what it was.
+    """Restore what `buffers_of` returned, also buffers that have been removed or have got another shape since.
 
-    A buffer of which nothing was known then goes, unless a state dict leaves it out: then it follows from others.
+    A persistent buffer that did not exist then is removed. A non-persistent one stays: modules compute it from others.
     """
     there = _places(model)
     for fqn, (module, name) in there.items():
@@ -114,7 +116,7 @@ def _module(model: nn.Module, fqn: str) -> nn.Module:
 
 
 def persistent_buffers_of(model: nn.Module) -> dict[str, list[int] | None]:
-    """Shapes of those that a state dict has; None for what is None."""
+    """Shapes of persistent buffers, by FQN; None for a buffer that is None."""
     return {
         fqn: None if (buffer := module._buffers[name]) is None else list(buffer.shape)
         for fqn, (module, name) in _places(model).items()

@@ -1,7 +1,4 @@
-"""Weights and states for whoever is not in the midst of a step: whole, of one step, with nothing pending.
-
-Must not know the loop, nor what is done with the values.
-"""
+"""Weights and states for callers outside the training loop: of one step, with nothing pending."""
 
 from __future__ import annotations
 
@@ -24,9 +21,7 @@ from infinity.updates.stream import UpdateStream
 
 @dataclass(eq=False)
 class ConsistentAccess:
-    """`StateAccess` under the engine lock, after all that is pending.
-
-    It keeps states and main weights for the optimizer, and gathers parameters for
+    """`StateAccess` under the engine lock, which first finishes what is pending. For `PagedOptimizer` and
     `GatheredParameters`.
 
     Attributes:
@@ -47,6 +42,8 @@ class ConsistentAccess:
     def flush(self) -> None:
         """See `Engine.flush`."""
         self._preconditions.check_consistent()
+        # First the updates, which write; then what the user has written into gathered weights, on top of them; then the
+        # drives. Afterwards buffers may be taken note of, since all has arrived.
         clock, parameter_cache = self._coordinator.clock, self._coordinator.parameter_cache
         with clock.waiting("update"):
             self._stream.drain(parameter_cache.attach_wanted)
@@ -55,6 +52,7 @@ class ConsistentAccess:
         with clock.waiting("write"):
             self._storage.flush()
         parameter_cache.collect_all()
+        # In a durable run: the step's commit ends here, and its error is raised here.
         self._stored.before_writes()
         self._coordinator.pause()  # who walks through all states gets copies of them, one parameter's after the other
 

@@ -1,20 +1,21 @@
-"""A durable run: each step is committed, and the same script goes on from the last one.
+"""A durable run: each step is committed, and the same script resumes from the newest commit.
 
-Knows what a commit is made of, and when one can be made; must not know how bytes are kept apart (`swapper.Versions`).
+`swapper.Versions` stores the bytes. Here is what a commit consists of, and when one is made.
 
-[Note: what survives] A commit begins at the end of `Engine.step`: what is no tensor of a unit is taken down there. It goes on
-beside the next forward, until the updates of the step are written and the file that names their places is on the drive.
-Whoever writes next waits for that (`wait`): the next step's first update, and whatever looks at weights or states from
-outside. So what survives is the last step that has returned or, if a crash falls in its commit, the one before. All of a step
-is in a commit or nothing: its bytes lie in other places than those of the commit before.
+[Note: what survives] A commit begins at the end of `Engine.step`, which copies everything but the units' tensors. It
+continues beside the next forward, until the step's updates are written and the file that names their places is on the
+drive. Whoever writes next waits for that (`wait`): the next step's first update, and whatever reads weights or states
+from outside. So the last step that returned survives a crash; if the crash falls into its commit, the one before does.
+A commit holds all of a step or nothing, because its bytes are written to other places than those of the commit before.
 
-[Note: commits of ranks] Each rank commits what it keeps, in a folder of its own. Before it begins a commit, it waits until all
-have made the one before, so the newest ones are of the same step or of two that follow each other. Each keeps two, and all
-go on from the newest step that all have. If a crash falls in the very first commit, some have none: all begin anew then.
+[Note: commits of ranks] Each rank commits what it keeps, in a folder of its own. It begins a commit when all ranks have
+made the one before. So the newest commits of two ranks are of the same step, or of two consecutive ones. Each rank
+keeps two commits, and all resume from the newest step that all have. If a crash falls into the very first commit, all
+begin anew.
 
-[Note: lines of commits] What `Engine.load_checkpoint` brings is no commit, and its step may be one of which there is a commit
-with other weights. So a new line begins there, called by the number of its first commit (on the rank that has made most), and
-nobody goes back from one line to another.
+[Note: lines of commits] After `Engine.load_checkpoint`, the step counter may be at a step of which there is a commit
+with other weights. So a new line of commits begins there. Its number is that of its first commit (on the rank that has
+made most), and `rollback` stays within one line.
 """
 
 from __future__ import annotations
@@ -54,22 +55,25 @@ logger = logging.getLogger(__name__)
 
 
 class DurableRun:
-    """Of one engine, which is given to each call: a run that held it would keep it from being garbage."""
+    """The durable run of one engine."""
+
+    # Calls get the engine as `training`. A reference to it here would keep an engine alive that nobody closed.
 
     def __init__(self, config: InfinityConfig, section: DurableSection, ranks: Ranks) -> None:
-        """Lock the run's directory, and look at its newest commit.
+        """Lock the run's directory, and read the header of its newest commit.
 
         Args:
-            config: as it was given.
-            section: that of this rank, see `DurableSection.of_rank`.
-            ranks: who commits the same steps.
+            config: the config, before `adapted`.
+            section: of this rank, see `DurableSection.of_rank`.
+            ranks: those that commit the same steps.
 
         Raises:
-            StorageError: it is in use, damaged, cannot be used, or other ranks have other commits.
+            StorageError: it is in use, damaged or unusable, or ranks have no commit in common.
         """
         self._section = section
         self._ranks = ranks
         self._path: Path = section.directories[0].path
+        # First: RunDirectory makes a run in a directory that has none.
         self._check_kind()
         try:
             self.directory = RunDirectory(self._path, f"infinity {__version__}")
@@ -85,16 +89,17 @@ class DurableRun:
             raise self._damaged(error) from error
         self._number = 0 if found is None else found[0]
         self._commits: dict[int, tuple[int, int]] = {}
-        """By commit, its line (see [Note: lines of commits]), and the step that it was made after."""
+        """Number of a commit -> its line (see [Note: lines of commits]) and its step."""
         self._line = 0
         self._is_consistent = True
         """Whether no commit is under way."""
         self.has_failed = False
-        """Whether `wait` has told of a commit that could not be made."""
+        """Whether `wait` has raised the error of a commit."""
         self.went_on_at: int | None = None
-        """The step that `resume` went on from; None if the run began then."""
+        """The step that `resume` resumed from; None if the run began."""
+        # Compared at the next start: a changed learning rate in the script has no effect then, and is warned of.
         self._given: list[dict[str, Any]] = []
-        """Of each group, the values that the script began with."""
+        """Each group's values as the script set them at this start."""
         self._has_warned_of_scheduler = False
         self._header: dict[str, Any] | None = None
         self._staging_buffer_bytes = config.infinity.staging_buffer_bytes
@@ -107,8 +112,10 @@ class DurableRun:
             raise
 
     def _check_kind(self) -> None:
-        """See that the directory is not that of a run with several processes where this has one, or the other way round."""
+        """Raise if the directory is of a run with several processes and this is a single one, or the other way
+        round."""
         is_single = self._ranks.num == 1
+        # One process commits to the directory itself, several to rank0, rank1, ... in it.
         other = self._path / "rank0" if is_single else self._path.parent
         if any(other.glob("commit-*")):
             raise StorageError(
@@ -120,11 +127,18 @@ class DurableRun:
 
     def _agreed(self) -> tuple[int, int] | None:
         """Line and step of the newest commit that all ranks have; None if all begin anew."""
+        # Killed in the commit of step 12: rank 0 has it, rank 1 has not.
+        #   rank 0: line 1, step 12, number 12; rank 1: line 1, step 11, number 11. All resume from (1, 11).
+        # Killed in the very first commit.
+        #   rank 0: number 1, step 1; rank 1: step -1. Rank 0 removes its commit, and all begin anew.
+        # Rank 1's drive is missing.
+        #   rank 0: number 12, step 12; rank 1: step -1. An error, because number 12 > 1.
         newest = -1 if self._header is None else int(self._header["step"])
         line = 0 if self._header is None else int(self._header["line"])
         of_ranks = self._ranks.all_gather_ints("the commits of a durable run", [line, newest, self._number])
         lines, steps, numbers = zip(*of_ranks, strict=True)
         if min(steps) >= 0:
+            # By line first: a line has a larger number than all commits of the lines before it.
             return min(zip(lines, steps, strict=True))
         if max(numbers) > 1:
             without = ", ".join(str(rank) for rank, step in enumerate(steps) if step < 0)
@@ -141,26 +155,27 @@ class DurableRun:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is a commit to go on from."""
+        """Whether there is a commit to resume from."""
         return self._header is not None
 
     def adapted(self, config: InfinityConfig) -> InfinityConfig:
-        """The config with the sizes that the newest commit was made with, where it leaves them open."""
+        """The config. If it leaves the staging buffers' size open, it gets that of the newest commit."""
         if self._header is None or config.infinity.staging_buffer_bytes is not None:
             return config
+        # Otherwise another budget would give another buffer size, and the records another layout.
         section = dataclasses.replace(config.infinity, staging_buffer_bytes=self._header["page_bytes"])
         return dataclasses.replace(config, infinity=section)
 
     def check(self, layout: Mapping[str, Any], staging_buffer_bytes: int, shard: tuple[int, int]) -> None:
-        """See that the newest commit is of this training. Nothing has been written yet.
+        """Check that the newest commit is of this training. Nothing has been written yet.
 
         Args:
-            layout: what must be the same for a commit to be gone on from, as JSON has it.
-            staging_buffer_bytes: of records.
-            shard: which of how many this process has of the states.
+            layout: all that must be the same to resume from a commit, as JSON.
+            staging_buffer_bytes: size of the buffers, on which the records' layout depends.
+            shard: (index, number) of this process's shard of the states.
 
         Raises:
-            ModelError: names what differs.
+            ModelError: it is of another training; the message lists the differences.
         """
         self._layout = {**layout, "processes": self._ranks.num, "share": list(shard)}
         self._staging_buffer_bytes = staging_buffer_bytes
@@ -200,14 +215,15 @@ class DurableRun:
         waiting: Callable[[str], Any],
         exchange: WeightExchange,
     ) -> None:
-        """Take note of what is committed. Protects the commits that there are; what the newest holds is there from now on.
+        """Connect the parts whose contents are committed. Protect present commits, and restore the newest one's bytes.
 
         Raises:
             StorageError: they are damaged.
-            ModelError: this config would look for tensors elsewhere.
+            ModelError: with this config, tensors would be at other places of the files.
         """
         if storage.versions is None or not isinstance(storage.records, PagedStateStore):
             raise RuntimeError("a durable run without versions of its states")
+        # Set here, not in the constructor: storage is opened for a plan, and the plan needs `adapted`.
         self._versions, self._records = storage.versions, storage.records
         self._units, self._states, self._parameter_cache, self._waiting = units, states, parameter_cache, waiting
         self._stream, self._exchange = stream, exchange
@@ -219,6 +235,8 @@ class DurableRun:
                     "infinity.durable_path",
                 )
             with self._reading():
+                # Before anything is written: the newest commit's bytes, and those of all kept ones, must not be
+                # overwritten.
                 self._versions.recover(self._number)
                 *_, inside = self._versions.go_to(self._number)
                 for number in self._versions.kept:
@@ -231,24 +249,29 @@ class DurableRun:
         """Begin to commit the step that has just ended.
 
         Raises:
-            StepError: the step before could not be; see `wait`.
-            ModelError: parameters were added that lie outside of what is committed.
+            StepError: the last commit failed; see `wait`.
+            ModelError: parameters were added after `initialize`, which commits do not have.
         """
         if added := training.num_not_held:
             raise ModelError(
                 f"{added} parameters came after infinity.initialize, and a durable run does not have them",
                 cure="Add them before, or set infinity.durable to false",
             )
+        # One commit at a time: a second one would change what the first one writes.
         self.wait()
         self._warn_of_scheduler(training)
+        # See [Note: commits of ranks]: all ranks have made the last commit.
         self._ranks.all_gather_ints(f"the commit of step {training.global_steps}")
         for unit in self._units:
             unit.detect_writes()
-        if any(unit.dirty for unit in self._units):  # what others have written belongs to the step
+        if any(unit.dirty for unit in self._units):  # what the script has written into weights belongs to the step
             training.flush()
+        # Packed now: the script may change groups, scheduler and buffers as soon as `Engine.step` returns.
         outside, step = commit_parts.packed(self._outside(training)), training.global_steps
         updates, line = self._stream.pending(), self._line
 
+        # `Versions` calls these two in its own thread: `ready` until the step's updates have started their writes, then
+        # `parts`, when places and states are final.
         def ready() -> None:
             for update in updates:
                 update.wait()
@@ -264,15 +287,16 @@ class DurableRun:
         self._versions.begin(self._number, parts, self._staying(), ready)
 
     def wait(self) -> None:
-        """Return when the last step is committed. Nothing is written by anybody as long as one is being committed.
+        """Wait until the last step is committed. Nobody may write while a commit is under way.
 
         Raises:
-            StepError: it could not be; the commits before are as they were, and no later one can be made.
+            StepError: the commit failed. Earlier commits are unchanged, and no later one can be made.
         """
         if self._is_consistent:
             return
         try:
             with self._waiting("commit"):
+                # The commit waits for all updates. A deferred one would wait until its unit is needed.
                 self._stream.release_all()
                 self._versions.wait()
         except Exception as error:
@@ -282,7 +306,9 @@ class DurableRun:
         self._is_consistent = True
 
     def _staying(self) -> list[int]:
-        """Numbers of the commits that stay when the next is there."""
+        """Numbers of the commits that are kept beside the next one."""
+        # Newest first. With keep_last 3 and keep_every 100, steps 305, 304, 303, 300, 200 and 100 are kept, and 306
+        # comes next. Then 305 and 304 stay as the last ones, 300, 200 and 100 as marked ones. 303 is removed.
         kept = self._versions.kept
         staying = kept[: self._section.keep_last - 1]
         if self._section.keep_every:
@@ -292,7 +318,7 @@ class DurableRun:
         return staying
 
     def resume(self, training: Any) -> None:
-        """Go on from the newest commit, if there is one.
+        """Resume from the newest commit, if there is one.
 
         Raises:
             StorageError: it is damaged.
@@ -302,6 +328,7 @@ class DurableRun:
             logger.info("durable run in '%s': begins", self._path)
             return
         number = self._number
+        # This rank's newest commit may be one step ahead of other ranks'.
         if self._common is not None and self._common != self._commits[number]:
             there = [kept for kept in self._versions.kept if self._commits[kept] == self._common]
             if not there:
@@ -314,7 +341,7 @@ class DurableRun:
         logger.info("durable run in '%s': goes on from step %d, %.0f s old", self._path, training.global_steps, age)
 
     def _warn_of_changes(self, training: Any, before: Sequence[Mapping[str, Any]]) -> None:
-        """Warn of values that the script gives now, other than ``before``: the groups' are those of the run."""
+        """Warn if the script sets other hyperparameters than at the start ``before``: the run's have precedence."""
         changes = [
             f"group {index}: {name} goes on with {group[name]!r}, not {now[name]!r}"
             for index, (then, now, group) in enumerate(
@@ -344,20 +371,20 @@ class DurableRun:
             )
 
     def rollback(self, training: Any, steps: int) -> None:
-        """Go back by so many commits.
+        """Go back by ``steps`` steps.
 
         Raises:
-            StepError: so many are not kept (of several ranks, on all of them), or there is no room for a small file, say.
-                Nothing has changed.
+            StepError: a rank does not have that many commits, or a file could not be written. Nothing has changed.
         """
         found = gather_results(self._ranks, f"engine.rollback({steps})", lambda: self._before(training, steps))
         self._go_to(training, found[self._ranks.index])
         logger.info("durable run in '%s': went back to step %d", self._path, training.global_steps)
 
     def _before(self, training: Any, steps: int) -> int:
-        """The commit of so many steps before."""
+        """Number of the commit ``steps`` steps ago."""
         training.flush()
         kept = [number for number in self._versions.kept if self._commits[number][0] == self._line]
+        # At step 12 with commits of 12, 11 and 10: {0: number of 12, 1: number of 11, 2: number of 10}.
         back = {training.global_steps - self._commits[number][1]: number for number in kept}
         if self._number in self._commits and training.global_steps == self._commits[self._number][1]:
             back.pop(0, None)
@@ -376,7 +403,8 @@ class DurableRun:
         return back[steps]
 
     def _go_to(self, training: Any, number: int) -> list[dict[str, Any]]:
-        """Returns the groups' values that the script began with then."""
+        """Go to a commit. Returns the groups' values as the script had set them when it was made."""
+        # Going back is a commit, too: the old contents under a new number, as the newest one. A crash leaves either.
         as_number = self._number + 1 if number != self._number else None
         found: list[bytes] = []
 
@@ -393,8 +421,10 @@ class DurableRun:
 
         training.flush()
         what = "going to a commit"
+        # Ranks that fetch shards from each other must not get bytes of two steps.
         with self._exchange.replacing(self._units, lambda: agree(self._ranks, f"before {what}")):
             for unit in self._units:
+                # What is in memory is of the step that is left. `outdate` makes graphs over it raise in backward.
                 self._parameter_cache.evict(unit)
                 unit.outdate()
             gather_results(self._ranks, what, go)
@@ -413,7 +443,7 @@ class DurableRun:
         return given
 
     def _restore(self, training: Any, number: int, head: bytes, outside: bytes, inside: bytes) -> dict[str, Any]:
-        """What else the commit holds."""
+        """Check and restore scalars, groups and buffers of a commit. Returns its training state."""
         self._number = number
         self._record(number, head)
         self._line, _ = self._commits[number]
@@ -427,6 +457,7 @@ class DurableRun:
             raise ValueError(f"it has no {', '.join(lacking)}")
         if not all(isinstance(group, dict) for group in training_state["given"]):
             raise ValueError("the values that the script began with are none of groups")
+        # Checked before the optimizer's groups are changed.
         check_random_states(training_state["random"])
         check_counters(training_state["counters"])
         check_groups(training_state["groups"], training.optimizer.param_groups)
@@ -442,6 +473,7 @@ class DurableRun:
             for slot in unit.layout.slots:
                 state = self._states.get((unit.index, slot.index))
                 if state is not None:
+                    # `is_fresh`: no update yet, so the optimizer has no state names either.
                     scalars, names, num_updates, is_fresh = training_state["states"][slot.spec.fqn]
                     if not is_fresh:
                         training.optimizer.check_scalars(unit.parameters[slot.index], scalars)
@@ -450,7 +482,7 @@ class DurableRun:
         return training_state
 
     def begin_line(self) -> None:
-        """Weights and states are those of a checkpoint from now on, on all ranks: see [Note: lines of commits]."""
+        """A checkpoint was loaded, on all ranks: begin a new line, see [Note: lines of commits]."""
         self._line = 1 + max(
             number for (number,) in self._ranks.all_gather_ints("a new line of commits", [self._number])
         )
@@ -460,7 +492,7 @@ class DurableRun:
         self._commits[number] = header["line"], header["step"]
 
     def _outside(self, training: Any) -> dict[str, Any]:
-        """What the training thread may change as soon as the step has ended."""
+        """The part of a commit that the training thread may change as soon as the step has ended."""
         return {
             "groups": _without_parameters(training.optimizer.param_groups),
             "given": self._given,
@@ -469,7 +501,7 @@ class DurableRun:
         }
 
     def _inside(self) -> dict[str, Any]:
-        """What changes with updates."""
+        """The part of a commit that changes with updates."""
         states = {}
         for unit in self._units:
             for slot in unit.layout.slots:
@@ -484,7 +516,7 @@ class DurableRun:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """What a commit's contents bring about in code that expects others is a `StorageError`."""
+        """Turn errors from a damaged commit's contents into `StorageError`."""
         try:
             yield
         except InfinityError:
@@ -505,6 +537,7 @@ class DurableRun:
 def _header_of(head: bytes) -> dict[str, Any]:
     found = json.loads(head)
     kinds = {"step": int, "line": int, "page_bytes": int, "time": float, "layout": dict, "places": dict}
+    # `type` and not isinstance: JSON's true is an int to Python.
     if not isinstance(found, dict) or any(type(found.get(name)) is not kind for name, kind in kinds.items()):
         raise ValueError("its header is not that of a commit")
     return found

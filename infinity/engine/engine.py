@@ -1,12 +1,9 @@
-"""The engine: one object that a training loop talks to.
+"""The engine: the object that a training loop calls.
 
-Decides when: it turns calls of the user and events of the model into work for coordinator, stepper and update stream. It moves
-no bytes itself.
-
-Here are its loop, its optimizer's step and its end. What else users call on it is in the classes that it extends, one file
-each, from the top down: parameters that come later (`Relayout`), checkpoints (`CheckpointCalls`), exports (`ExportCalls`),
-counters, sizes and a loader (`LoopSettings`), and the model's own names (`ModuleFacade`). Whoever looks at weights or states from
-outside of the loop does so through `ConsistentAccess`.
+This file has the loop, the optimizer's step and closing. The classes that `Engine` extends have the other methods, one
+file for each class. `Relayout`: parameters added later. `CheckpointCalls`: checkpoints. `ExportCalls`: exports.
+`LoopSettings`: counters, sizes and a loader. `ModuleFacade`: the model's own names. Weights and states are read through
+`ConsistentAccess`.
 """
 
 from __future__ import annotations
@@ -59,6 +56,7 @@ class Engine(Relayout):
         self._paged = PagedOptimizer(
             parts.wrapped_optimizer, parts.updater, self, parts.consistent, parts.groups.loose, parts.mains
         )
+        # Without groups there is nothing to train, and `_check_optimizer` says so.
         self.optimizer = self._paged if parts.wrapped_optimizer.param_groups else None
         self._has_warned_of_dropping = False
         self._saving = None
@@ -69,7 +67,7 @@ class Engine(Relayout):
         _engines.add(self)
 
     def _connect(self, parts: Parts) -> None:
-        """Work with these parts from now on."""
+        """Use these parts: in the constructor, and again after a relayout."""
         self._parts = parts
         self._coordinator = parts.coordinator
         self._stepper = parts.stepper
@@ -82,10 +80,14 @@ class Engine(Relayout):
         self._train_batch = TrainBatch(self, self._vertical, self._reporter)
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.timeline, parts.exchange)
         self._backwards.collector.watch(parts.module_hooks.handles_of_others)
+        # Last: from here on a call of the model comes to these parts. The hooks keep the engine alive, so that a script
+        # may keep the model alone.
         parts.module_hooks.install(self)
 
     def _release_parts(self, rest: contextlib.ExitStack) -> None:
-        """At the end of ``rest``, in reverse, and each even if the one before fails."""
+        """Push the steps that take the parts down. ``rest`` runs them in reverse, each even if one before it fails."""
+        # So read from the bottom up: first hooks and running calls end, then updates and other ranks' fetches. Memory,
+        # files and threads are last.
         rest.callback(self._shutdown.now)
         rest.callback(self._stepper.close)
         rest.callback(self._coordinator.close)
@@ -97,13 +99,14 @@ class Engine(Relayout):
         rest.callback(self._backwards.collector.close)
 
     def begin_run(self, make_parts: MakeParts, untile: Callable[[], None], notes: RunNotes, monitors: Monitors) -> None:
-        """The engine is complete: it goes on from its durable run, and what happens is written down from now on.
+        """Resume the durable run, and start the log. The last step of `infinity.initialize`.
 
         Args:
-            make_parts: makes parts in place of others, and gives them to this engine: `infinity.engine.assembly.build`.
-            untile: makes weights whole again, once the model is an ordinary one.
+            make_parts: `infinity.engine.assembly.build` with its first arguments, for a relayout.
+            untile: makes tiled weights whole again when the engine is closed.
         """
         self._make_parts, self._untile = make_parts, untile
+        # Before the log is opened: its first line has the step that the run continues from.
         self._resume()
         self._notes, self.monitor = notes, monitors
         notes.start(self)
@@ -123,12 +126,14 @@ class Engine(Relayout):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Arguments and result are those of ``module.forward``."""
         self._check_usable()
-        if self._coordinator.is_in_forward:  # torch runs no hooks after a KeyboardInterrupt in forward
+        # Still in forward: an interrupt cut the last one off, since torch runs no forward hooks after
+        # KeyboardInterrupt.
+        if self._coordinator.is_in_forward:
             self._parts.module_hooks.abandon_calls()
         return self.run_module(*args, **kwargs)
 
     def obstacle(self) -> str | None:
-        """Why the present step's micro-batches go one after the other, whatever the schedule; None if nothing is against it."""
+        """Why the present step cannot go vertically, whatever the schedule; None: it may."""
         return "the step was begun with engine.backward" if self.counts.position else None
 
     @locked
@@ -137,8 +142,8 @@ class Engine(Relayout):
 
         Args:
             loss: tensor with one element and a graph. With fp16 it is multiplied by `loss_scale` before.
-            retain_graph: as torch means it: another backward of the same micro-batch is to come.
-            scale_wrt_gas: whether to divide at all; False for a loss that is divided already.
+            retain_graph: as in torch: another backward of the same micro-batch follows.
+            scale_wrt_gas: False: the loss is divided already.
 
         Returns:
             The loss, divided like its gradients.
@@ -151,31 +156,35 @@ class Engine(Relayout):
         self._forget_cut_off_forward()
         self._check_optimizer("engine.backward()")
         self._guard.check_backward(loss)
+        # A `loss.backward()` of the script before this call: its gradients belong to the step, and are taken first.
         self._backwards.collect()
         self._vertical.on_ordinary_step()
         self._reporter.on_loss(loss, self.global_steps)
+        # With a boundary set to False by the script, several backwards before a step are what it announced, not a GAN's
+        # loop.
         if self.counts.boundary is None or self.counts.boundary:
             self._style.on_backward()
         self.counts.count_backwards(1)
         divisor = self._style.begin_backward(divides=scale_wrt_gas)
         self._backwards.run(self._stepper.scaler.scale_loss(loss, divisor), retain_graph=retain_graph)
         num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+        # As DeepSpeed: the caller's loss is divided like the gradients.
         return loss if num_parts == 1 else loss.detach() / num_parts
 
     def backward_together(self, compute_losses: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor] | str:
-        """Forward and backward of all micro-batches of a step, which take turns unit by unit; `step` comes next.
+        """Run forward and backward of all micro-batches of a step vertically, unit by unit. Call `step` next.
 
-        The gradients are those of ``backward(loss, scale_wrt_gas=False)`` for one micro-batch after the other, bit for bit:
-        where the model makes them differ, that is a reason against it. With ``"infinity": {"schedule": "vertical"}`` it is a
-        warning, unless the model cannot be run like this at all.
+        The gradients are bit for bit those of ``backward(loss, scale_wrt_gas=False)`` for one micro-batch after the
+        other. If the model makes them differ, the step is not run vertically. With ``"infinity": {"schedule":
+        "vertical"}`` it is, with a warning, if the model allows it at all.
 
         Args:
-            compute_losses: one function per micro-batch, which runs the model and gives the loss, divided already (one
-                element). Each is called in a thread of its own; the threads take turns.
+            compute_losses: one function per micro-batch, which runs the model and returns the loss (one element),
+                divided already. Each is called in a thread of its own; the threads take turns.
 
         Returns:
-            The losses, detached; or, in words, why the micro-batches have to go one after the other. Then everything is as
-            before, but for what the functions have changed outside of the model.
+            The losses, detached; or a text that says why the micro-batches have to run one after the other. In that
+            case nothing has changed, except what the functions changed outside of the model.
 
         Raises:
             StepError: the step before was not finished with `step`.
@@ -187,6 +196,7 @@ class Engine(Relayout):
         self._style.on_backward()
         found = self._train_batch.together(compute_losses, updates=self._style.updates_in_backward)
         if isinstance(found, str):
+            # Nothing was kept of them: the caller runs the micro-batches again, one after the other.
             self._style.forget_backwards()
             return found
         self._style.begin_backward(divides=False)
@@ -194,13 +204,13 @@ class Engine(Relayout):
         return found
 
     def on_ordinary_step(self, reason: str) -> None:
-        """The present step's micro-batches go one after the other: ``reason`` is for the report, and logged once."""
+        """The present step runs in the ordinary order. ``reason`` is reported, and logged once."""
         self._train_batch.on_ordinary_step(reason)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss for a ``loss.backward()`` of one's own before `step`: with fp16, times the loss scale.
+        """Return the loss for your own ``loss.backward()`` before `step`: with fp16, multiplied by the loss scale.
 
-        It is not divided here: `step` divides the gradients by the accumulation steps, as it does without this call.
+        It is not divided here: `step` divides the gradients by the accumulation steps.
         """
         self._check_usable()
         self._guard.check_backward(loss)
@@ -210,18 +220,18 @@ class Engine(Relayout):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at the gradient accumulation boundary, update the weights.
 
-        Gradients of a ``loss.backward()`` of one's own are divided by the accumulation steps here. ``lr_kwargs`` are passed
-        to ``lr_scheduler.step``. Where that needs an argument and gets none, it is the samples of a step, as in DeepSpeed.
+        Gradients of your own ``loss.backward()`` are divided by the accumulation steps here. ``lr_kwargs`` are passed
+        to ``lr_scheduler.step``. If it needs an argument and gets none, it gets the samples of a step, as in DeepSpeed.
 
-        The update may still run when this returns. Whatever looks at weights or states waits for it. With fp16, or
-        ``bf16.check_grad_overflow``, a step whose gradients are not finite changes nothing, and `lr_scheduler` stays.
+        The update may still run when this returns. Reading weights or states waits for it. With fp16, or
+        ``bf16.check_grad_overflow``, a step with non-finite gradients changes nothing, and `lr_scheduler` is not
+        stepped.
 
         Raises:
             StepError: there was no backward since the last one, or it was cut off; gradients are not finite even with
                 the smallest loss scale allowed.
             TypeError: ``lr_scheduler.step`` needs other arguments; the step has not begun.
-            CheckpointError, StorageError: what ``save_checkpoint(blocking=False)`` wrote has failed; the step is
-                complete.
+            CheckpointError, StorageError: a background save has failed; the step is complete.
         """
         self._check_usable()
         self._check_optimizer("engine.step()")
@@ -231,11 +241,13 @@ class Engine(Relayout):
         self._guard.check_step()
         self._was_applied = False
         is_boundary = not self.counts.is_managed or self.counts.is_boundary()
+        # Bound before the update: a missing argument must raise while nothing has changed.
         scheduled = step_arguments(self.lr_scheduler, lr_kwargs or {}, self.counts.batch_size) if is_boundary else None
         with uninterrupted():  # else weights, counters and the scheduler would be of two steps
             if is_boundary:
                 with self.counts.in_step():
-                    self.optimizer.step()  # so that its hooks run, and schedulers see it
+                    # Not `optimizer_step`: hooks on the optimizer run, and torch's schedulers see that it was called.
+                    self.optimizer.step()
                     self.loose.zero_grad(set_to_none=True)
             self.micro_steps += 1
             self._guard.end_micro_batch()
@@ -245,12 +257,13 @@ class Engine(Relayout):
         self._check_saving()
 
     def _end_step(self, scheduled: BoundArguments | None) -> None:
-        """Weights are updated: samples count, loss scale and scheduler move on, and the step is written down.
+        """After the update: count samples, step loss scale and scheduler, write curves, begin the commit.
 
-        ``scheduled``: with what the scheduler is stepped, if it is.
+        ``scheduled``: arguments of ``lr_scheduler.step``; None: it is not stepped.
         """
         samples_before = self.global_samples
         self.counts.count_samples(None if self.report is None else self.report.num_samples)
+        # Before the scheduler, which must not move in a skipped step, and before the commit, which holds the new scale.
         self._stepper.scaler.update(is_finite=self.was_step_applied(), step=self.global_steps)
         if self.was_step_applied() and scheduled is not None:
             self.lr_scheduler.step(*scheduled.args, **scheduled.kwargs)
@@ -259,24 +272,25 @@ class Engine(Relayout):
             with_seconds = self.config.wall_clock_breakdown
             self.monitor.write_step(self.report, lr, samples_before, self.global_samples, with_seconds=with_seconds)
         if self._parts.durable is not None:
+            # Last: everything above is in the commit.
             self._parts.durable.commit(self)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """Run all micro-batches of one step, forward, backward and step.
 
-        With several of them the step goes unit by unit over all micro-batches, if config and model allow (see
-        ``infinity.schedule``); ``report.schedule`` says how it went.
+        With several micro-batches the step runs vertically, if config and model allow it (see ``infinity.schedule``).
+        ``report.schedule`` says which order it was.
 
         Args:
-            data_iter: gives one batch per micro-batch; a mapping is passed as keyword arguments, a tuple or list as
+            data_iter: yields one batch per micro-batch; a mapping is passed as keyword arguments, a tuple or list as
                 arguments. None: the loader made from ``training_data``, epoch after epoch.
-            loss_fn: takes the model's output and the batch, and gives the loss. None: the loss is in the output.
+            loss_fn: takes the model's output and the batch, and returns the loss. None: the loss is in the output.
 
         Returns:
             The mean of the micro-batches' losses: 0-dim fp32 tensor, detached.
 
-        If it raises, because the iterator ended or from the model's code, the step has not begun: gradients of its first
-        micro-batches are forgotten. Only if updates had begun, the next call says that `reset` is needed.
+        If it raises, because the iterator ended or in the model's code, gradients of the step's first micro-batches are
+        dropped, and the step can be repeated. If updates had begun, the next call says that `reset` is needed.
         """
         self._check_usable()
         self._check_not_gathered("engine.train_batch()")
@@ -296,11 +310,12 @@ class Engine(Relayout):
     ) -> Any:
         """The mean loss (0-dim fp32) of as many batches as a step has, in evaluation mode and without gradients.
 
-        Each module's mode is afterwards what it was before: DeepSpeed leaves it to its ``train_batch`` to go back.
+        Afterwards each module has the mode that it had before. (DeepSpeed leaves the model in evaluation mode.)
 
         Args:
-            data_iter: gives one batch per micro-batch, as for `train_batch`; or one batch, which is not an iterator.
-            return_logits, compute_loss: whether to return a pair with the list of outputs, and that list for the loss if not.
+            data_iter: yields one batch per micro-batch, as for `train_batch`; or a single batch.
+            return_logits: return a pair of loss and list of outputs.
+            compute_loss: False: return the list of outputs in place of the loss.
             reduce_output: "avg"; None: return the list of the losses in place of their mean.
             bcast_loss: without effect.
             num_micro_batches: how many batches; None: the accumulation steps.
@@ -313,7 +328,7 @@ class Engine(Relayout):
         return (found, outputs) if return_logits else found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all accumulated gradients: between the micro-batches of a step, too, where DeepSpeed keeps their sum."""
+        """Drop all accumulated gradients, also between the micro-batches of a step, where DeepSpeed keeps them."""
         if self.counts.is_managed and self.counts.position and not self._has_warned_of_dropping:
             self._has_warned_of_dropping = True
             logger.warning(
@@ -327,12 +342,13 @@ class Engine(Relayout):
     # -------------------------------------------------------------------------------------- what the optimizer asks for
 
     def optimizer_lock(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """The engine lock is held inside the ``with`` block; see [Note: engine lock] in ``infinity.threads.engine_lock``."""
+        """Hold the engine lock inside the ``with`` block; see [Note: engine lock] in
+        ``infinity.threads.engine_lock``."""
         return self._coordinator.lock.held(what)
 
     @locked
     def optimizer_step(self) -> None:
-        """``optimizer.step()``, called by `step` or by a plain loop: the gradients that are there are the step's."""
+        """Implements ``optimizer.step()``, called by `step` or by a plain loop."""
         self._check_usable()
         self._check_not_gathered("optimizer.step()")
         self._forget_cut_off_forward()
@@ -348,6 +364,7 @@ class Engine(Relayout):
         self._guard.check_optimizer_step(is_engine_step=self.counts.is_in_step)
         self._reporter.begin()
         self._backwards.collect()
+        # The stepper divides the gradients of held parameters. Those of loose parameters are torch's own.
         if self._style.changes_what_comes and self.loose.have_gradients:
             raise StepError.order(
                 "engine.step()",
@@ -357,6 +374,7 @@ class Engine(Relayout):
                 step=self.global_steps,
             )
         self._stepper.divide_by(self._style.divisor(is_engine_step=self.counts.is_in_step))
+        # What the script has written into p.grad between backward and step, e.g. its own clipping.
         self._parts.live.apply_user_writes()
         if not self.counts.is_in_step:
             self._style.on_plain_step()
@@ -366,6 +384,7 @@ class Engine(Relayout):
             self._end_update()
 
     def _update(self) -> None:
+        # An interrupt is held back by `uninterrupted`; any other exception leaves some units updated and others not.
         is_complete = False
         self._guard.move_to(Phase.STEPPING)
         try:
@@ -381,7 +400,7 @@ class Engine(Relayout):
         return self._guard.has_gradients or self.loose.have_gradients
 
     def _end_update(self) -> None:
-        """All of a step is updated, or on its way: it counts, and is reported."""
+        """All updates of the step were submitted: count the step, and report it."""
         self._style.end_step()
         if not self.counts.is_in_step:  # whatever was accumulated with `backward` went into it
             self.counts.begin_step()
@@ -404,13 +423,14 @@ class Engine(Relayout):
 
     @locked
     def optimizer_zero_grad(self, *, set_to_none: bool) -> None:
-        """``optimizer.zero_grad()``: forget the gradients of all that is in a group, or set those that are there to zero.
+        """Implements ``optimizer.zero_grad()``: drop the gradients of parameters in groups, or set them to zero.
 
         Raises:
             StepError: some of them were already used up in backward.
         """
         self._guard.check_not_partial("gradients were dropped before engine.step()")
         self._backwards.refuse_together("gradients are dropped between micro-batches")
+        # torch's zero_grad leaves parameters alone that are in no group.
         kept = self._parts.groups.ungrouped()
         if kept or not set_to_none:
             self._backwards.collect()
@@ -433,11 +453,12 @@ class Engine(Relayout):
     # --------------------------------------------------------------------------------- what was cut off, and going back
 
     def reset(self) -> None:
-        """Forget a forward or backward that an exception cut off, and the gradients of its step; then train on.
+        """Forget a forward or backward that an exception cut off, and drop the gradients of its step. Then train on.
 
-        After an update in backward was cut off, weights are between two steps; this accepts them as they are. Several processes
-        that update in backward all have to call it.
+        If an update in backward was cut off, weights are between two steps; this accepts them as they are. If several
+        processes update in backward, all of them have to call it.
         """
+        # The call that holds the lock may have been cut off on a thread that is gone: `reset` is how to get it back.
         if not self._coordinator.lock.is_mine:
             self._coordinator.break_off()
         with self._coordinator.lock.held("engine.reset()"):
@@ -450,17 +471,18 @@ class Engine(Relayout):
             self.counts.abandon_step()
 
     def _forget_calls(self) -> None:
-        """An interrupt may have kept calls of this thread from giving the lock back."""
+        """Forget calls of this thread that an interrupt kept from releasing the lock."""
+        # A GatheredParameters block is a call that lasts beyond this one, and will release the lock itself.
         if not any(unit.gathered for unit in self._coordinator.parameter_cache.units):  # which last beyond a call
             self._coordinator.lock.be_outermost()
 
     def forget_step(self) -> None:
-        """As `reset`, unless weights have been updated already: then the next call raises."""
+        """As `reset`. But if weights have been updated already, the next call raises."""
         if not self.is_closed and not self._stepper.is_between_steps:
             self.reset()
 
     def _forget_cut_off_forward(self) -> None:
-        """A KeyboardInterrupt in a module below the model may have left one that seems to go on: see `forward`."""
+        """Forget a forward that a KeyboardInterrupt cut off below the model: see `forward`."""
         if self._coordinator.is_in_forward and not self._parts.module_hooks.are_running():
             self._parts.module_hooks.abandon_calls()
 
@@ -468,7 +490,7 @@ class Engine(Relayout):
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` has ended."""
+        """Whether `close` is complete."""
         return self._shutdown.is_over
 
     @locked
@@ -476,15 +498,15 @@ class Engine(Relayout):
         """Finish pending updates, then release memory, files and threads.
 
         Args:
-            restore_weights: leave the model as an ordinary one on the compute device, with the trained weights in the
-                compute dtype. None: if they take half of the free memory at most, and no step was cut off. False: never;
-                touching a parameter raises then.
+            restore_weights: True: make the model an ordinary one on the compute device, with the trained weights in the
+                compute dtype. None: do so if they take at most half of the free memory and no step was cut off. False:
+                do not; using a parameter raises then.
         """
         self._close(restore_weights, self._restore)
 
     @locked
     def close_for_next(self) -> None:
-        """Close, and leave the model to the next engine: its large weights lie on the config's drives, if that names any."""
+        """Close, for the next engine of this model: large weights stay in files, if the config names drives."""
         self._close(True, functools.partial(self._restore, on_drives=True))
 
     def _close(self, restores: bool | None, restore: Callable[[], None]) -> None:
@@ -492,6 +514,8 @@ class Engine(Relayout):
             return
         refuse_in_between("engine.close()")
         self._forget_calls()
+        # Runs in reverse, whatever fails: the background save ends first, then the log and monitors, then the script's
+        # optimizer comes back, then the parts go.
         with contextlib.ExitStack() as rest:
             self._release_parts(rest)
             if self._passed is not None:
@@ -506,6 +530,7 @@ class Engine(Relayout):
             if self._guard.phase is Phase.CLOSED:
                 rest.callback(self._shutdown.abort)  # an interrupt has cut off an attempt to close
             elif restores or self._guard.is_consistent:
+                # If `restores` is True, the user wants the weights, even those between two steps.
                 leave(
                     self._parts.parameter_map.units,
                     self.device,
@@ -514,13 +539,15 @@ class Engine(Relayout):
                     is_wanted=restores,
                     has_unsaved=self.global_steps > self._num_saved_steps,
                 )
+                # Other ranks may still fetch this rank's shards, to restore their own weights.
                 self._parts.exchange.wait_for_peers()
             else:
+                # In reverse: the save ends first, because after `abort` nobody gets a staging buffer.
                 rest.callback(self._shutdown.abort)
-                rest.callback(self._finish_saving)  # before it gets no staging buffer any more
+                rest.callback(self._finish_saving)
 
     def _has_states(self) -> bool:
-        """Whether the optimizer has any; after an error, whether it has made a step."""
+        """Whether the optimizer has states; if that cannot be read, whether a step was made."""
         try:
             return any(self._paged.has_state(parameter) for parameter in self._parts.wrapped_optimizer.params())
         except Exception:
@@ -552,9 +579,10 @@ class Engine(Relayout):
             raise
 
 
+# For `engine_of`: a parameter knows its handler, and the handler must not keep the engine alive.
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def engine_behind(host: object) -> Engine | None:
-    """The engine for whose parameters ``host`` answers; None if there is none."""
+    """The engine whose `ParameterHandler` is ``host``; None if there is none."""
     return next((engine for engine in list(_engines) if engine._parts.parameter_handler is host), None)

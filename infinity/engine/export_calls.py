@@ -25,16 +25,16 @@ from infinity.units.unit import Unit
 
 logger = logging.getLogger(__name__)
 _WHAT = "reading main weights for an export"
-_END = [-1, -1]
+_END = [-1, -1]  # unit and slot index that end a `_LedReading`
 
 
 class ExportCalls(LoopSettings):
-    """Part of the engine. Knows what is needed of it; must not know formats.
+    """Part of the engine: exports.
 
-    Each of these makes the directory if it is missing; it holds the old weights or the new ones, whole, whenever the process
-    or the machine may go down. Of a PEFT model, its adapters are written as PEFT does it. Where several processes train
-    together, the first one writes, and the others return before it is done; of those with different parts of the model, the
-    first of each part, to a directory of its own.
+    Each method makes the directory if it is missing. If process or machine goes down, the directory holds the old
+    weights or the new ones, whole. Of a PEFT model, only adapters are written, as PEFT does it. With several processes,
+    rank 0 writes, and the others return before it is done. If processes have different parts of the model, the first
+    process of each part writes, to a directory of its own.
     """
 
     _has_warned_of_adapters = False
@@ -62,7 +62,7 @@ class ExportCalls(LoopSettings):
 
         Raises:
             CheckpointError: a load has failed midway, so that weights are of two trainings.
-            StorageError: the directory cannot take them; what was there before is still there.
+            StorageError: the directory cannot be written. Earlier files are still there.
             ModelError: the format has no name or dtype for something; nothing has been written.
             ValueError: ``save_dir`` is empty, or an address ("s3://..."); or ``max_shard_size`` is no size.
         """
@@ -113,7 +113,7 @@ class ExportCalls(LoopSettings):
 
         Raises:
             CheckpointError: a load has failed midway, so that weights are of two trainings.
-            StorageError: the directory cannot take them; what was there before is still there.
+            StorageError: the directory cannot be written. Earlier files are still there.
             ModelError: something cannot be written so that it can be read; nothing has been written.
             ValueError: ``save_directory`` is empty, or an address; or ``max_shard_size`` is no size; or pickles or an upload
                 are asked for.
@@ -143,6 +143,7 @@ class ExportCalls(LoopSettings):
         self.flush()
         check_apart(self._mesh, Path(directory))
         reading: _LedReading | None = None
+        # Model weights can be read by rank 0 alone. Main weights of divided states need every rank's shard.
         if dtype is not None and self._parts.access.is_divided:
             reading = _LedReading(self._parts.access, self._mesh.data, self._parts.parameter_map.units)
         if self._mesh.data.index > 0:
@@ -172,13 +173,14 @@ def _shard_bytes(max_shard_size: int | str) -> int:
 
 
 def check_directory(directory: str | Path | None) -> None:
-    """Refuse what a script can hardly mean.
+    """Refuse an empty directory, or the address of a store, for which a local directory of that name would be made.
 
     Raises:
-        ValueError: it is empty; or the address of a store, for which a directory of that name would be made here.
+        ValueError: it is one of these.
     """
     if not directory or not os.fspath(directory):  # None, as well
         raise ValueError('the directory is empty. Pass one; "." is the current one')
+    # Path("s3://bucket") becomes "s3:/bucket", hence one slash in the pattern.
     if re.match(r"[a-z][a-z0-9]+:/", os.fspath(directory)):
         raise ValueError(
             f"'{directory}' is an address, and no directory. Pass one, and copy from or to the store yourself"
@@ -187,9 +189,9 @@ def check_directory(directory: str | Path | None) -> None:
 
 @dataclass(frozen=True)
 class _LedReading:
-    """Main weights of which each rank keeps a part, read for the first one.
+    """Reads main weights for rank 0 when each rank keeps a shard of them.
 
-    That one calls `main_weights` inside `leading`, while all others are in `follow`.
+    Rank 0 calls `main_weights` inside `leading`, while all others are in `follow`.
     """
 
     _access: StateAccess
@@ -198,22 +200,24 @@ class _LedReading:
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:
-        """At the end of the ``with`` block, however it ends, the others leave `follow`."""
+        """At the end of the ``with`` block, the others leave `follow`. Also after an error."""
         try:
             yield
         finally:
             self._ranks.all_gather_ints(_WHAT, _END)
 
     def main_weights(self, unit: Unit, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
-        """See `StateAccess.main_weights`. The others are told of each."""
+        """See `StateAccess.main_weights`. The other ranks read each slot as well."""
         found: dict[int, torch.Tensor] = {}
         for slot in slots:
+            # The others read this slot at the same point, since reading it is a collective.
             self._ranks.all_gather_ints(_WHAT, [unit.index, slot.index])
             found |= self._access.main_weights(unit, [slot])
         return found
 
     def follow(self) -> None:
-        """Join in until the first rank has read all that it wants."""
+        """Take part until rank 0 has read all that it wants."""
+        # [0] is what rank 0 says; this rank's own entry is a placeholder.
         while (told := self._ranks.all_gather_ints(_WHAT, _END)[0]) != _END:
             unit = self._units[told[0]]
             self._access.main_weights(unit, [unit.layout.slots[told[1]]])

@@ -1,4 +1,4 @@
-"""What a training loop asks of an engine besides its steps: counters, batch sizes, learning rates, reports, a loader."""
+"""Methods of the engine around the training loop: counters, batch sizes, learning rates, reports, a loader."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from infinity.vertical.schedule import VerticalSchedule
 NO_COMM_HOOKS = (
     ': communication hooks are not supported. "communication_data_type": "bf16" halves the bytes of gradients'
 )
-"""What is said of DDP's method ``register_comm_hook``."""
+"""End of the error for DDP's method ``register_comm_hook``."""
 
 
 def _counter(name: str, text: str) -> Any:
-    """An attribute of the engine that its `Accumulation` has."""
+    """A property that reads and writes this attribute of ``self.counts``."""
     return property(
         lambda self: getattr(self.counts, name), lambda self, value: setattr(self.counts, name, value), doc=text
     )
@@ -46,7 +46,7 @@ class LoopSettings(ModuleFacade):
         global_rank: This process among all that train together.
         world_size: How many train together.
         monitor: Writes curves where the config says, the script's own as well: ``monitor.write_events``.
-        counts: Micro-batches and steps, and what is the boundary.
+        counts: Micro-batches and steps, and the boundary.
     """
 
     global_steps: int = _counter("global_steps", "Optimizer steps so far, skipped ones included.")
@@ -71,8 +71,10 @@ class LoopSettings(ModuleFacade):
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.report: StepReport | None = None
+        # Both write nowhere until `Engine.begin_run` puts the real ones in their place.
         self.monitor = Monitors(MonitorsSection())
         self.counts = parts.counts
+        # `close` compares it with `global_steps`, and warns of weights that nobody has saved.
         self._num_saved_steps = 0
         self._was_applied = False
         self._notes = RunNotes(None)
@@ -90,11 +92,11 @@ class LoopSettings(ModuleFacade):
         return self.counts.num_micro_batches
 
     def train_micro_batch_size_per_gpu(self) -> int | None:
-        """Samples per micro-batch, if the config says so."""
+        """Samples per micro-batch; None: the config leaves it open."""
         return self.counts.micro_batch_size
 
     def train_batch_size(self) -> int | None:
-        """Samples per step, if the config says so."""
+        """Samples per step; None: the config leaves it open."""
         return self.counts.batch_size
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -129,7 +131,8 @@ class LoopSettings(ModuleFacade):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of a ``loss.backward()`` inside stay this process's own until the next one outside, or the step.
+        """Do not average gradients of a ``loss.backward()`` inside with other processes, until the next one outside or
+        the step.
 
         `step`, and another such block, are refused inside, as in DeepSpeed.
 
@@ -142,9 +145,9 @@ class LoopSettings(ModuleFacade):
     # --------------------------------------------------------------------------------------------------- what it shows
 
     def flush(self) -> None:
-        """Return when all pending updates and writes are done; raises what went wrong in them.
+        """Wait for all pending updates and writes, and raise their errors.
 
-        In a durable run the last step is committed then.
+        In a durable run the last step is committed when this returns.
         """
         self._parts.consistent.flush()
 
@@ -160,11 +163,11 @@ class LoopSettings(ModuleFacade):
         return self._stepper.is_skipped
 
     def loss_scale(self) -> float:
-        """What the next loss is multiplied with; 1 unless the compute dtype is fp16."""
+        """Factor of the next loss; 1 unless the compute dtype is fp16."""
         return self._stepper.scaler.scale
 
     def loss_scaler(self) -> LossScaler:
-        """That, and the rule which it follows."""
+        """The loss scale and its rule."""
         return self._stepper.scaler
 
     def get_global_grad_norm(self) -> float | None:
@@ -174,15 +177,16 @@ class LoopSettings(ModuleFacade):
 
     @property
     def plan(self) -> Plan:
-        """What rests where and what a step moves; predictions follow the recorded prefetch schedule."""
+        """Where weights and states are stored, and what a step moves. Predictions follow the recorded prefetch
+        schedule."""
         return self._parts.plan_tracker.plan(
             self._parts.coordinator.parameter_cache.training_schedule, self._vertical.traffic
         )
 
     def note(self, text: str) -> None:
-        """Write a line of one's own into the log of the run (config key ``infinity.run_log``), at the present step.
+        """Write a line of your own into the log of the run (config key ``infinity.run_log``), at the present step.
 
-        `infinity report` marks it. Without a log it goes to Python's logging only.
+        `infinity report` marks it. Without a log, the line is in Python's logging only.
         """
         self._notes.note("note", self.global_steps, str(text))
 
@@ -192,7 +196,7 @@ class LoopSettings(ModuleFacade):
         return self._parts.clock.waiting_for
 
     def save_timeline(self, path: str | Path) -> None:
-        """Write who was busy when, so far, as a trace for ui.perfetto.dev. The config's `infinity.timeline` asks for one."""
+        """Write the timeline so far as a trace for ui.perfetto.dev. The config key is `infinity.timeline`."""
         self._parts.reporter.save_timeline(Path(path))
 
     @property
@@ -203,14 +207,14 @@ class LoopSettings(ModuleFacade):
     # ------------------------------------------------------------------------------------------------------------ others
 
     def train(self, mode: bool = True) -> Self:
-        """Training mode, as ``module.train``."""
+        """Set training mode, as ``module.train``."""
         if not mode and self._guard.is_consistent:
             self.flush()
         self.module.train(mode)
         return self
 
     def eval(self) -> Self:
-        """Evaluation mode, as ``module.eval``; pending updates are finished first."""
+        """Set evaluation mode, as ``module.eval``. Pending updates are finished first."""
         return self.train(False)
 
     def get_lr(self) -> list[float]:
@@ -221,7 +225,8 @@ class LoopSettings(ModuleFacade):
         return [] if self.optimizer is None else self.optimizer.param_groups
 
     def get_model_parallel_rank(self) -> int:
-        """Which part of the model this process has: by pipeline stages, and in each by tensor ranks. 0: all of it."""
+        """Number of this process's part of the model: by pipeline stage, then by tensor rank. 0 if it has all of the
+        model."""
         return self._mesh.part
 
     def data_loader(
@@ -268,7 +273,7 @@ class LoopSettings(ModuleFacade):
         )
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile each block of the model by itself: what is not in memory all at once cannot be one graph.
+        """Compile each block of the model by itself. One graph would need all weights in memory at once.
 
         Arguments are those of ``torch.compile``.
         """

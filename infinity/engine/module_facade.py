@@ -1,7 +1,4 @@
-"""An ``nn.Module`` in front of another one, which shows that one's content under its own names.
-
-Knows torch's modules; must not know engines.
-"""
+"""An ``nn.Module`` in front of another one, with that one's parameters, names and attributes."""
 
 from __future__ import annotations
 
@@ -21,27 +18,30 @@ _SHARED = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""What torch's functions look at: the very dictionaries of the module, so that nothing is in a tree twice."""
+"""Attributes that facade and module share, the same dictionaries: torch's functions read them without calling
+methods."""
 
 
 class ModuleFacade(nn.Module):
-    """Is an ``nn.Module`` to whoever asks for one; parameters, buffers, children and state dicts are those of `module`.
+    """An ``nn.Module`` whose parameters, buffers, children and state dicts are those of `module`.
 
-    The facade itself appears in `modules` alone: inside a container, `module` stands in its place, so names have no
-    prefix of its own. Forward hooks registered on it run around its own calls. What it does not know is looked up in
-    `module`; parameters and modules that are assigned to it are assigned to `module`.
+    Names have no prefix for the facade. It appears itself in `modules` only. Forward hooks registered on it run around
+    its own calls. Attributes that it does not have are looked up in `module`; parameters and modules that you assign to
+    it are assigned to `module`.
     """
 
     module: nn.Module
 
     def __init__(self, module: nn.Module) -> None:
-        """``module``: what it stands for."""
+        """``module``: the module to show."""
         super().__init__()
+        # By `__dict__`, because `__setattr__` below sends modules to `module`, which does not exist yet.
         self.__dict__.update({name: vars(module)[name] for name in _SHARED})
         # Not a child: its parameters would be found twice.
         self.__dict__["module"] = module
 
     def __getattr__(self, name: str) -> Any:
+        # Called only if the facade has no such attribute.
         # Special names are asked for by copy, pickle and the like, which mean this very object.
         module = self.__dict__.get("module")
         if module is not None and not (name.startswith("__") and name.endswith("__")):
@@ -54,7 +54,7 @@ class ModuleFacade(nn.Module):
 
     @staticmethod
     def _cure_of_absent(name: str) -> str:
-        """What is said of a name that neither has."""
+        """End of the error for a name that neither facade nor module has."""
         return ""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -120,10 +120,13 @@ class ModuleFacade(nn.Module):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ModuleFacade:
-        """What `to`, `float`, `cuda` and the like do: nothing where all is already as they want it."""
+        """Implements `to`, `float`, `cuda` and the like. Does nothing if all tensors have the wanted dtype and device
+        already."""
         kinds = {(tensor.dtype, tensor.device) for tensor in (*self.module.parameters(), *self.module.buffers())}
         for dtype, device in kinds:
             found = fn(torch.empty(0, dtype=dtype, device=device))
+            # Tried on an empty tensor of each kind: scripts call `engine.to(device)` out of habit, and paged parameters
+            # refuse conversions.
             if (found.dtype, found.device) != (dtype, device):
                 self.module._apply(fn, recurse)
                 break

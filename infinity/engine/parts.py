@@ -1,4 +1,4 @@
-"""What an engine works with: the only place where all parts meet."""
+"""The parts of an engine, made in stages: plan, storage, weights, updates, step."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ logger = logging.getLogger(__name__)
 
 
 class Parts:
-    """Made by `infinity.initialize` in stages, each of which uses the ones before; held by `infinity.engine.engine.Engine`.
+    """The parts of one engine, made in stages. Each stage uses the ones before.
 
     Attributes:
-        mesh: Who has which part of the model.
-        durable: Commits each step, where the config wants that.
-        timeline: Records who is busy when, where the config wants that.
+        mesh: Which process has which part of the model.
+        durable: Commits each step; None unless the config asks for it.
+        timeline: Records which thread is busy when; None unless the config asks for it.
     """
 
     def __init__(
@@ -91,16 +91,17 @@ class Parts:
     ) -> None:
         """
         Args:
-            mesh: who has which part of the model.
-            undo: gets what has to be called if anything fails from here on.
-            before: what the engine has worked with until now, if it is not new.
+            mesh: which process has which part of the model.
+            undo: gets callbacks that undo everything after a failure.
+            before: for a relayout: the engine's present parts.
 
         Raises:
-            BudgetTooSmallError, ConfigError: what the config asks for cannot be had.
+            BudgetTooSmallError, ConfigError: the config asks for something that is not possible here.
         """
         self.mesh, self.wrapped_optimizer, self.device = mesh, wrapped_optimizer, device
         self.durable, config = durable_run_of(config, undo)
         self.timeline = Timeline(config.infinity.timeline) if config.infinity.timeline is not None else None
+        # Before anything is allocated: an "auto" budget is a share of what is free now.
         free_memory = find_free_memory(
             holds_activations=device.uses_host_memory,
             num_processes=num_local_processes(),
@@ -119,13 +120,13 @@ class Parts:
 
     @property
     def mains(self) -> ConsistentAccess | None:
-        """Has the main weights, where those are something else than model weights."""
+        """Gives main weights; None if they are the model weights."""
         return self.consistent if self.stored.has_main_weights else None
 
     # --------------------------------------------------------------------------------------------------------- storage
 
     def _open_storage(self, undo: contextlib.ExitStack) -> None:
-        """Memory, files, and the clock that sees how long they are waited for."""
+        """Memory, files, and the clock that measures waiting for them."""
         plan, divided = self.plan, self._divided
         self.storage = EngineResources(
             self.config,
@@ -139,15 +140,18 @@ class Parts:
         )
         undo.callback(self.storage.close)
         self.exchange = WeightExchange(self.mesh.data, divided.shards, self.storage.weights, self.device)
+        # Pushed after `storage.close`, so it runs before: other ranks may be fetching from this storage.
         undo.callback(self.exchange.wait_for_peers)
         self.clock = StepClock(self.device, self.timeline)
 
     # --------------------------------------------------------------------------------------------------------- weights
 
     def _make_weights(self, model: nn.Module) -> None:
-        """The model's weights, at rest and in memory."""
+        """The model's weights, stored and in memory."""
         plan, config, storage = self.plan, self.config, self.storage
         self.parameter_map = ParameterMap(model, plan.units)
+        # (unit index, slot index) -> scalars and state names of each parameter that is trained here. The tensors are in
+        # records.
         self._states = {place: ParameterState() for place in plan.inputs.with_states}
         self.stored = StoredWeights(
             storage.records,
@@ -170,6 +174,7 @@ class Parts:
             writer=self.stored,
             is_divided=self._divided.has_parts_of_weights,
         )
+        # In this order in every process: a durable run expects each extent where it was.
         for unit in plan.units:  # room for its records and weights
             names = tuple(plan.inputs.names[unit.index])
             storage.records.allocate(unit, plan.chunks[unit.index], names, plan.splits[unit.index])
@@ -177,9 +182,9 @@ class Parts:
                 storage.weights.allocate(unit, in_host_memory=unit.index in plan.placement.hosted_units)
 
     def store_model(self, originals: Originals, undo: contextlib.ExitStack) -> None:
-        """Store unit after unit, and release each one's original tensors as soon as it is stored.
+        """Store unit after unit, and release the original tensors of each as soon as it is stored.
 
-        What a durable run goes on from is stored already; it takes the place of the originals.
+        A resumed durable run has its weights stored already; they replace the originals.
         """
         goes_on = self.durable is not None and self.durable.goes_on
         if self.durable is not None and goes_on:
@@ -196,28 +201,34 @@ class Parts:
                 if flat is None:
                     raise RuntimeError("the pool for flat buffers is smaller than a unit")
                 self._parameter_cache.place(unit, flat)
+                # Before `store`, which rounds to what the engine keeps.
                 originals.keep(unit)
+                # The files of a durable run already hold the weights of its newest commit.
                 if not goes_on:
                     self.stored.store(unit, [parameter.detach() for parameter in unit.parameters])
                 for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                    # `hold` makes the parameter a paged one: the original tensor loses its last reference.
                     parameter.grad = None
                     clear_source(parameter)
                     hold(parameter, self.parameter_handler, slot.spec.dtype, self.device.torch_device)
                 self._parameter_cache.evict(unit)
                 note(unit.num_bytes)
+        # Ranks may fetch each other's shards from here on: all have written them.
         self.exchange.after(self.plan.units)
-        for parameter, state in self.wrapped_optimizer.pop_initial_states():  # those that the optimizer came with
+        # States of an optimizer that has made steps before. Each leaves memory before the next one is read.
+        for parameter, state in self.wrapped_optimizer.pop_initial_states():
             main = state.pop(MAIN_WEIGHT, None)
             self.access.load_state(parameter, state)
             if main is not None:
                 self.access.resume_main_weight(parameter, main)
         if self.timeline is not None:
+            # Last, so that the timeline begins with the training and not with this.
             self.storage.observe(self.timeline.on_transfer)
 
     # --------------------------------------------------------------------------------------------------------- updates
 
     def _make_updates(self, before: Parts | None, undo: contextlib.ExitStack) -> None:
-        """Gradients, and what updates weights and states by them."""
+        """Gradients, and the updates of weights and states."""
         plan, config, storage = self.plan, self.config, self.storage
         momenta = self._make_momenta()
         gradients = self._make_gradients(momenta)
@@ -238,6 +249,7 @@ class Parts:
             storage.records.names_of,
             self._states,
             self._parameter_cache.await_update,
+            # After a relayout, parameters that no engine holds keep their states and gradients.
             LooseParameters(self.wrapped_optimizer) if before is None else before.groups.loose,
         )
         self.stepper = Stepper(
@@ -257,7 +269,7 @@ class Parts:
         )
 
     def _make_momenta(self) -> CompressedMomenta | None:
-        """What 1-bit Adam exchanges in place of gradients."""
+        """The momenta that 1-bit Adam exchanges in place of gradients; None for other optimizers."""
         if not exchanges_momenta(self.plan, self._divided, self.wrapped_optimizer, is_durable=self.durable is not None):
             return None
         return CompressedMomenta(
@@ -275,7 +287,9 @@ class Parts:
         plan, config, storage, divided = self.plan, self.config, self.storage, self._divided
         exchange: GradientExchange | None = None
         if divided.shards.is_divided:
-            numbered = Numbered()  # each engine has process groups for this, which the next one takes over
+            # Gradients are exchanged beside what the training thread exchanges, so they need process groups of their
+            # own. The number is free again when this engine ends, and the next engine then uses the same groups.
+            numbered = Numbered()
             parts = self.mesh.groups or (self.mesh.data.members,)
             apart = subsets(parts, f"gradients {numbered.number}")[self.mesh.data.members]
             exchange = GradientExchange(apart, numbered, divided.shards, config.communication_dtype, self.device)
@@ -296,11 +310,14 @@ class Parts:
             exchange=exchange,
         )
         if plan.placement.spills:
+            # Extents for gradients before the first step, so that a full drive is an error of `initialize`.
             store.reserve()
         return store
 
     def _make_stream(self) -> UpdateStream:
         plan, has_remainder = self.plan, self.plan.has_remainder
+        # With "none", states are in GPU memory, and updates run there. Otherwise the CPU updates them in staging
+        # buffers.
         update_device = self.device.torch_device if plan.request.optimizer_tier == "none" else torch.device("cpu")
         kernel = GpuAdam if has_remainder and update_device.type == "cuda" else FusedAdam
         fused = kernel.of(self.wrapped_optimizer, update_device, has_remainder=has_remainder)
@@ -318,9 +335,10 @@ class Parts:
     # ------------------------------------------------------------------------------------------------------------ step
 
     def _make_step(self, before: Parts | None) -> None:
-        """What the user's loop and torch's hooks call."""
+        """The parts that the user's loop and torch's hooks call."""
         plan, storage, stepper = self.plan, self.storage, self.stepper
         parameter_map, parameter_cache = self.parameter_map, self._parameter_cache
+        # Kept through a relayout: counters and the loop's style are the script's, not those of the parts.
         self.counts: Accumulation = Accumulation(self.config, self.mesh.data.num) if before is None else before.counts
         self.style: LoopStyle = LoopStyle(self.counts) if before is None else before.style
         lock, assigned = EngineLock(), AssignedData()
@@ -329,6 +347,8 @@ class Parts:
             parameter_map, parameter_cache, lock, stepper, self.guard, self.live, self.style, self.counts
         )
         self.reporter = self._make_reporter()
+        # Run in this order at the beginning of each call: closed, forked or ended first, because the later ones read
+        # what is gone then.
         checks = (
             self.guard.check_open,
             functools.partial(lock.check_process, "this call"),
@@ -339,6 +359,7 @@ class Parts:
             storage.raise_pending,
         )
         self.preconditions = Preconditions(checks, self.guard, self.backwards, self.groups, self.reporter)
+        # dict.fromkeys removes duplicates and keeps the order.
         copies = UserCopies(
             dict.fromkeys((*self.config.offload_optimizer.nvme_paths, *self.config.offload_param.nvme_paths))
         )
@@ -372,7 +393,7 @@ class Parts:
         )
 
     def _activations(self) -> SavedActivations | HostActivations | None:
-        """Where what autograd saves waits for backward; None: where it is."""
+        """Keeps what autograd saves on the host or on NVMe; None: autograd keeps it in memory."""
         num_bytes = self.plan.placement.activation_bytes
         if self.config.infinity.activations == "nvme":
             return SavedActivations(SpillSpace(self.storage.open_more), self.clock, num_bytes)

@@ -1,4 +1,4 @@
-"""The plan of an engine: who has what of a model, and what rests where."""
+"""The plan of an engine: which process has which shard, and where weights and states are stored."""
 
 from __future__ import annotations
 
@@ -36,40 +36,41 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Divided:
-    """What this process has of states and weights."""
+    """This process's shard of states and weights."""
 
     mesh: Mesh
     shards: Shards
     has_parts_of_weights: bool
-    """Whether weights that do not stay in memory are divided."""
+    """Whether weights that do not stay in memory are divided among ranks, as in stage 3."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What rests where."""
+    """Where weights, states and gradients are stored."""
 
     inputs: PlanInputs
     placement: Placement
     reason_against: str | None
-    """Why steps cannot go vertically."""
+    """Why steps cannot go vertically; None: they may."""
     splits: list[int]
-    """Of each unit's trainable segment, the element up to which states stay in memory."""
+    """For each unit, the element of its trainable segment up to which records are in memory. Behind it they are on
+    NVMe."""
     chunks: list[tuple[Chunk, ...]]
-    """Of each unit, those whose records this process keeps."""
+    """For each unit, the chunks whose records this process keeps."""
 
     @property
     def config(self) -> InfinityConfig:
-        """With what was left open."""
+        """The config, with values for what it left open."""
         return self.inputs.config
 
     @property
     def units(self) -> list[Unit]:
-        """The model, cut."""
+        """The model's units, by index."""
         return self.inputs.units
 
     @property
     def request(self) -> Request:
-        """What the config asks for."""
+        """What the config asks of the placement."""
         return self.inputs.request
 
     @property
@@ -79,7 +80,7 @@ class Planned:
 
 
 def durable_run_of(config: InfinityConfig, undo: contextlib.ExitStack) -> tuple[DurableRun | None, InfinityConfig]:
-    """The run that is committed, if the config asks for one; and the config, as it is in that run."""
+    """The durable run, if the config asks for one; and the config with the run's sizes."""
     if config.infinity.durable is None:
         return None, config
     section = config.infinity.durable.of_rank(world().index, world().num)
@@ -89,12 +90,13 @@ def durable_run_of(config: InfinityConfig, undo: contextlib.ExitStack) -> tuple[
 
 
 def divide(mesh: Mesh, config: InfinityConfig) -> tuple[Divided, InfinityConfig]:
-    """Who has which part of states and weights; and the config, of which the time of updates may follow from that."""
+    """Say which shard of states and weights this rank has. The returned config may update later than the given one."""
     ranks = mesh.data
     shards = Shards(ranks.index, ranks.num) if config.zero_stage > 0 else Shards()
     needs_all = mesh.is_divided or (ranks.num > 1 and not shards.is_divided)
     if needs_all and config.infinity.update == "in_backward":  # no part is to be updated before all have met
         config = replace(config, infinity=replace(config.infinity, update="step" if ranks.num > 1 else "deferred"))
+    # Stages 1 and 2 divide states only. Stage 3 divides the weights as well.
     has_parts = config.zero_stage == 3 and shards.is_divided
     return Divided(mesh, shards, has_parts), config
 
@@ -107,14 +109,15 @@ def make_plan(
     free_memory: FreeMemory,
     divided: Divided,
 ) -> Planned:
-    """What rests where. All ranks come here at the same point.
+    """Place weights, states and gradients. All ranks call this at the same point.
 
     Raises:
-        BudgetTooSmallError, ConfigError: what the config asks for cannot be had.
+        BudgetTooSmallError, ConfigError: the config asks for something that is not possible here.
     """
     ranks, has_parts = divided.mesh.data, divided.has_parts_of_weights
     free_bytes = device.free_bytes(model)
-    if has_parts and free_bytes is not None:  # or some ranks would keep units whole there that others do not
+    # The smallest of all ranks, so that all of them keep the same units whole on their devices.
+    if has_parts and free_bytes is not None:
         free_bytes = min(free for (free,) in ranks.all_gather_ints("planning the memory of devices", [free_bytes]))
     inputs_of = functools.partial(
         PlanInputs.of,
@@ -128,6 +131,7 @@ def make_plan(
         device_free_bytes=free_bytes,
         bandwidth=bandwidth_of(config),
     )
+    # Stage 3 with weights on "none": each rank holds all weights on its device, if every device has the room.
     fills_devices = has_parts and config.offload_param.device == "none" and not device.uses_host_memory
     inputs, placement, reason_against = (
         _placed_on_devices(ranks, inputs_of, config) if fills_devices else _placed(inputs_of, config)
@@ -136,12 +140,16 @@ def make_plan(
     if has_parts:
         placement = _agreed(ranks, placement, len(inputs.units))
     if inputs.config.infinity.host_memory_budget is not None:
+        # Weights that are in memory now are released as units are stored.
         in_memory = [parameter for parameter in model.parameters() if not on_drive(parameter)]
         free_memory.warn_beyond(
             placement.host_bytes(inputs.request), sum(p.numel() * p.element_size() for p in in_memory)
         )
     for unit in inputs.units:
         unit.is_persistent = unit.index in placement.resident_units
+    # A unit with 1000 trainable elements on rank 1 of 2: span (500, 1000). If the states of 200 elements stay in
+    # memory, the split is 700: records of [500, 700) are in memory and of [700, 1000) on NVMe. No chunk crosses it.
+    # (Real numbers are multiples of the chunk granule.)
     splits = [span[0] + kept for span, kept in zip(inputs.spans, placement.states_in_memory, strict=True)]
     chunks = [
         unit.layout.chunks(placement.chunk_numel, split, span)
@@ -182,11 +190,12 @@ def _placed(
 def _placed_on_devices(
     ranks: Ranks, inputs_of: Callable[[InfinityConfig], PlanInputs], config: InfinityConfig
 ) -> tuple[PlanInputs, Placement, str | None]:
-    """All weights on each rank's device, if all of them have the room."""
+    """Place all weights on each rank's device if every device has the room, else in host memory."""
     found = None
     try:
         found = _placed(inputs_of, config)
     except BudgetTooSmallError as error:
+        # Any other budget is this rank's own problem, and cannot be cured by moving weights to host memory.
         if error.key != DEVICE_KEY:
             raise
     has_room = all(
@@ -202,8 +211,9 @@ def _placed_on_devices(
 
 
 def _agreed(ranks: Ranks, placement: Placement, num_units: int) -> Placement:
-    """What is to stay in memory whole does so on all ranks, or on none: budgets may differ."""
+    """Keep a unit in memory whole only if every rank has room for it: budgets may differ."""
     stays = [int(index in placement.resident_units) for index in range(num_units)]
+    # Rank 0 keeps units 0, 1, 2 and rank 1 keeps 0, 1: rows [1, 1, 1] and [1, 1, 0]. Units 0 and 1 stay on all.
     everywhere = [all(of_unit) for of_unit in zip(*ranks.all_gather_ints("laying out weights", stays), strict=True)]
     return replace(placement, resident_units=frozenset(i for i, on_all in enumerate(everywhere) if on_all))
 

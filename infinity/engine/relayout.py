@@ -1,10 +1,8 @@
-"""What an engine does when parameters come into the optimizer's groups for whose states no room was laid out.
+"""New parameters in the optimizer's groups that have no room for states: the engine is laid out anew.
 
-Everything is laid out anew, as `infinity.initialize` would now: weights and states are copied to the drives (into memory, if
-the config names no drive), the parts are taken down, the model is an ordinary one for a moment, and new parts take it over. So
-there is one plan at any time, whose budget holds, and engine, optimizer and parameters stay the same objects.
-
-Knows parts as a whole; must not know what is in them.
+That is what `infinity.initialize` would do now. Weights and states are copied to the drives (into memory, if the config
+names no drive), the parts are closed, the model is an ordinary one for a moment, and new parts are made around it. So
+there is one plan at any time, whose budget holds. Engine, optimizer and parameters stay the same objects.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ from swapper.sync.interrupts import uninterrupted
 
 @dataclass
 class _Contents:
-    """All that the old parts hold and the new ones are to hold, by parameter."""
+    """What the old parts hold, copied for the new ones, by parameter."""
 
     weights: dict[nn.Parameter, torch.Tensor]
     mains: dict[nn.Parameter, torch.Tensor]
     states: dict[nn.Parameter, dict[str, Any]]
     gradients: dict[nn.Parameter, torch.Tensor]
     packed: dict[nn.Parameter, tuple[str, torch.Tensor]]
-    """Format and packed bytes: packed once more from its weights, one might become another."""
+    """Format and packed bytes. Unpacking and packing again might give other bytes."""
     loss_scale: dict[str, Any]
 
 
@@ -52,7 +50,7 @@ class Relayout(CheckpointCalls):
 
     @property
     def loose(self) -> LooseParameters:
-        """Parameters in the groups that are ordinary ones."""
+        """Parameters in the groups that no engine holds."""
         return self._parts.groups.loose
 
     def _connect(self, parts: Parts) -> None:
@@ -63,25 +61,27 @@ class Relayout(CheckpointCalls):
 
     @property
     def num_not_held(self) -> int:
-        """Parameters that came after `infinity.initialize`."""
+        """How many parameters came after `infinity.initialize` and are not held."""
         return len(self._parts.groups.not_held())
 
     def relay(self, parts: Parts) -> None:
-        """Work with these parts from now on."""
+        """Use these parts in place of the present ones."""
         before = self._parts.stepper
         self._connect(parts)
         parts.stepper.follow(before)
         self._paged.update_by(parts.updater, parts.consistent, parts.mains)
 
     def make_room(self) -> None:
-        """The last group is new: make room for the states of those of its parameters that have none.
+        """Make room for the states of the parameters in the last group, which is new.
 
-        Raises: what says why there is none; the group is gone then.
+        If that fails, the group is removed, the old layout is made again, and the error is raised.
         """
         contents: _Contents | None = None
         new: list[nn.Parameter] = []
         wrapped_optimizer = self._parts.wrapped_optimizer
         try:
+            # Three stages. Until `_copy_contents` returns, an error only removes the group. During `_lay_out`, the old
+            # parts are gone, so the old layout is made again from the copies.
             new = self._without_room()
             if not new:
                 return
@@ -92,7 +92,8 @@ class Relayout(CheckpointCalls):
         except BaseException:
             wrapped_optimizer.param_groups.pop()
             if contents is not None:
-                # Frozen meanwhile: trainable parameters in no group get room as well, and there is none.
+                # The plan gives trainable parameters room for states even without a group, and lack of room may be why
+                # the layout failed. So the new ones are frozen while the old layout is made again.
                 thawed = [parameter for parameter in new if parameter.requires_grad]
                 try:
                     for parameter in thawed:
@@ -104,7 +105,7 @@ class Relayout(CheckpointCalls):
             raise
 
     def _without_room(self) -> list[nn.Parameter]:
-        """Parameters in the groups that are held without room for states, and would get it now."""
+        """Held parameters in the groups that have no room for states, and would get it in a new plan."""
         parts = self._parts
         is_left_out = is_base(self.module)
         return [
@@ -155,12 +156,14 @@ class Relayout(CheckpointCalls):
         parts = self._parts
         access, copies = parts.access, parts.access.copies
         found = _Contents({}, {}, {}, {}, {}, parts.stepper.scaler.state())
+        # A parameter with states that has left its group still gets room in the new plan, for those states.
         parts.wrapped_optimizer.reserve_states(
             [p for p in parts.wrapped_optimizer.known() if parts.parameter_map.holds(p) and access.has_place(p)]
         )
         for unit in parts.parameter_map.units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 with parts.coordinator.opened(unit):
+                    # One unit at a time: `copies` puts large tensors on the drives, so memory holds one unit.
                     found.weights[parameter] = copies.copy(unit.weight(slot).cpu())
                 stored = parts.stored.packed_bytes(unit, slot)
                 if stored is not None and slot.spec.packed is not None:
@@ -175,13 +178,14 @@ class Relayout(CheckpointCalls):
         return found
 
     def _lay_out(self, contents: _Contents) -> None:
-        """Parts around the model as it is now, which hold ``contents``."""
+        """Make new parts around the model as it is now, and load ``contents`` into them."""
         with uninterrupted():
             self._dismantle(contents)
         with contextlib.ExitStack() as undo:
             _, originals = self._make_parts(undo, self, self._parts)
             undo.pop_all()
         originals.forget()
+        # `_parts` are the new ones from here on. Main weights first: loading one also sets the model weight.
         access = self._parts.access
         for parameter, main in contents.mains.items():
             access.load_main_weight(parameter, main)
@@ -192,11 +196,13 @@ class Relayout(CheckpointCalls):
         self._parts.stepper.scaler.load_state(contents.loss_scale)
 
     def _dismantle(self, contents: _Contents) -> None:
-        """The model is an ordinary one, over copies of its weights."""
+        """Close the present parts. The model becomes an ordinary one, over the copies of its weights."""
         with contextlib.ExitStack() as rest:
             self._release_parts(rest)
             rest.callback(self._guard.move_to, Phase.CLOSED)
             for parameter, weight in contents.weights.items():
+                # After `_release_parts` was pushed, which closes storage when the block ends: by then no parameter
+                # refers to it.
                 release_parameters([parameter])
                 parameter.data = weight
                 if parameter in contents.packed:

@@ -1,7 +1,4 @@
-"""The tiers of one engine: swappers, staging pools and pools, opened together and closed together.
-
-Knows what the config and the placement ask for; must not know modules or when anything is used.
-"""
+"""The files and memory of one engine: swappers, staging pools, flat pools. Opened together and closed together."""
 
 from __future__ import annotations
 
@@ -42,11 +39,11 @@ from swapper.volumes.directory import Directory
 
 logger = logging.getLogger(__name__)
 
-_IN_MEMORY: TierKey = ("shards", ())
+_IN_MEMORY: TierKey = ("shards", ())  # of the swapper that serves other ranks from host memory
 
 
 class EngineResources:
-    """Opens what the placement asks for. Nothing is written before all of it could be opened."""
+    """Opens all files and memory that the placement asks for. Nothing is written before all of it is open."""
 
     def __init__(
         self,
@@ -64,11 +61,12 @@ class EngineResources:
             config: tiers, directories and I/O settings.
             device: the compute device.
             placement: the division of the budget.
-            request: what the placement was asked, for predictions.
+            request: what the placement was made for.
             sizes: all units.
-            run: where a durable run is committed; closed with the rest.
-            shards: of weights that do not stay in memory whole, where ranks divide those. All come here at the same point then.
-            ranks: who divides them.
+            run: directory of the durable run; closed with the rest.
+            shards: stage 3: this rank's shard of weights that do not stay in memory whole. All ranks call this at the
+                same point then. None: weights are not divided.
+            ranks: those that divide the weights.
 
         Raises:
             StorageError: a directory cannot be used, or is too small. Nothing is left behind.
@@ -83,7 +81,7 @@ class EngineResources:
         self._ranks = ranks
         self.is_closed = False
         self.versions: Versions | None = None
-        """Of the states, in a durable run."""
+        """The commits of a durable run; None without one."""
         self._swappers: dict[TierKey, Swapper] = {}
         self._more: list[Swapper] = []
         self._staging_pools: list[StagingPool] = []
@@ -91,6 +89,8 @@ class EngineResources:
         self._resting_bytes = resting_bytes(sizes, request, placement)
         self._volumes = Volumes.of(config, sizes, request, placement)
         param_key, self._spill_key = self._volumes.param_key, self._volumes.spill_key
+        # Other ranks fetch shards through a swapper. Those in host memory need one as well, which moves bytes without a
+        # drive. It has 4096 bytes at least, as a swapper cannot be empty.
         if shards is not None and placement.hosted_units:
             num_bytes = sum(sizes[index].stored_weight_bytes for index in placement.hosted_units) or 4096
             self._swappers[_IN_MEMORY] = Swapper.in_memory(num_bytes, _swapper_config(config.io))
@@ -99,6 +99,8 @@ class EngineResources:
             for key, num_bytes in self._volumes.num_bytes.items():
                 self._swappers[key] = self._open(key, num_bytes)
             self.weights, self.records = self._build(device, param_key, self._volumes.state_key)
+            # Capacities from the placement, for units' weights, for gradients, and for gradients on their way from a
+            # GPU. Who finds a pool full evicts a unit, spills gradients, or waits for the first arrival.
             self.pool = FlatPool(device, placement.weights_bytes)
             gradients_on = device if placement.gradients_on_device else ComputeDevice()
             self.gradient_pool = FlatPool(gradients_on, placement.gradient_bytes)
@@ -108,12 +110,12 @@ class EngineResources:
             raise
 
     def _check_room(self) -> None:
-        """Look at all volumes together before the first takes its space: they may lie on one drive."""
+        """Check the space for all volumes together, because they may be on one drive."""
         directories = tuple(dict.fromkeys(each for _, of_key in self._volumes.num_bytes for each in of_key))
         try:
             problem = self._volumes.problem(room_bytes) if len(self._volumes.num_bytes) > 1 else None
             beside = None if problem else self._volumes.checkpoint_problem(room_bytes)
-        except VolumeError:  # to open it says more
+        except VolumeError:  # opening the volume raises an error that says more
             return
         if problem is not None:
             cure = "Choose another nvme_path or durable_path, or give several as a list"
@@ -137,6 +139,7 @@ class EngineResources:
         except VolumeError as error:
             key_name = "durable_path" if tier == "durable" else "nvme_path"
             cure = f"Choose another {key_name}, or give several as a list"
+            # EMFILE and the like: another directory would have the same limit.
             if limit_cure(error.__cause__):
                 cure = "That is a limit of the process, and of no directory"
             kept = self._volumes.retention
@@ -162,8 +165,10 @@ class EngineResources:
         placement = self._placement
         deadline = self._config.io.deadline_seconds
         weights: WeightStore | None = None
+        # Otherwise all weights stay in flat buffers, and nothing is ever fetched.
         if len(placement.resident_units) < len(self._sizes):
             staging_pool = None
+            # Only a GPU needs them: on the CPU reads go straight into the flat buffer.
             if placement.num_upload_buffers:
                 staging_pool = StagingPool(
                     placement.upload_buffer_bytes, placement.num_upload_buffers, device.pin, deadline_seconds=deadline
@@ -177,6 +182,7 @@ class EngineResources:
                 weights = DividedWeights(on_nvme, in_memory, device, self._shards, pulls, staging_pool)
             else:
                 weights = WeightStore(on_nvme, device, staging_pool)
+        # Optimizer states in GPU memory: updates run there, and no record is ever moved.
         if state_key[0] == "none" and not device.uses_host_memory:
             return weights, ResidentStateStore(device.torch_device, self._request.record_format)
         staging_pool = StagingPool(
@@ -188,7 +194,7 @@ class EngineResources:
         return weights, PagedStateStore(self._swappers.get(state_key), staging_pool, self._request.record_format)
 
     def spill_swapper(self) -> Swapper:
-        """Where gradients are spilled.
+        """The swapper for spilled gradients.
 
         Raises:
             BudgetTooSmallError: there is no NVMe tier to spill to.
@@ -216,7 +222,7 @@ class EngineResources:
         return self._more[-1]
 
     def close_more(self, swapper: Swapper) -> None:
-        """Release what `open_more` gave."""
+        """Close a swapper that `open_more` returned."""
         self._more.remove(swapper)
         swapper.close()
 
@@ -227,12 +233,12 @@ class EngineResources:
         return [swapper for key, swapper in self._swappers.items() if key[0] in ("nvme", "durable")] + self._more
 
     def counters(self) -> DriveCounters:
-        """What the NVMe tier has done so far."""
+        """Bytes and busy seconds of the NVMe tier so far."""
         found = [swapper.statistics() for swapper in self._on_drives()]
         return DriveCounters(sum(s.read_bytes for s in found), sum(s.write_bytes for s in found), *self._busy.seconds())
 
     def observe(self, observer: Callable[[TransferRecord], None]) -> None:
-        """Tell ``observer`` of every transfer of the NVMe tier from now on."""
+        """Call ``observer`` for every transfer of the NVMe tier from now on."""
         for swapper in self._on_drives():
             swapper.observe(observer)
 
@@ -242,7 +248,7 @@ class EngineResources:
             swapper.flush()
 
     def check_open(self) -> None:
-        """Raise `EngineClosedError` after `close`: the process ends, and the engine was not closed before."""
+        """Raise `EngineClosedError` after `close`, for engines that the end of the process has closed."""
         if self.is_closed:
             raise EngineClosedError.at_exit("this call")
 
@@ -253,18 +259,19 @@ class EngineResources:
 
     @property
     def nvme_bytes(self) -> int:
-        """Bytes that rest on NVMe, or may be spilled to it."""
+        """Bytes that are stored on NVMe, or may be spilled to it."""
         return sum(self.resting_bytes()["nvme"].values())
 
     def resting_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes at rest per tier and kind."""
+        """Stored bytes per tier and kind."""
         return self._resting_bytes
 
     def abort(self, timeout_seconds: float) -> None:
-        """Whoever waits for a drive or for memory, or will, gets an error after so many seconds at the latest.
+        """Let every present and later wait for a drive or a staging buffer end with an error after ``timeout_seconds``.
 
-        `close` has still to be called. What has not been written is lost.
+        Call `close` afterwards. Data that is not written yet is lost.
         """
+        # One deadline for all of them together, not for each.
         deadline = time.monotonic() + timeout_seconds
         self._end_commit(timeout_seconds)
         for staging_pool in self._staging_pools:
@@ -272,7 +279,7 @@ class EngineResources:
         self._close_all(deadline)
 
     def close(self) -> None:
-        """Release files, threads and memory. Does not raise what failed writes had to say."""
+        """Release files, threads and memory. Errors of failed writes are not raised."""
         self.is_closed = True
         self.records.drop_read_ahead()  # of a step that did not come
         if self.weights is not None:
@@ -301,8 +308,10 @@ class EngineResources:
     def _close_swappers(self) -> None:
         self._end_commit(self._config.io.deadline_seconds)
         self._close_all()
+        # After the swappers: a transfer under way still writes into these buffers.
         for staging_pool in self._staging_pools:
             staging_pool.close()
+        # Last: it releases the lock on the run's directory, and another process may open the run at once.
         if self._run is not None:
             self._run.close()
 

@@ -1,7 +1,4 @@
-"""What an engine writes into the log of its run.
-
-Knows when something is written; must not know how (`infinity.metrics.run_log`).
-"""
+"""When an engine writes into the log of its run. `infinity.metrics.run_log` has the format."""
 
 from __future__ import annotations
 
@@ -22,38 +19,41 @@ logger = logging.getLogger(__name__)
 
 
 class RunNotes(RunLog):
-    """The log of one engine, which is given to each call: a log that held it would keep it from being garbage."""
+    """The log of one engine."""
+
+    # Calls get the engine: a reference to it here would keep an engine alive that nobody closed.
 
     def __init__(self, directory: Path | None) -> None:
-        """As `RunLog`."""
+        """``directory``: of the log; None: nothing is written."""
         super().__init__(directory)
         self._plan: Plan | None = None
         self._num_steps = 0
 
     def start(self, engine: Any) -> None:
-        """The engine is complete."""
+        """Write the first lines: config, machine and plan."""
         if self.is_open:
             self._plan = engine.plan
             config, plan = engine.config, as_record(self._plan)
             self.on_start(engine.global_steps, config.source, _machine(engine), plan, config.infinity.timeline)
 
     def step(self, engine: Any, report: StepReport) -> None:
-        """A step has ended, and the scheduler has not moved yet."""
+        """Write a step. The scheduler has not been stepped yet."""
         if not self.is_open:
             return
         get = getattr(engine.lr_scheduler, "get_last_lr", None)
         self.on_step(report, None if get is None else [float(value) for value in get()])
         self._num_steps += 1
-        if self._num_steps & (self._num_steps - 1) == 0:  # what is predicted gets better, at first quickly
+        # After steps 1, 2, 4, 8, ...: predictions follow the recorded prefetch schedule, and change most at first.
+        if self._num_steps & (self._num_steps - 1) == 0:
             self._write_plan(engine)
 
     def note(self, kind: str, step: int, text: str, **more: Any) -> None:
-        """Something else has happened."""
+        """Log another event, and write it."""
         logger.info("step %d: %s", step, text)
         self.write(kind, step, text=text, **more)
 
     def end(self, engine: Any) -> None:
-        """The run ends. May be called again."""
+        """End the log. A second call does nothing."""
         if self.is_open:
             self._write_plan(engine)
             self.close(engine.global_steps)

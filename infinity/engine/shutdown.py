@@ -1,14 +1,14 @@
-"""Ends threads and releases files with the engine: when it is closed, collected, or when the interpreter ends.
+"""Ends threads and releases files when an engine is closed or collected, or when the interpreter ends.
 
 [Note: weights at the end]
-They go back into the model, which is an ordinary one again, if there is room for them: whoever leaves a ``with engine:`` block
-expects the model to be there. If there is not, and nobody has saved them, that is said.
+After a ``with engine:`` block you expect a model with its weights. So the weights are copied back into the model, which
+is an ordinary one again, if there is room for them. If there is no room, and nobody has saved them, a warning says so.
 
 [Note: reaping]
-An engine that nobody closed becomes garbage at any moment and on any thread: on one that it would have to join, or that has a
-lock which it would have to take. So its finalizer only tells a thread that waits for that, and the thread shuts down.
-Where weights are divided, other ranks may still fetch from this one (an export at the end of a function): that waits until all
-ranks build another engine, or end.
+An engine that nobody closed may become garbage on any thread at any moment. That thread may be one that the shutdown
+joins, or hold a lock that it takes. So the finalizer only puts an order into a queue, and a thread that waits for it
+shuts down. If weights are divided, other ranks may still fetch from this one (an export at the end of a function). Then
+the shutdown waits until all ranks build another engine, or end.
 
 [Note: order at exit]
 Hooks of ``atexit`` run last in, first out. This module registers its hook when it is imported, which is when a script first
@@ -44,12 +44,13 @@ logger = logging.getLogger(__name__)
 _EXIT_SECONDS = 2.0
 """How long to wait for drives when nothing depends on them any more."""
 _REAP_SECONDS = 10.0
+"""How long to wait for the reaper thread, which itself waits `_EXIT_SECONDS` for drives."""
 _SHARE = 2
-"""No more than one of so many parts of the memory that is free is taken without being asked."""
+"""Weights are restored unasked if they take at most 1 / `_SHARE` of the free memory: the script needs some, too."""
 
 
 class Shutdown:
-    """Shuts an engine's background work down once, whichever occasion comes first: see [Note: reaping].
+    """Ends an engine's background work once: at `close`, as garbage or at exit, see [Note: reaping].
 
     Attributes:
         is_over: It has been shut down by `now`.
@@ -63,14 +64,16 @@ class Shutdown:
         timeline: Timeline | None,
         exchange: WeightExchange,
     ) -> None:
-        """``owner``: when it is garbage, the shutdown is due. It must not be held here."""
+        """``owner``: the engine; its collection starts the shutdown. No reference to it is kept here."""
         self._stream = stream
         self._storage = storage
         self._timeline = timeline
         self._exchange = exchange
         self._pid = os.getpid()
         self.is_over = False
-        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # to put something in is safe wherever one is
+        # SimpleQueue.put is reentrant, so a finalizer may call it on a thread that is inside `put`. True: shut down;
+        # False: end the thread.
+        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._reap, name="infinity-reaper", daemon=True)
         start_threads(self._thread)
         _open.append(self)
@@ -78,8 +81,9 @@ class Shutdown:
         self._finalizer.atexit = False
 
     def now(self) -> None:
-        """Shut down, unless that has happened. What an exception cuts off can be done again."""
+        """Shut down, once. If an exception cuts it off, it may be called again."""
         if not self.is_over:
+            # If this is cut off by an exception, the finalizer and `_open` still know this engine, and try again.
             self._end()
             self._finalizer.detach()
             self._forget()
@@ -88,19 +92,20 @@ class Shutdown:
             self.is_over = True
 
     def abort(self) -> None:
-        """Nothing depends on the drives any more: whoever waits for one that hangs gets an error soon."""
+        """Nothing depends on the drives any more: let waits for a drive that hangs end with an error soon."""
+        # In a forked child, threads and files are the parent's.
         if os.getpid() == self._pid:
             self._stream.stop()
             self._storage.abort(_EXIT_SECONDS)
 
     def _on_garbage(self) -> None:
-        """The owner is. Takes no lock and waits for nothing."""
+        """The finalizer of the owner. Takes no lock and waits for nothing."""
         _due.append(self)
         if not self._exchange.is_divided:
             self.reap()
 
     def reap(self) -> None:
-        """What is garbage may be shut down."""
+        """Let the reaper thread shut down."""
         self._orders.put(True)
 
     def _end(self) -> None:
@@ -114,14 +119,14 @@ class Shutdown:
                     self._timeline.save_at_end()
 
     def join(self) -> None:
-        """Return when the thread has ended, or does not."""
+        """Wait for the reaper thread, at most `_REAP_SECONDS`."""
         if os.getpid() == self._pid and threading.current_thread() is not self._thread:
             self._thread.join(_REAP_SECONDS)
 
     def end_at_exit(self) -> None:
-        """The interpreter ends: what lies in scratch files goes with it, so a drive that hangs is not waited for.
+        """The interpreter ends, and scratch files with it, so drives that hang are not waited for.
 
-        But ranks that still fetch the shards of this one are, unless an error ends it.
+        Ranks that still fetch this one's shards are waited for, unless an error ends the process.
         """
         if os.getpid() == self._pid:
             self._exchange.wait_for_peers()
@@ -149,10 +154,11 @@ class Shutdown:
             _open.remove(self)
 
 
+# Changed without a lock: append and remove are atomic, and `_reap` may run beside the training thread.
 _open: list[Shutdown] = []
-"""What is not shut down, in the order of their beginnings."""
+"""Shutdowns that have not run, oldest engine first."""
 _due: list[Shutdown] = []
-"""What belongs to garbage and is not shut down yet."""
+"""Those of collected engines that have not run."""
 
 
 def leave(
@@ -164,15 +170,15 @@ def leave(
     is_wanted: bool | None,
     has_unsaved: bool,
 ) -> None:
-    """Finish what is pending, and give the weights back: see [Note: weights at the end].
+    """Finish pending updates, and copy the weights back into the model: see [Note: weights at the end].
 
     Args:
         units: all.
         device: where the model computes, and gets its weights back.
-        flush: finishes what is pending.
+        flush: finishes pending updates and writes.
         restore: makes the model an ordinary one.
-        is_wanted: whether to give them back; None: if they take half of the free memory at most. Where they are wanted, what
-            goes wrong is raised.
+        is_wanted: True: restore the weights, and raise errors. None: restore them if they take at most half of the free
+            memory. False: do not.
         has_unsaved: whether there were steps since the weights were saved.
     """
     if is_wanted:
@@ -199,18 +205,19 @@ def leave(
 
 
 def wait_for_collected() -> None:
-    """Return when engines that became garbage have given back their space, their memory and their threads."""
+    """Wait until collected engines have released their space, memory and threads."""
     for shutdown in list(_due):
         shutdown.reap()
         shutdown.join()
 
 
 def end_all_at_exit() -> None:
-    """The interpreter ends. An update that still computes while it goes down would abort the process.
+    """The interpreter ends. An update that still runs during its teardown would abort the process.
 
     See [Note: order at exit].
     """
     with contextlib.ExitStack() as rest:
+        # ExitStack calls them in reverse, the newest engine first, each even if another one raises.
         for shutdown in list(_open):
             rest.callback(shutdown.end_at_exit)
 

@@ -1,7 +1,4 @@
-"""``engine.train_batch``: all micro-batches of a step, in the order that moves fewest bytes.
-
-Knows batches, losses and the two orders; must not know how either works.
-"""
+"""``engine.train_batch``: all micro-batches of a step, vertically if possible, else one after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from infinity.vertical.schedule import VerticalSchedule
 from swapper.sync.interrupts import uninterrupted
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
-"""Takes what the model returned and the batch, and gives the loss."""
+"""(output of the model, batch) -> loss."""
 
 
 @dataclass(eq=False)
@@ -33,7 +30,7 @@ class TrainBatch:
     _reporter: Reporter
     """Records losses, the order of the present step, and why it is not the vertical one."""
     _own: Iterator[Any] | None = None
-    """Over the loader of ``training_data``, from the first step that takes batches from there."""
+    """Iterator over the loader of ``training_data``, made when it is first needed."""
 
     def __call__(self, data_iter: Iterator[Any] | None, loss_fn: LossFunction | None) -> torch.Tensor:
         """See `Engine.train_batch`."""
@@ -42,12 +39,15 @@ class TrainBatch:
             loop.module.train()
         iterator = data_iter if data_iter is not None else self._own_iterator()
         num_micro_batches = loop.counts.num_micro_batches
+        # Batches that were read for a vertical step. If that cannot be done, the ordinary loop uses them.
         taken: list[Any] = []
         reason = loop.obstacle() or self._vertical.obstacle()
         if reason is None:
             for _ in range(num_micro_batches):
                 batch = move(next(iterator), loop.device)
+                # All of them are in memory at once, and a loader may reuse its buffers for the next batch.
                 taken.append(copied(batch) if num_micro_batches > 1 else batch)
+            # A list of losses, or in words why this step cannot go vertically; then nothing has changed.
             found = self._vertical.run([self._run_of(batch, loss_fn) for batch in taken], loop.global_steps)
             if isinstance(found, list):
                 with uninterrupted():
@@ -62,6 +62,7 @@ class TrainBatch:
         try:
             self._run_in_order(iterator, taken, loss_fn, losses)
         except Exception:
+            # A model that fails in both orders has a fault of its own: the vertical one is tried again next time.
             if taken_anew:
                 self._vertical.forgive()  # it was not the order's fault
             raise
@@ -86,7 +87,7 @@ class TrainBatch:
             self._reporter.on_loss(loss, self._loop.global_steps)
 
     def on_ordinary_step(self, reason: str) -> None:
-        """The present step's micro-batches go one after the other."""
+        """The present step runs in the ordinary order."""
         self._reporter.on_schedule("ordinary", reason)
         self._vertical.on_ordinary_step(reason)
 
@@ -101,7 +102,10 @@ class TrainBatch:
             batches, num_batches = iter([batches]), 1
         outputs: list[Any] = []
         losses: list[torch.Tensor] = []
+        # DeepSpeed leaves the model in evaluation mode. Here each module's mode is put back, also that of a frozen
+        # part.
         modes = {module: module.training for module in loop.module.modules()}
+        # Also finishes pending updates.
         loop.eval()
         try:
             with torch.no_grad():
@@ -121,6 +125,8 @@ class TrainBatch:
         self, iterator: Iterator[Any], taken: list[Any], loss_fn: LossFunction | None, losses: list[torch.Tensor]
     ) -> None:
         loop = self._loop
+        # A script may have run the first micro-batches of this step itself. Then their gradients are not dropped on an
+        # error.
         begins_step = not loop.counts.position
         for _ in range(loop.counts.num_micro_batches):
             try:
@@ -144,6 +150,7 @@ class TrainBatch:
                 "there is no data iterator",
                 cure="Pass one, or give training_data to infinity.initialize",
             )
+        # Kept from step to step: an epoch is longer than a step.
         self._own = self._own or OwnBatches(self._loop.training_dataloader)
         return self._own
 

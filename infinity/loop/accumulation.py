@@ -1,4 +1,4 @@
-"""Micro-batches and steps, counted: which micro-batch is the last one of its step, and how many there have been."""
+"""Counts micro-batches, steps and samples, and says which micro-batch is the last of its step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from infinity.config import InfinityConfig
 from infinity.errors import ConfigError, StepError
 
 COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
-"""What a checkpoint has of it."""
+"""The attributes that a checkpoint has."""
 
 
 class Accumulation:
-    """The batch sizes, which are the config's until they are set, and the position in them.
+    """The batch sizes, from the config until they are set, and the position within a step.
 
     Example: with four micro-batches in a step, ``micro_steps`` of 4 to 7 belong to the second step, and the micro-batch that
     begins at 7 is its boundary.
@@ -23,15 +23,15 @@ class Accumulation:
         batch_size, micro_batch_size: samples of a step on all ranks, and of a micro-batch on one; None: the loader says.
         num_micro_batches: of a step.
         is_managed: whether they are counted; else every `Engine.step` is a boundary.
-        boundary: what the script says of the next backward; None: it is counted.
+        boundary: whether the next backward is the last of its step, if the script has said so; None: it is counted.
         is_in_step: whether `Engine.step` runs, with its update.
-        is_in_no_sync: whether gradients stay this rank's own: inside `no_sync`.
-        num_backwards: of the present step.
+        is_in_no_sync: inside `no_sync`: gradients are not averaged with other ranks.
+        num_backwards: backwards of the present step.
         global_steps, micro_steps, skipped_steps, global_samples: so far.
     """
 
     def __init__(self, config: InfinityConfig, num_ranks: int) -> None:
-        """``num_ranks``: how many have data of their own."""
+        """``num_ranks``: data-parallel ranks."""
         self.batch_size = config.train_batch_size
         self.micro_batch_size = config.train_micro_batch_size_per_gpu
         self.num_micro_batches = config.gradient_accumulation_steps
@@ -54,22 +54,24 @@ class Accumulation:
         return self.position + 1 == self.num_micro_batches if self.is_managed else self.is_in_step
 
     def begin_step(self) -> None:
-        """The micro-batches of the present step that have passed are not counted."""
+        """Uncount the micro-batches of the present step."""
+        # Four in a step and micro_steps 6: two have passed, and micro_steps becomes 4.
         self.micro_steps -= self.position
 
     def abandon_step(self) -> None:
-        """The present step begins anew, its backwards included."""
+        """Uncount the micro-batches and backwards of the present step."""
         self.begin_step()
         self.num_backwards = 0
 
     def count_backwards(self, num: int) -> None:
-        """So many backwards of the present step are done. All but the last have passed without an `Engine.step` of their own."""
+        """``num`` backwards of the present step are done. `Engine.step` follows only the last one."""
         self.num_backwards += num
+        # A vertical step of four micro-batches adds 3 here, and `Engine.step` adds the fourth.
         self.micro_steps += num - 1
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """Inside the ``with`` block `Engine.step` updates."""
+        """Inside the ``with`` block, `Engine.step` runs its update."""
         self.is_in_step = True
         try:
             yield
@@ -120,6 +122,8 @@ class Accumulation:
         self.num_micro_batches = num
         if self.micro_batch_size is not None:
             self.set_micro_batch_size(self.micro_batch_size)
+        # `position` is micro_steps % num. With 4 in a step, micro_steps is 8 when a step begins. With 3 from now on,
+        # that would be position 2.
         self.micro_steps = 0 if self.position else self.micro_steps
 
     def set_batch_size(self, size: int) -> None:
@@ -144,18 +148,19 @@ class Accumulation:
         self.batch_size = size * self.num_micro_batches * self._num_ranks
 
     def count_samples(self, num_seen: int | None) -> None:
-        """A step has ended: count its samples, where micro-batches are not counted those of its backwards.
+        """Count the samples of a step that has ended.
 
-        ``num_seen``: counts where the config leaves their number open.
+        ``num_seen``: samples that its micro-batches had, for a config that leaves the batch size open.
         """
         num_samples = self.batch_size
         if not self.is_managed:
+            # Without managed accumulation the script decides how many backwards a step has.
             num_samples = (self.micro_batch_size or 0) * self._num_ranks * (self.num_backwards or 1)
         self.global_samples += num_samples or num_seen or 0
         self.num_backwards = 0
 
     def check_counted(self, call: str) -> None:
-        """Raise if micro-batches are not counted, for a call that takes a whole step of them."""
+        """Raise if micro-batches are not counted, for a call that runs a whole step."""
         if self.boundary is not None:
             problem, cure = "the boundary is set by hand", "Call engine.set_gradient_accumulation_boundary(None) before"
         elif not self.is_managed and self.num_micro_batches > 1:
@@ -169,8 +174,9 @@ class Accumulation:
         return {name: getattr(self, name) for name in COUNTERS}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave. The present step stays where it is: no gradients are saved."""
+        """Set what `state` returned. The position in the present step stays: checkpoints have no gradients."""
         position = self.position
         for name in COUNTERS:
             setattr(self, name, state[name])
+        # Loading between micro-batches: this step's own ones count, not those of the saved one.
         self.micro_steps += position - self.position

@@ -1,4 +1,4 @@
-"""Batches, losses, and the call of the model with a batch, with what the config puts around it."""
+"""Batches, losses, and the call of the model under autocast and with cast inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from infinity.torch_internals.operations import leaves, replaced
 
 
 def call_with(function: Any, batch: Any) -> Any:
-    """Call ``function`` with a batch: a mapping gives keyword arguments, a tuple or list arguments, else one argument."""
+    """Call ``function`` with a batch: a mapping as keyword arguments, a tuple or list as arguments, else as one
+    argument."""
     if isinstance(batch, Mapping):
         return function(**batch)
     if isinstance(batch, tuple | list):
@@ -48,6 +49,7 @@ def loss_of(output: Any) -> torch.Tensor:
 def size_of(batch: Any) -> tuple[int, int | None] | None:
     """Samples and tokens of a micro-batch: the leading size of its first tensor that has one, and the elements of its first
     matrix of whole numbers (token ids, padding included; None without one). None: it has no such tensor."""
+    # 0-dim tensors are options and the like, not samples.
     found = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
     if not found:
         return None
@@ -59,10 +61,12 @@ def move(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on ``device``; the containers keep their types."""
     if device.type == "cpu":
         return batch
+    # transformers' BatchEncoding is a mapping with a `to` of its own, which keeps its class.
     if isinstance(batch, Mapping) and not hasattr(batch, "to"):
         return {key: move(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
         moved = [move(value, device) for value in batch]
+        # A named tuple takes its fields one by one.
         return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     return batch.to(device) if hasattr(batch, "to") else batch
 
@@ -122,6 +126,7 @@ class ModelCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
+        # Samples count towards throughput only where they are trained with.
         if torch.is_grad_enabled() and self._module.training and (size := size_of((args, kwargs))) is not None:
             self._on_micro_batch(*size)
         if self._input_dtype is not None:

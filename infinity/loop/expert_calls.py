@@ -1,6 +1,6 @@
-"""Calls of modules of experts that are paged one by one: what their router has chosen, and how that comes into memory.
+"""Calls of modules whose experts are paged one by one: fetching the experts that the router has chosen.
 
-Knows the coordinator and experts' units; must not know what a module computes. See [Note: experts] in `infinity.units.experts`.
+See [Note: experts] in `infinity.units.experts`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,25 @@ class ExpertCalls:
     _coordinator: ParameterCoordinator
     _experts: list[ExpertTiles]
     _units: list[list[Unit]]
-    """For each tensor of experts, their units."""
+    """For each tensor of experts (gate_up, down), the unit of each expert."""
     _group: int
+    """Id of this layer's group of experts in the prefetch schedule."""
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """A call begins: reads of the experts that the router has chosen begin, in the order in which they are used."""
+        """Pre-hook of the module: start to read the experts that the router has chosen, in the order of their use."""
         routed = self._experts[0].routed
         if routed is None:
             return
         if self._coordinator.is_training_forward:
             for tiles, units in zip(self._experts, self._units, strict=True):
+                # As in torch, where the gradient of the whole tensor has zeros for experts without tokens.
                 for expert in () if tiles.touched_only else tiles.others(routed):  # they get zeros
                     unit = units[expert]
                     self._coordinator.backwards.collector.on_module_call(unit, unit.layout.slots)
+        # The order in which the model's own code uses the tiles. With experts 4 and 1 routed, in this order:
+        #   grouped_mm     gate_up4 gate_up1 down4 down1    tensor by tensor, experts as routed
+        #   batched_mm     gate_up1 gate_up4 down1 down4    tensor by tensor, experts by number
+        #   eager          gate_up1 down1 gate_up4 down4    expert by expert
         implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
         if implementation == "grouped_mm":
             order = [units[expert] for units in self._units for expert in routed]
@@ -55,7 +61,10 @@ class ExpertCalls:
     def _together(
         self, units: list[Unit], experts: Sequence[int]
     ) -> Iterator[tuple[Sequence[int], AbstractContextManager[None]]]:
-        """As many at a time as half of the room takes: into the other half come the next ones."""
+        """Yield groups of experts that take half of the room each. Meanwhile the next group is read into the other
+        half."""
+        # Room for 10 experts: 5 are computed with while the next 5 arrive. One at least, even if that takes all the
+        # room.
         size = max(self._coordinator.parameter_cache.room_bytes // 2 // units[0].num_bytes, 1)
         for start in range(0, len(experts), size):
             part = experts[start : start + size]
@@ -63,8 +72,7 @@ class ExpertCalls:
 
     @contextmanager
     def _inside(self, units: Sequence[Unit]) -> Iterator[None]:
-        """As `ParameterCoordinator.inside_module`, for experts whose reads have begun: what comes next is looked for once, not
-        for each."""
+        """As `ParameterCoordinator.inside_module`, for a group of experts, which is entered at once."""
         self._enter(units)
         try:
             yield
@@ -88,6 +96,7 @@ class ExpertCalls:
                     unit.bind()
         except BaseException:
             for unit in units:
+                # All of them: `begin_use` was called for each before anything could fail.
                 unit.end_use()
             coordinator.end_forward()
             raise
@@ -112,6 +121,7 @@ class ExpertCalls:
         try:
             for unit in units:
                 unit.end_use()
+            # Without hooks for saved tensors (torch.func), the graph holds the weights themselves, so units stay open.
             if not are_forbidden():
                 self._coordinator.parameter_cache.close_unused(units)
                 self._coordinator.parameter_cache.pump()

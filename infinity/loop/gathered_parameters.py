@@ -18,19 +18,19 @@ from infinity.units.tiles import TiledWeight
 class GatheredParameters:
     """Inside the ``with`` block the parameters hold their full weights, and can be read and changed like any.
 
-    What was changed is stored when the block ends, for frozen parameters as well; main weights follow: an element whose
-    weight did not change keeps all its fp32 bits. With a ``modifier_rank``, weights are compared with what they were, so it
-    does not matter how they were written to (NumPy, ``data_ptr()``, kernels of others). Without one, the writes that torch
-    counts are stored: those by its operations on the parameter, its ``.data`` or views of it.
+    Changes are stored when the block ends, also those of frozen parameters. Main weights follow: an element whose
+    weight did not change keeps all its fp32 bits. With a ``modifier_rank``, contents are compared, so you may write in
+    any way (NumPy, ``data_ptr()``, your own kernels). Without one, only writes that torch counts are stored: operations
+    on the parameter, its ``.data`` or views of it.
 
     All units of the parameters are in memory at once: for a large model, gather it unit by unit. Parameters that no engine
     holds are left alone.
 
     Args:
         params: a parameter, or an iterable of them, of one or more models.
-        modifier_rank: where several processes train together, all get what this one has when the block ends. None: each keeps
-            what it has, which has to be the same. All of them open and leave the block. It counts, as in DeepSpeed, among
-            those that have the same part of the model.
+        modifier_rank: with several processes: when the block ends, all get this rank's values. None: each keeps its
+            own, which must be the same. All ranks enter and leave the block. As in DeepSpeed, the number is that among
+            the processes with the same part of the model.
         fwd_module, enabled: accepted for compatibility; ``enabled=False`` does nothing at all.
 
     Raises:
@@ -48,7 +48,7 @@ class GatheredParameters:
         self._enabled = enabled
         self._modifier_rank = modifier_rank
         self._gatherers: list[Any] = []
-        """Those of the engines that hold some of the parameters, from the begin of the block on."""
+        """`ConsistentAccess` of each engine that holds some of the parameters, from `__enter__` on."""
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> None:
@@ -64,6 +64,7 @@ class GatheredParameters:
             if not isinstance(host, ParameterHandler):
                 raise ModelError("the engine that holds these parameters is not ready")
             by_host.setdefault(id(host), (host.gatherer, []))[1].append(parameter)
+        # If a second engine refuses, the first one's block is closed again.
         with contextlib.ExitStack() as stack:
             for gatherer, parameters in by_host.values():
                 stack.enter_context(gatherer.gathered(parameters, compares=self._modifier_rank is not None))
@@ -74,6 +75,8 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._open:
+            # Before the gatherers' blocks end, which store the weights. After an exception, ranks may be at other
+            # places and must not meet.
             if kind is None and self._modifier_rank is not None:
                 self._broadcast_from(self._modifier_rank)
 
@@ -81,6 +84,7 @@ class GatheredParameters:
         what = f"GatheredParameters(..., modifier_rank={rank})"
         for engine in self._gatherers:
             held = [each for each in self._parameters if getattr(host_of(each), "gatherer", None) is engine]
+            # Ranks that gather other parameters get an error here, and not a hang in the broadcast.
             engine.data_ranks.all_gather_ints(what, [parameter.numel() for parameter in held])
             for parameter in held:
                 engine.data_ranks.broadcast_from(what, rank, parameter.data)

@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 class Shards(DistributedSampler[Any]):
-    """torch's sampler, which may begin with a later one of the rank's samples."""
+    """torch's DistributedSampler, which can skip the first samples of an epoch."""
 
     _num_skipped = 0
 
     def begin_at(self, num_samples: int) -> None:
-        """The next iterator leaves out so many of the rank's samples."""
+        """Let the next iterator skip the first ``num_samples`` of this rank."""
         self._num_skipped = num_samples
 
     def __iter__(self) -> Iterator[int]:
@@ -30,35 +30,35 @@ class Shards(DistributedSampler[Any]):
 
 
 class Loader(DataLoader[Any]):
-    """torch's, with DeepSpeed's name for its sampler, and a position that a checkpoint keeps.
+    """torch's DataLoader with a position that a checkpoint keeps, and DeepSpeed's name for its sampler.
 
-    The position is that of the newest iterator. It counts the samples of all ranks, so another number of them, or another batch
-    size, goes on where the last one was. Batches up to it are not made once more where the data set has indices.
+    The position is that of the newest iterator. It counts the samples of all ranks, so that another number of ranks, or
+    another batch size, can continue there. If the data set has indices, skipped samples are not loaded.
 
-    [Note: a position for all ranks] Of a shuffled epoch, rank r of N has the samples r, r + N, ... So when each has taken k of
-    its own, all together have taken the first k N, whatever N is; with M ranks each goes on behind its first k N // M. Where
-    that is not whole, less than M samples come twice: to leave them out would give ranks of unequal numbers of batches.
+    [Note: a position for all ranks] In a shuffled epoch, rank r of N has the samples r, r + N, ... When each rank has
+    taken k, all together have taken the first k N. With M ranks, each skips its first k N // M. If that division has a
+    remainder, fewer than M samples come twice. To skip them would give ranks unequal numbers of batches.
     """
 
     _num_given = 0
-    """Batches."""
+    """Batches of the present epoch that were given out."""
     _num_samples = 0
-    """This rank's samples, in those."""
+    """This rank's samples in those batches."""
     _num_epochs = 0
     _begun_with: Mapping[str, Any] | None = None
     """The random generators when the present epoch began: samplers draw from them."""
     is_resumed = False
-    """Whether a position was loaded that no iterator has taken up."""
+    """Whether a position was loaded, and no iterator has started from it."""
     _loaded_epoch: int | None = None
-    """The sampler's, that the loaded position is one of."""
+    """The sampler's epoch that the loaded position belongs to."""
 
     @property
     def data_sampler(self) -> Any:
-        """As ``sampler``."""
+        """DeepSpeed's name for ``sampler``."""
         return self.sampler
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: batches and samples given in the present epoch, and what their order follows from."""
+        """The position: batches and samples of the present epoch so far, and what determines their order."""
         return {
             "num_given": self._num_given,
             "num_samples": self._num_samples * self._num_ranks,
@@ -68,8 +68,10 @@ class Loader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next batch, of an iterator that is there as of a new one, is the one that would have come then."""
+        """Continue behind the saved position, also in an iterator that exists already."""
         if "num_samples" in state and self.batch_size:
+            # Saved by 2 ranks after 6 samples each: 12. With 3 ranks each skips 4. With 5 ranks each skips 2, and the
+            # last 2 of the 12 come twice.
             self._num_samples = int(state["num_samples"]) // self._num_ranks
             self._num_given = -(-self._num_samples // self.batch_size)
         else:  # batches are the script's, or it was saved by a version that counted those alone
@@ -84,14 +86,15 @@ class Loader(DataLoader[Any]):
 
     @property
     def _num_ranks(self) -> int:
-        """How many share the samples that its sampler draws."""
+        """How many ranks share the sampler's samples."""
         return int(getattr(self.sampler, "num_replicas", 1))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # torch's loader returns its own iterator; this one tells the loader of each batch that it gives.
         return _Batches(self)
 
     def begin(self) -> Iterator[Any]:
-        """torch's iterator, at the position that was loaded or at the start."""
+        """torch's iterator, at the loaded position or at the start."""
         is_resumed, self.is_resumed = self.is_resumed, False
         if not is_resumed or not self._num_given:
             self._num_given = self._num_samples = 0
@@ -112,6 +115,8 @@ class Loader(DataLoader[Any]):
                 "loader.data_sampler.epoch",
                 *(self._loaded_epoch, epoch),
             )
+        # A sampler may draw its permutation from the global generators when iteration begins. It gets the state of
+        # then, and the script keeps its own.
         now = random_states()
         try:
             if self._begun_with is not None:
@@ -124,6 +129,8 @@ class Loader(DataLoader[Any]):
         if isinstance(self.sampler, Shards):
             self.sampler.begin_at(self._num_samples)
             return super().__iter__()
+        # Another sampler: skip by drawing from it. torch's iterator has the batches of indices in `_sampler_iter`, so
+        # that skipped samples are not loaded. Worker processes draw indices ahead, and an IterableDataset has none.
         batches = super().__iter__()
         indices: Any = getattr(batches, "_sampler_iter", None)
         is_indexed = not self.num_workers and indices is not None and not isinstance(self.dataset, IterableDataset)
@@ -132,7 +139,7 @@ class Loader(DataLoader[Any]):
         return batches
 
     def on_batch(self) -> None:
-        """A batch goes to whoever iterates."""
+        """Count a batch that is given out."""
         self._num_given += 1
         self._num_samples += self.batch_size or 0
         if isinstance(self.sampler, Sized):  # the last batch of an epoch may be smaller
@@ -146,7 +153,7 @@ class Loader(DataLoader[Any]):
 
 
 class _Batches(Iterator[Any]):
-    """An iterator over a loader, which says how far it is."""
+    """Iterates over a loader, and keeps its position up to date."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -156,6 +163,7 @@ class _Batches(Iterator[Any]):
         return len(self._loader)
 
     def __next__(self) -> Any:
+        # load_checkpoint was called inside the loop over this iterator.
         if self._loader.is_resumed:
             self._batches = self._loader.begin()
         try:
@@ -181,11 +189,11 @@ def make_loader(
 ) -> Loader:
     """A loader that draws as DeepSpeed's does.
 
-    Without a ``sampler`` that is `Shards`, torch's `DistributedSampler`, for ``rank`` of ``num_ranks`` processes: shuffled by
-    its seed, 0, and its epoch, and by no global generator. All ranks get as many samples: where the number is not whole, some
-    come twice. The epoch stays 0, so each pass has the same order, unless the script says
-    ``loader.data_sampler.set_epoch(epoch)``. An `IterableDataset` has an order of its own, and all ranks get all of it: a
-    warning, where there are several.
+    Without a ``sampler`` that is `Shards`, torch's `DistributedSampler`, for ``rank`` of ``num_ranks`` processes. It
+    shuffles by seed 0 and its epoch, not by global generators. All ranks get equally many samples, some of them twice
+    if necessary. The epoch stays 0, so each pass has the same order, unless the script calls
+    ``loader.data_sampler.set_epoch(epoch)``. An `IterableDataset` has an order of its own, and every rank gets all of
+    it, with a warning if there are several.
     """
     if isinstance(dataset, IterableDataset) and num_ranks > 1:
         logger.warning(
@@ -209,7 +217,7 @@ class RepeatingLoader(Iterator[Any]):
     """An iterator over a loader that begins anew when it ends."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        """``loader``: what is iterated over again and again."""
+        """``loader``: iterated over again and again."""
         self.loader = loader
         self.data_iter = iter(loader)
 
@@ -222,7 +230,8 @@ class RepeatingLoader(Iterator[Any]):
 
 
 class OwnBatches(RepeatingLoader):
-    """Those of ``training_data``, epoch after epoch. What an exception of the loader cuts off goes on with the next batch."""
+    """Batches of ``training_data``, epoch after epoch. After an exception of the loader, the next batch can be
+    taken."""
 
     def __next__(self) -> Any:
         """

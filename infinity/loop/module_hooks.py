@@ -1,7 +1,4 @@
-"""The engine's hold on a model: the hooks in its modules.
-
-Knows modules, units and parameters; must not know optimizers or files.
-"""
+"""The hooks in a model's modules, which tell the coordinator which unit is needed."""
 
 from __future__ import annotations
 
@@ -35,24 +32,28 @@ class _HooksOfModule:
     _units: list[Unit]
     _owned: list[tuple[Unit, list[Slot]]]
     _looked_at: list[Unit]
-    """The module looks at their parameters before it calls others, when it evaluates."""
+    """Units whose parameters the module reads before it calls its children, in evaluation: see `_with_fast_path`."""
     _keep_alive: object
+    """The engine: as long as a model has hooks, it lives."""
     _of_model: ModuleHooks | None
     """For the model itself: all hooks."""
     _is_inside: bool
     """Of a block."""
     _entered: dict[int, list[int | None]] = field(default_factory=dict)
-    """Thread -> how many units each running call of the module holds (a module may call itself); None if it was refused."""
+    """Thread -> for each running call of the module (it may call itself) the number of units entered; None: it was
+    refused."""
 
     def before(self, module: nn.Module, args: Any) -> None:
         of_model = self._of_model
         if of_model is not None:
             self._before_root(module, of_model)
+        # A script calls a module inside a block by itself: gradients of the block's parameters may then come in parts.
         if self._is_inside and not self._coordinator.is_computing and torch.is_grad_enabled():
             for unit in self._units:
                 self._coordinator.backwards.collector.on_partial_gradients(unit, by_script=True)
         is_outermost = self._coordinator.begin_forward(is_root=of_model is not None)
         entered = self._entered.setdefault(get_ident(), [])
+        # After `begin_forward`, which may refuse the call: then `after` finds nothing to leave.
         entered.append(0)
         if of_model is not None and is_outermost:
             of_model.follow_compilation()
@@ -61,9 +62,11 @@ class _HooksOfModule:
                 self._coordinator.backwards.collector.on_module_call(unit, slots)
         for number, unit in enumerate(self._units, start=1):
             self._coordinator.enter(unit)
+            # Counted one by one: `after` leaves those that were entered if the next one fails.
             entered[-1] = number
         evaluates = not module.training and not torch.is_grad_enabled()
         if self._looked_at and evaluates and self._coordinator.parameter_cache.has_room(self._looked_at):
+            # Opening them is enough: in a forward they stay bound after `held`, until unused units are closed.
             with self._coordinator.held(self._looked_at):
                 pass
 
@@ -77,14 +80,14 @@ class _HooksOfModule:
             try:
                 refuse_in_between("running the model")
             except EngineBusyError:
-                self._entered.setdefault(get_ident(), []).append(None)  # it will end all the same
+                self._entered.setdefault(get_ident(), []).append(None)  # torch calls `after` for this call, too
                 raise
             if not _is_called_by_itself(module):
                 of_model.abandon_calls()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._entered:
-            return  # the call failed before our hook ran
+            return  # always_call: an earlier pre-hook of the script has raised, before ours ran
         me = get_ident()  # not before: torch.compile cannot trace it, and is to be refused by name
         entered = self._entered.get(me)
         if not entered:
@@ -101,7 +104,7 @@ class _HooksOfModule:
             self._coordinator.end_forward()
 
     def forget(self) -> None:
-        """Calls that an exception cut off are over."""
+        """Forget running calls, which an exception has cut off."""
         self._entered.clear()
 
 
@@ -110,18 +113,20 @@ _CALL = nn.Module._call_impl.__code__
 
 def _is_called_by_itself(module: nn.Module) -> bool:
     """Whether a call of ``module`` runs inside another call of it, in this thread."""
+    # A recursive model calls itself in its forward. A cut-off call has no frame on the stack any more.
     return sum(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in callers()) > 1
 
 
 def _with_fast_path(module: nn.Module) -> nn.Module | None:
-    """At whose parameters ``module`` looks to see whether a fused kernel will do, which it will not if they are paged out."""
+    """The module whose parameters ``module`` inspects in evaluation, to decide whether torch's fused kernel can run."""
+    # A parameter that is paged out fails that check, and torch would take the slow path, unlike in plain torch.
     if isinstance(module, nn.TransformerEncoder):
         return module.layers[0] if len(module.layers) else None
     return module if isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention) else None
 
 
 class _BoundHook:
-    """A function as a callable that torch can mark. That of a copy of the module does nothing."""
+    """A hook as an object: copying or pickling the module gives a hook that does nothing."""
 
     def __init__(self, function: Callable[..., None] | None = None, *, comes_before: bool = False) -> None:
         self._function = function
@@ -147,7 +152,7 @@ class _BoundHook:
 
 
 class ModuleHooks:
-    """The hooks that tell the coordinator what is needed."""
+    """All hooks of one model: they tell the coordinator which unit is needed."""
 
     def __init__(
         self,
@@ -158,15 +163,15 @@ class ModuleHooks:
     ) -> None:
         """
         Args:
-            coordinator: is told of forwards.
+            coordinator: called by the hooks.
             blocks: FQNs of the modules that were made units of their own.
-            recomputed: a class for their forwards, called with module, forward, `ParameterCoordinator.inside_module` and its
-                units; None leaves them as they are.
+            recomputed: `RecomputedForward`, which replaces the blocks' forwards; None: they stay.
         """
         self._recomputed: Any = recomputed
         self._map = parameter_map
         self._coordinator = coordinator
         self._model = model = parameter_map.model
+        # Parent and name, not the block itself: torch.compile(block) and PEFT put another module in its place.
         self._places_of_blocks = [
             (fqn, model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in blocks
         ]
@@ -179,7 +184,7 @@ class ModuleHooks:
         self._call_handles: list[Any] = []
         self._hook_calls: Callable[[], None] = lambda: None
         self.handles_of_others: list[Any] = []
-        """Of hooks that go with those of the modules."""
+        """Handles of other parts' hooks, removed together with these."""
         self._hooks: list[_HooksOfModule] = []
         self._inside_of: dict[int, list[nn.Module]] = {}
         """Unit index -> children of the modules that enter it, as long as they have no hooks: see `hook_inside`."""
@@ -199,13 +204,14 @@ class ModuleHooks:
         self._handles.append(
             self._model.register_state_dict_post_hook(_BoundHook(lambda *_: self._coordinator.end_state_dict()))
         )
+        # An empty FQN is the model itself: a model of one block compiles as a whole.
         if self._places_of_blocks and self._places_of_blocks[0][0]:
             self._forwards.compile_units(lambda: [*self._blocks_now().values()])
         self._hook_calls = functools.partial(self._hook_each_call, keep_alive)
         self._hook_calls()
 
     def _before_load(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *_: Any) -> None:
-        """``load_state_dict`` comes to a module. It copies into parameters, as any operation that writes to them."""
+        """Pre-hook of ``load_state_dict``, which copies into parameters by ordinary operations."""
         if local_metadata.get("assign_to_params_buffers"):
             raise ModelError(
                 "load_state_dict(assign=True) would replace parameters that an engine holds",
@@ -226,6 +232,9 @@ class ModuleHooks:
         self._compiled = self._compilation()
         self.covered = inside_compiled(self._model)
         self._inside_of.clear()
+        # Decoder with units 0 (embedding), 1 and 2 (blocks) and 3 (head): the model has several units and is hooked
+        # without entering any. So are lists around blocks. Each block has one unit: it is hooked and enters it, and its
+        # children get no hooks until `hook_inside`.
         rest, seen = [self._model], set[int]()
         while rest:
             module = rest.pop()
@@ -251,6 +260,8 @@ class ModuleHooks:
         self._hooks.append(hooks)
         handles = self._handles if is_root else self._call_handles
         before = _BoundHook(hooks.before, comes_before=True)
+        # First of the pre-hooks and with always_call: the weights are there for hooks of the script, and the unit is
+        # left after an exception as well.
         handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.append(module.register_forward_hook(_BoundHook(hooks.after), always_call=True))
         if experts := experts_of(module):
@@ -260,13 +271,15 @@ class ModuleHooks:
             handles.append(module.register_forward_pre_hook(routing))
 
     def hook_inside(self, unit: Unit) -> bool:
-        """An operation needs the unit that no module has entered: if a module inside a block is called by itself, as by a
-        checkpoint in the block's forward, such modules enter the unit from now on. Else each operation would bring it anew.
+        """An operation needs a unit that no module has entered. If a module inside a block is being called by itself,
+        as by a checkpoint in the block's forward, hook the modules inside the block, so that they enter the unit from
+        now on.
 
-        Returns whether that has begun now.
+        Returns whether they were hooked now.
         """
         if unit.index not in self._inside_of or not self.are_running():
             return False
+        # Popped: once hooked, the children stay hooked.
         for child in self._inside_of.pop(unit.index):
             for module in child.modules():
                 if self._entered_by(module) and id(module) not in self.covered:
@@ -274,10 +287,11 @@ class ModuleHooks:
         return True
 
     def follow_compilation(self) -> None:
-        """The model is about to be called: if blocks were compiled since the last time, their hooks have to go elsewhere.
+        """Before a call of the model: if blocks were compiled or replaced since the last one, install the hooks anew.
 
-        Only while none of its modules is inside its forward: such a call would not find the hook that ends it.
+        Only while none of its modules is inside its forward: such a call would miss the hook that ends it.
         """
+        # Asked in each call of the model, so it compares identities only.
         if self._compiled != self._compilation():
             for handle in self._call_handles:
                 handle.remove()
@@ -286,19 +300,19 @@ class ModuleHooks:
             self._hook_calls()
 
     def _blocks_now(self) -> dict[str, nn.Module]:
-        """The modules that are now where blocks were, by their names then."""
+        """FQN of a block in `initialize` -> the module that is at this place now."""
         found = {fqn: parent._modules.get(name) for fqn, parent, name in self._places_of_blocks}
         return {fqn: block for fqn, block in found.items() if block is not None}
 
     def _compilation(self) -> list[Any]:
-        """What changes when one of the blocks is compiled."""
+        """A value that changes when one of the blocks is compiled or replaced."""
         return [
             (fqn, id(block), block.__dict__.get("_compiled_call_impl"), block.__dict__.get("forward"))
             for fqn, block in self._blocks_now().items()
         ]
 
     def _units_in(self, module: nn.Module | None) -> list[Unit]:
-        """Those in which parameters of the module, and of those inside it, lie."""
+        """Units of the parameters of the module and its children, by index."""
         parameters = () if module is None else module.parameters()
         found = {self._map.locate(p)[0].index for p in parameters if self._map.holds(p)}
         return [self._map.units[index] for index in sorted(found)]
@@ -308,7 +322,7 @@ class ModuleHooks:
         return reached if len(reached) == 1 else []
 
     def _own_slots(self, module: nn.Module) -> list[tuple[Unit, list[Slot]]]:
-        """The parameters of which a call of the module is a use: all inside it, where they are of one unit; else its own."""
+        """The parameters that a call of the module uses: all inside it if they are of one unit, else its own."""
         own: dict[int, tuple[Unit, list[Slot]]] = {}
         for parameter in filter(self._map.holds, module.parameters(recurse=len(self._units_in(module)) == 1)):
             unit, slot = self._map.locate(parameter)
@@ -316,17 +330,18 @@ class ModuleHooks:
         return list(own.values())
 
     def abandon_calls(self) -> None:
-        """Forget what an exception has cut off."""
+        """Forget calls and forwards that an exception has cut off."""
         self.forget_calls()
         self._coordinator.abandon_forward()
 
     def are_running(self) -> bool:
         """Whether modules of the model are being called in this thread."""
+        # `_call_impl` is the frame of Module.__call__; its `self` is the module.
         called = {id(frame.f_locals.get("self")) for frame in callers() if frame.f_code is _CALL}
         return len(called) > 0 and any(id(module) in called for module in self._model.modules())
 
     def forget_calls(self) -> None:
-        """An exception has cut off whatever was running."""
+        """Forget all running calls, which an exception has cut off."""
         for hooks in self._hooks:
             hooks.forget()
 

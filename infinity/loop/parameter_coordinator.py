@@ -1,18 +1,15 @@
-"""Page faults: a unit that is touched is there, whichever way the code came.
-
-Knows phases, parameters, saved tensors and backwards; must not know optimizers or files.
+"""Page faults: a unit that is used is in memory, whichever way the code reaches it.
 
 [Note: page faults]
-Three events touch a unit, and each makes it resident, whichever way the code came:
+Three events touch a unit, and each makes it resident:
   * a module that owns some of its parameters begins its forward (`enter` and `leave`, called by the hooks);
   * an operation gets one of its parameters while that is paged out (``infinity.torch_internals.operations``);
   * backward asks for a tensor that it had saved from the unit (`unpack`).
 In forward, autograd saves views of weights (``weight.t()`` for every linear). `pack` turns each into a packed saved tensor:
 unit, offset, shape and strides. So the graph holds no weight memory, and backward faults the unit in exactly when it needs it.
-Packed saved tensors die with the graph nodes that own them; a unit without any is needed by no backward any more, and only
-then may its weights change.
-Under non-reentrant activation checkpointing the recomputation saves plain views, because torch's own pack hook stands
-above ours. Those views keep the flat buffer alive (see ``FlatBuffer.has_views``), and it is not evicted under them.
+Packed saved tensors die with the graph nodes that own them. A unit without any is needed by no backward, and only then
+may its weights change. Under non-reentrant checkpointing the recomputation saves plain views, because torch's pack hook
+is above ours. Such views keep the flat buffer alive (see ``FlatBuffer.has_views``), and it is not evicted under them.
 """
 
 from __future__ import annotations
@@ -66,76 +63,79 @@ from infinity.updates.step_groups import StepGroups
 
 @dataclass(eq=False)
 class Preconditions:
-    """What has to be so before a model is used, and what is checked first."""
+    """Checks that run before a model is used."""
 
     _checks: Sequence[Callable[[], None]]
-    """Of the parts, in this order; each raises what went wrong in the background, or what it has against any call."""
+    """Checks of the parts, in order. Each raises an error from the background, or refuses all calls (after `close`)."""
     _guard: PhaseGuard
     _backwards: Backwards
     _groups: StepGroups
     _reporter: Reporter
 
     def check_usable(self) -> None:
-        """Some call begins."""
+        """At the beginning of each call."""
         for check in self._checks:
             check()
 
     def check_consistent(self) -> None:
-        """Weights are about to be changed or read: they must be of one step, and of one training."""
+        """Before weights are read or changed: they must be of one step, and of one training."""
         self.check_usable()
         self._guard.check_consistent()
 
     def begin_forward(self) -> None:
-        """A forward phase begins."""
+        """At the beginning of each forward of the model."""
         self.check_usable()
         self._reporter.begin()
         self._guard.check_loaded()
         self._guard.check_consistent()
+        # Gradients of a `loss.backward()` that is over, before this forward resets what is expected.
         self._backwards.collect()
         if torch.is_grad_enabled() and self._groups.before_forward():
+            # Which gradients complete a unit is not known any more: parameters were frozen or thawed.
             self._backwards.collector.forget_history()
 
 
 @dataclass(eq=False)
 class ParameterCoordinator:
-    """What a model in its phases asks of a `ParameterCache`: page faults and saved tensors."""
+    """Handles page faults and saved tensors: between the hooks and the `ParameterCache`."""
 
     parameter_cache: ParameterCache
     """Decides which units are in memory."""
     lock: EngineLock
-    """Held by any call that uses the model or its weights; what has no other word is touched under it only."""
+    """Held by each call that uses the model or its weights. It guards all fields here."""
     backwards: Backwards
-    """Lead gradients to their updates."""
+    """Passes gradients to their updates."""
     _preconditions: Preconditions
     copies: UserCopies
-    """Makes what ``state_dict`` gives."""
+    """Makes the copies that ``state_dict`` returns."""
     _trimmer: HeapTrimmer | None = None
-    """Gives memory back between two units; None: that is not needed."""
+    """Returns heap memory to the system between two units; None: not needed."""
     _activations: SavedActivations | None = None
-    """Takes what autograd saves besides weights; None leaves it in memory."""
+    """Keeps other saved tensors on the host or on NVMe; None: they stay where they are."""
     num_gathered = 0
-    """How many blocks hold weights gathered."""
+    """How many ``with GatheredParameters`` blocks are open."""
     _depth = 0
-    """How many forwards of modules are inside each other."""
+    """Nesting depth of modules' forwards."""
     _saves_in_backward = False
-    """Whether the hooks for saving are up because the backward that runs makes a graph."""
+    """Whether `saving` was pushed for a backward with ``create_graph=True``."""
     _num_locks_of_forward = 0
-    """How often forwards hold it: one that begins in a recomputation does as well."""
+    """How often forwards hold the lock: a recomputation inside a backward acquires it again."""
     _handovers_at_state_dict = 0
     """`EngineLock.num_handovers` when the last state dict was begun."""
     _vertical: VerticalForward | None = None
-    """How micro-batches share the present step: from `begin_vertical` until `end_vertical`."""
+    """The present vertical step, from `begin_vertical` until `end_vertical`; None: the step is an ordinary one."""
 
     def __post_init__(self) -> None:
         self.clock = self.parameter_cache.clock
         self.saving = SavingHooks(self.pack, self.unpack, self.packed_for)
-        """The hooks that turn what autograd saves into packed saved tensors."""
+        """Saved-tensor hooks that pack views of weights."""
+        # Another pack function, by which `SavingHooks` tells the two apart on torch's stack of hooks.
         self.saving_while_gathered = SavingHooks(lambda tensor: self.pack(tensor), self.unpack, self.packed_for)
-        """The same, for graphs made while weights are gathered; a forward inside must not take them for its own."""
+        """The same, for graphs made inside ``GatheredParameters``. A forward inside must not pop them."""
         self._unit_at = self.parameter_cache.unit_at
 
     def close(self) -> None:
-        """Give all memory back. A backward that comes later is an error."""
+        """Release all memory. A later backward raises."""
         for hooks in (self.saving, self.saving_while_gathered):
             hooks.close()
         if self._activations is not None:
@@ -151,14 +151,14 @@ class ParameterCoordinator:
 
     @property
     def is_inside_modules(self) -> bool:
-        """Whether modules of the model are inside their forward, be it in a recomputation."""
+        """Whether modules of the model are inside their forward, in a recomputation as well."""
         return self._depth > 0
 
     @property
     def is_in_forward(self) -> bool:
         """Whether a forward of the calling thread has begun and not ended, and no backward runs.
 
-        Where micro-batches share it, one's call of the model does not cut off another's: it is none of theirs.
+        False in a vertical step, where calls of the model by several micro-batches overlap.
         """
         return self._depth > 0 and not in_backward() and self.lock.is_mine and self._vertical is None
 
@@ -169,18 +169,19 @@ class ParameterCoordinator:
         return self._depth > 0 and parameter_cache.schedule is parameter_cache.training_schedule and not in_backward()
 
     def begin_outside_read(self) -> None:
-        """Weights are about to be read outside forward and backward: raises if that cannot be."""
+        """Before weights are read outside forward and backward. Raises if they may not be read now."""
         if self.lock.is_nested:
             refuse_in_between("reading weights")
         self._preconditions.check_consistent()
 
     def begin_state_dict(self) -> None:
-        """``state_dict()`` of the model collects from now on, until `end_state_dict`: weights of one and the same step."""
+        """Pre-hook of ``state_dict()``, which must see weights of one step: see `end_state_dict`."""
         with self.lock.held("state_dict()"):  # not until its end, which an exception would keep it from
             self._handovers_at_state_dict = self.lock.num_handovers
 
     def end_state_dict(self) -> None:
-        """The counterpart of `begin_state_dict`: raises if another thread has used the engine since, and may have made a step."""
+        """Hook behind ``state_dict()``: raises if another thread has used the engine since, and may have made a
+        step."""
         with self.lock.held("state_dict()"):
             if self.lock.num_handovers != self._handovers_at_state_dict:
                 raise EngineBusyError(
@@ -199,6 +200,7 @@ class ParameterCoordinator:
             Whether none was inside its forward before.
         """
         if self._depth == 0:
+            # Reentry by a signal handler. A checkpoint in backward calls modules too, but never the model itself.
             if self.lock.owner == get_ident() and (is_root or not in_backward()):
                 refuse_in_between("a forward")
             self.lock.acquire("forward")
@@ -215,20 +217,23 @@ class ParameterCoordinator:
 
     def _begin_own_forward(self) -> None:
         if self._depth == 0 and not in_backward():
+            # A backward that an exception cut off ends here at the latest.
             self.backwards.close()
             self._preconditions.begin_forward()
             self.copies.warn_of_written()
             self.parameter_cache.close_unused()
+            # Hooks that an interrupted forward left up: see [Note: interrupted hooks] in infinity.paging.saved_tensors.
             self.saving.clear_top()
             self.parameter_cache.begin_micro_batch(is_training=torch.is_grad_enabled())
             self.saving.push()
             self.clock.begin_compute("forward")
         elif self._depth == 0:
+            # Depth 0 in backward: a checkpoint computes this module once more.
             self.saving.push_in_recomputation()
         self._depth += 1
 
     def end_forward(self) -> None:
-        """The counterpart of `begin_forward`, also after an exception."""
+        """A module of the model ends its forward, also by an exception."""
         self._depth -= 1
         if self._depth == 0:
             try:
@@ -242,6 +247,7 @@ class ParameterCoordinator:
             return
         self.clock.end_compute()
         self.parameter_cache.close_unused()
+        # An evaluation ends with its forward. A training micro-batch ends with its backward: `Backwards.end`.
         if self.parameter_cache.schedule is self.parameter_cache.eval_schedule:
             self.parameter_cache.schedule.commit()
 
@@ -251,7 +257,7 @@ class ParameterCoordinator:
             self.lock.release()
 
     def abandon_forward(self) -> None:
-        """Forget modules that an exception left open, so that the next forward begins afresh."""
+        """Forget forwards that an exception cut off, and close their units."""
         if self._vertical is not None:
             for unit in self.parameter_cache.units:
                 unit.forget_uses()
@@ -269,7 +275,7 @@ class ParameterCoordinator:
             self._unlock_forward()
 
     def break_off(self) -> None:
-        """The call of another thread that holds the lock was cut off: it does not any more."""
+        """A call that holds the lock, on another thread, was cut off: free the lock."""
         self._num_locks_of_forward = self.num_gathered = 0
         self.backwards.break_off()
         self.lock.break_off()
@@ -278,11 +284,13 @@ class ParameterCoordinator:
 
     @property
     def is_shared(self) -> bool:
-        """Whether micro-batches share the present step."""
+        """Whether the present step is a vertical one."""
         return self._vertical is not None
 
     def begin_vertical(self, vertical: VerticalForward) -> None:
-        """The forward of a step begins that all its micro-batches share; `end_forward` ends it, `end_vertical` the step."""
+        """A vertical step begins with the forward of all micro-batches. `end_forward` ends that, `end_vertical` the
+        step."""
+        # Depth stays above 0 until `end_forward`: each micro-batch's call of the model then counts as nested.
         self.begin_forward(is_root=False)  # no module's
         for unit in self.parameter_cache.units:  # what was written before the step stays
             self.parameter_cache.store_changes(unit)
@@ -290,14 +298,14 @@ class ParameterCoordinator:
         self._vertical = vertical
 
     def end_vertical(self) -> None:
-        """The step is over, or was cut off."""
+        """The vertical step is over, or was cut off."""
         self._vertical = None
         self.parameter_cache.write_by(None)
         self.parameter_cache.due.clear()
 
     @contextmanager
     def as_if_inside(self, is_inside: bool) -> Iterator[None]:
-        """In the ``with`` block modules of the model are inside their forward, or none is, however it is around it."""
+        """Inside the ``with`` block, `is_inside_modules` is ``is_inside``."""
         depth, self._depth = self._depth, int(is_inside)
         try:
             yield
@@ -307,7 +315,7 @@ class ParameterCoordinator:
     # ------------------------------------------------------------------------------------------------------- touching
 
     def enter(self, unit: Unit) -> None:
-        """A module that uses ``unit`` begins: open until the matching `leave`."""
+        """A module that uses ``unit`` begins its forward: the unit is bound until the matching `leave`."""
         if self._vertical is None or not self._vertical.defers(unit):
             with self.parameter_cache.lock:
                 unit.begin_use()
@@ -319,7 +327,7 @@ class ParameterCoordinator:
                     raise
 
     def leave(self, unit: Unit) -> None:
-        """The counterpart of `enter`."""
+        """The module that entered ``unit`` ends its forward."""
         if self._vertical is not None and self._vertical.defers(unit):
             return
         unit.end_use()
@@ -330,7 +338,7 @@ class ParameterCoordinator:
 
     @contextmanager
     def inside_module(self, units: Sequence[Unit]) -> Iterator[None]:
-        """What a module's hooks do around its forward, for one that is called without them. ``units``: those it enters."""
+        """Do inside the ``with`` block what a module's hooks do around its forward. ``units``: those that it enters."""
         self.begin_forward(is_root=False)
         entered: list[Unit] = []
         try:
@@ -346,11 +354,11 @@ class ParameterCoordinator:
                 self.end_forward()
 
     def touch(self, unit: Unit, *, is_saved: bool = False) -> None:
-        """``unit`` is needed now: it is resident when this returns, and what the prefetch schedule says comes next is on its
-        way.
+        """Page fault: ``unit`` is resident when this returns, and the next units of the prefetch schedule are being
+        read.
 
-        Under the parameter cache's lock. The unit is in use already, whatever the prefetch schedule says: else it might make
-        room for the next.
+        Call it under the parameter cache's lock, after `Unit.begin_use`: otherwise the unit might make room for the
+        next ones.
         """
         parameter_cache = self.parameter_cache
         is_backward = self._vertical is not None and self._vertical.on_touch(unit)
@@ -360,6 +368,7 @@ class ParameterCoordinator:
         if is_backward:
             self.backwards.on_weight_use(unit, is_saved=is_saved)
         moved = parameter_cache.schedule.touch(unit.index)
+        # Only the first touch in a row counts: while one unit is used, nothing else becomes wanted.
         if moved:
             self.clock.pause_compute()
         parameter_cache.make_resident(unit)
@@ -369,13 +378,13 @@ class ParameterCoordinator:
             self.clock.resume_compute(unit.name)
 
     def route(self, group: int, units: Sequence[int]) -> None:
-        """A router has chosen: the units of these experts of a layer are needed next. Their reads begin."""
+        """A router has chosen these experts of a layer: start to read their units."""
         with self.parameter_cache.lock:
             self.parameter_cache.schedule.route(group, units)
             self.parameter_cache.pump()
 
     def pause(self) -> None:
-        """Between two pieces of a step: another unit is needed, or another micro-batch has its turn."""
+        """Between two units or micro-batches: return heap memory to the system."""
         if self._trimmer is not None:
             self._trimmer.trim()
 
@@ -383,20 +392,22 @@ class ParameterCoordinator:
 
     @untraced
     def pack(self, tensor: torch.Tensor, *, is_outside: bool = False) -> Any:
-        """Autograd saves ``tensor``: a view of a unit becomes a packed saved tensor; anything else is kept, with its version.
+        """Pack hook: a view of a unit becomes a packed saved tensor. Other tensors are kept with their version.
 
-        This and `unpack` run for each saved tensor of each step, so they call no function of Python that they need not:
-        ``is_outside`` says that no mode is active, as `outside_modes` sees to.
+        ``is_outside``: no mode of torch is active. This and `unpack` run for each saved tensor of each step. So they avoid
+        calls of Python, and use `outside_modes` only if a mode is active.
         """
         if not is_outside and (
             num_dispatch_modes() or num_function_modes() or transform() is not None or is_inference()
         ):
             return outside_modes(self.pack)(tensor, is_outside=True)
+        # Sparse tensors have no storage; torch.func's wrappers and zero tangents have no memory.
         if tensor.layout is not torch.strided or is_transformed(tensor) or tensor._is_zerotensor():
             return tensor, tensor._version
         packed: PackedSavedTensor | PackedByAnother | None = None
         try:
             if type(tensor) is torch.Tensor:
+                # All views of a flat buffer share its storage, whose address is the key.
                 unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
                 if unit is not None and unit.flat is not None:
                     return PackedSavedTensor(unit, tensor)
@@ -405,6 +416,7 @@ class ParameterCoordinator:
                 return PackedByAnother(self.pack(local), lambda packed: made_of(self.unpack(packed)))
             else:
                 packed = self._packed(tensor)
+            # Each engine has two sets of hooks. More means that another engine is open, whose weight this may be.
             if packed is None and len(in_use) > HOOKS_OF_AN_ENGINE:
                 packed = self.saving.packed_by_another(tensor)
         except RuntimeError:  # forward-mode derivatives know zeros without memory
@@ -421,7 +433,7 @@ class ParameterCoordinator:
     @untraced
     @outside_modes
     def packed_for(self, tensor: torch.Tensor) -> PackedSavedTensor | None:
-        """As `pack`, of a view of a unit of this engine; None for anything else."""
+        """The packed saved tensor for a view of a unit of this engine; None for anything else."""
         if tensor.layout is not torch.strided or not has_memory(tensor):
             return None
         with contextlib.suppress(RuntimeError):
@@ -444,8 +456,9 @@ class ParameterCoordinator:
 
     @untraced
     def unpack(self, saved: Any, *, is_outside: bool = False) -> torch.Tensor:
-        """Autograd needs what `pack` got."""
+        """Unpack hook: the tensor that `pack` was called with."""
         if type(saved) is tuple:
+            # The check that autograd makes for what it saves without hooks.
             tensor: torch.Tensor = saved[0]
             if tensor._version != saved[1]:
                 raise modified(*saved)
@@ -460,6 +473,8 @@ class ParameterCoordinator:
         unit = saved.unit
         if unit.version != saved.version or (saved.count is not None and (unit.has_been_written or unit.is_bound)):
             saved.check()
+        # The usual case in backward, without lock and touch: the unit in use is saved many times (7 linears in a block
+        # of Llama). The first unpack has made it resident.
         if (
             self.backwards.is_open
             and self._vertical is None
@@ -470,7 +485,8 @@ class ParameterCoordinator:
             and self.lock.owner == get_ident()
             and not torch.is_grad_enabled()
         ):
-            return saved.view()  # the unit in use, which a touch would leave as it is
+            return saved.view()
+        # In use first: room for prefetches, or a signal handler's page fault, must not take its buffer.
         with self.parameter_cache.lock:
             unit.begin_use()
             try:
@@ -481,7 +497,7 @@ class ParameterCoordinator:
                 unit.end_use()
 
     def _save_in_backward(self) -> None:
-        """Where backward makes a graph of its own (``create_graph=True``), that holds no weights, either."""
+        """With ``create_graph=True``, push the hooks in backward, so that its graph holds no weights either."""
         if torch.is_grad_enabled() and in_backward() and not self._depth and not self.saving.are_up:
             self.saving.push()
             self._saves_in_backward = True
@@ -496,7 +512,7 @@ class ParameterCoordinator:
 
     @contextmanager
     def held(self, units: Sequence[Unit]) -> Iterator[None]:
-        """The units are open and stay so inside the ``with`` block; in a forward or backward they stay open after it."""
+        """Make units resident and bound inside the ``with`` block. They stay bound until unused units are closed."""
         entered: list[Unit] = []
         try:
             self._hold(units, entered)
@@ -508,7 +524,7 @@ class ParameterCoordinator:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Weights are gathered inside the ``with`` block: a graph that is made of them holds packed saved tensors."""
+        """Inside the ``with`` block, graphs over gathered weights hold packed saved tensors."""
         is_saving = torch.is_grad_enabled()  # else no graph is made of them, and torch.func allows no hooks
         self.num_gathered += 1
         if is_saving:
@@ -518,6 +534,7 @@ class ParameterCoordinator:
         finally:
             if is_saving:
                 self.saving_while_gathered.pop()
+            # `break_off` may have set it to 0 meanwhile.
             self.num_gathered = max(self.num_gathered - 1, 0)
 
     @outside_modes
@@ -531,12 +548,13 @@ class ParameterCoordinator:
                     self.touch(unit)
                 else:
                     self.parameter_cache.make_resident(unit)
+            # Bound when all are resident: an error in between leaves none half open.
             for unit in entered:
                 unit.bind()
 
     @contextmanager
     def opened(self, unit: Unit) -> Iterator[None]:
-        """The unit's weights lie in its flat buffer inside the ``with`` block."""
+        """As `held`, for one unit; and unbind it afterwards if it was not bound before."""
         was_bound = unit.is_bound
         with self.held([unit]):
             yield
@@ -545,8 +563,10 @@ class ParameterCoordinator:
 
     @contextmanager
     def replacing(self, unit: Unit) -> Iterator[None]:
-        """The weights are replaced where they rest inside the ``with`` block, and in the flat buffer if there is one then."""
+        """Inside the ``with`` block the caller replaces stored weights, and those in the flat buffer if the unit has
+        one."""
         with self.parameter_cache.lock:
+            # A buffer that nobody looks at is dropped, which saves writing the new values there as well.
             if not unit.num_active and unit.flat is not None and not unit.flat.has_views:
                 self.parameter_cache.evict(unit)
         with self.opened(unit) if unit.flat is not None else contextlib.nullcontext():

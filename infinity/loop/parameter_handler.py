@@ -1,4 +1,4 @@
-"""Answers for the parameters of one model while an engine holds them: operations, ``data`` and ``grad``."""
+"""Implements operations, ``.data`` and ``.grad`` of a model's parameters while an engine holds them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ _CURES = {
 
 @dataclass(eq=False)
 class ParameterHandler:
-    """Answers operations on the parameters of a model while they are paged out, and gives their data and gradients."""
+    """Runs operations on paged-out parameters of one model, and gives their data and gradients.
+
+    `infinity.units.parameter` calls it from ``__torch_function__`` and from the properties ``data`` and ``grad``.
+    """
 
     _parameter_map: ParameterMap
     _module_hooks: ModuleHooks
@@ -69,7 +72,7 @@ class ParameterHandler:
     _live: LiveGradients
     """The main gradients as ``parameter.grad``."""
     gatherer: Any
-    """`ConsistentAccess`, which gathers full weights: of a layer above."""
+    """`ConsistentAccess`, for `GatheredParameters`. It is in a layer above, hence Any."""
     _assigned: AssignedData
     _has_warned_of_strides = False
 
@@ -78,16 +81,21 @@ class ParameterHandler:
     def operate(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[HeldTensor]
     ) -> Any:
-        """Run ``function`` although ``tensors`` among its arguments are paged out, or raise."""
+        """Run ``function``, with ``tensors`` among its arguments that are paged out, or raise."""
+        # An operation over weights of two engines comes to each of them in turn.
         tensors = [tensor for tensor in tensors if host_of(tensor) is self]
         places = {id(tensor): self._parameter_map.locate_any(tensor) for tensor in tensors}
         if not self._coordinator.is_inside_modules:
             unit, _ = places[id(tensors[0])]
+            # No module has entered the unit. If one inside a block is being called, such modules get hooks, or each of
+            # its operations would be a page fault of its own.
             is_called = self._module_hooks.hook_inside(unit)
             if is_called and not in_backward() and torch.is_grad_enabled():
                 self._coordinator.backwards.collector.on_partial_gradients(unit, by_script=True)
         units = list(dict.fromkeys(unit for unit, _ in places.values()))
-        if len(units) > 1:  # an operation over lists works unit by unit
+        # torch._foreach_* over all parameters (clip_grad_norm_, EMA) would need all units at once: one call for each
+        # unit.
+        if len(units) > 1:
             found = unit_by_unit(
                 function, args, kwargs, lambda row: frozenset(places[id(t)][0].index for t in row if id(t) in places)
             )
@@ -98,20 +106,29 @@ class ParameterHandler:
             args, kwargs = (
                 replaced(a, lambda leaf: leaf.clone() if id(leaf) in places else leaf) for a in (args, kwargs)
             )
-            return function(*args, **kwargs)  # what it gives is a copy of all of them anyway
+            # torch.cat copies its arguments anyway. Here each is copied on its own, so that one unit at a time is
+            # needed.
+            return function(*args, **kwargs)
         fqn = places[id(tensors[0])][1].spec.fqn
+        # `set_` and `resize_` would give the parameter memory that the engine does not see.
         if function in REBINDING:
             raise AccessError.of_parameter(fqn, operation=name)
         if in_backward():
+            # An operation of a custom autograd.Function may be the first event of a backward.
             coordinator.backwards.on_activity()
             for unit in units:
                 coordinator.backwards.collector.on_partial_gradients(unit, by_script=False)
         coordinator.lock.acquire(f"{name} of '{fqn}'")
         try:
-            with contextlib.nullcontext() if is_inside() else coordinator.lock.joined():  # else autograd's thread
+            # Bound weights are plain tensors only for threads that are inside. Autograd's threads get there by
+            # `joined`.
+            with contextlib.nullcontext() if is_inside() else coordinator.lock.joined():
+                # The address would be wrong as soon as the unit is paged out. While a module or block holds the units,
+                # it is valid.
                 if name in EXPOSING and not all(unit.num_active for unit in units):
                     raise AccessError.of_parameter(fqn, operation=name, cure=_CURES.get(name))
                 if not coordinator.is_computing:
+                    # `state_dict()` calls detach() on each parameter: it gets a copy, which may be in a file.
                     if name == "detach" and not isinstance(tensors[0], PagedView):
                         place = places[id(tensors[0])]
                         collected = coordinator.copies.collected(
@@ -131,6 +148,7 @@ class ParameterHandler:
                             # ``module.to("meta")`` would replace the parameter by one without values.
                             what = "moving to the meta device"
                             raise AccessError.of_parameter(fqn, operation=what, cure=_CURES[what])
+                        # A view of the weights must not outlive their memory.
                         return replaced(result, lambda leaf: self._outlasting(leaf, units))
                 finally:
                     self._end(units)
@@ -138,7 +156,7 @@ class ParameterHandler:
             coordinator.lock.release()
 
     def _saving(self) -> contextlib.AbstractContextManager[Any]:
-        """The hooks for saving, unless they are up."""
+        """A context with the saved-tensor hooks, unless they are active."""
         coordinator = self._coordinator
         if not coordinator.is_computing:
             return coordinator.saving
@@ -156,11 +174,12 @@ class ParameterHandler:
         tensors: Sequence[HeldTensor],
         places: Mapping[int, tuple[Unit, Slot]],
     ) -> Any:
-        """The operation itself, while the units are open."""
+        """Call the operation, while the units are bound."""
         views = list({id(tensor): tensor for tensor in tensors if isinstance(tensor, PagedView)}.values())
         try:
             self._begin(views, places.values() if may_write(function, kwargs) else ())
             if name_of(function) in AS_ARRAY and args:
+                # NumPy would keep looking at memory that the engine gives to another unit.
                 result = function(args[0].detach().clone().requires_grad_(args[0].requires_grad), *args[1:], **kwargs)
                 result.flags.writeable = False  # what is written there would reach no weight
                 return result
@@ -171,6 +190,7 @@ class ParameterHandler:
                     for tree in (args, kwargs)
                 )
             result = function(*args, **kwargs)
+            # Fused optimizers write without counting: the versions of the parameters stay, so the write is noted here.
             if writes_unseen(function):
                 for leaf in leaves(args[:1]):
                     if id(leaf) in places:
@@ -184,20 +204,23 @@ class ParameterHandler:
     @outside_modes
     def _begin(self, views: Sequence[PagedView], written: Iterable[tuple[Unit, Slot]]) -> None:
         for unit, slot in written:
+            # Before the write: which elements it changes decides which keep their fp32 main weight.
             self._coordinator.parameter_cache.remember(unit, slot)
         for view in views:
             place = view.place
             if place.unit.flat is None:
                 raise RuntimeError(f"unit {place.unit.name} is not resident after a touch")
+            # `place` is a recipe: dtype, shape, strides and offset into the unit's flat buffer, wherever that is now.
             base = place.unit.flat.tensor().view(place.dtype)
             bind_view(view, with_lazy_bits(base.as_strided(place.shape, place.stride, place.offset), place.bits))
 
     def _outlasting(self, value: Any, units: Sequence[Unit]) -> Any:
-        """``value``, a result of an operation, as it may be kept when the units are paged out."""
+        """A result of an operation, made safe to keep: a view of weights becomes a `PagedView` or a copy."""
         if not self._looks_at(value, units):
             return value
         if value.requires_grad and self._coordinator.is_computing and torch.is_grad_enabled():
             return value  # what it is used for is saved as packed saved tensors
+        # A plain view becomes a `PagedView`, which follows the unit. Anything else is copied.
         unit = self._coordinator.parameter_cache.unit_behind(value)
         slot = None if unit is None else unit.slot_at(int(value.storage_offset()) * value.itemsize)
         if unit is None or slot is None or type(value) is not torch.Tensor:
@@ -208,7 +231,7 @@ class ParameterHandler:
         return make_view(value, place)
 
     def _looks_at(self, value: Any, units: Sequence[Unit]) -> bool:
-        """Whether ``value`` is a tensor over the memory of one of the units."""
+        """Whether ``value`` is a plain tensor over the memory of one of the units."""
         if not isinstance(value, torch.Tensor) or host_of(value) is not None or value.layout is not torch.strided:
             return False
         if value.is_meta or not has_memory(value) or not value.numel():
@@ -218,9 +241,10 @@ class ParameterHandler:
     # ------------------------------------------------------------------------------------------------------------- data
 
     def data_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """What ``parameter.data`` gives."""
+        """Implements reading ``parameter.data``."""
         unit, slot = self._parameter_map.locate(parameter)
         view = unit.data_view(slot)
+        # Outside of calls, a view that pages the unit in whenever it is used.
         if not unit.is_bound or not is_inside():
             return make_view(view, self._whole(unit, slot))
         self._coordinator.parameter_cache.remember(unit, slot)
@@ -233,11 +257,15 @@ class ParameterHandler:
         )
 
     def set_data(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
-        """What assigning ``parameter.data`` does."""
+        """Implements assigning ``parameter.data``: the values are copied."""
         unit, slot = self._parameter_map.locate(parameter)
+        # `p.data = p.data`, as modules do when they are moved to where they are.
         if values is parameter or (isinstance(values, PagedView) and values.place == self._whole(unit, slot)):
             return
         _check_assigned(slot, parameter, values)
+        # After `p.data = t`, torch has one memory for both, so t shows the trained weight, and a second `p.data = t`
+        # changes nothing. Here t still has its old values, which must not come back. If the script changed t, it is
+        # assigned.
         before = self._assigned.of(slot.spec.fqn)
         is_plain = type(values) in (torch.Tensor, nn.Parameter) and values.layout is torch.strided
         is_plain &= host_of(values) is None and not values.is_inference()
@@ -256,7 +284,8 @@ class ParameterHandler:
             values = values.detach().clone()  # it looks at the same memory, in another order
         for view in unit.data_views(slot):
             if isinstance(view, PagedView) or unit.is_bound:
-                detach_view(view, view.clone())  # it goes on looking at the old weights
+                # In torch the parameter would get other memory. Here it is overwritten, so old views get a copy of it.
+                detach_view(view, view.clone())
         with torch.no_grad():
             if unit.num_saved_tensors:
                 keep_saved(unit, slot, lambda: parameter.data.clone())
@@ -266,7 +295,7 @@ class ParameterHandler:
             self._assigned.add(slot.spec.fqn, values)
 
     def _check_shared(self, slot: Slot, values: torch.Tensor) -> None:
-        """Raise if the parameter would have one memory with another one from now on.
+        """Raise if the parameter would share memory with another one.
 
         Raises:
             ModelError: ``values`` are another parameter's, or were assigned to another one.
@@ -285,7 +314,7 @@ class ParameterHandler:
         )
 
     def _slot_behind(self, values: Any) -> Slot | None:
-        """The parameter, of any engine, whose memory a tensor looks at."""
+        """The slot of the parameter, of any engine, whose memory ``values`` is a view of; None without one."""
         host = host_of(values)
         if host is not None:
             return values.place.slot if isinstance(values, PagedView) else host.slot_of(values)
@@ -297,7 +326,7 @@ class ParameterHandler:
         return None if unit is None else unit.slot_at(int(values.storage_offset()) * values.itemsize)
 
     def before_write(self, parameter: nn.Parameter) -> None:
-        """A resident parameter is about to be written to."""
+        """Called before a resident parameter is written to."""
         self._coordinator.parameter_cache.remember(*self._parameter_map.locate(parameter))
 
     def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -318,17 +347,19 @@ class ParameterHandler:
             self._set_gradient(parameter, gradient)
 
     def _gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The gradient, or None without one.
+        """The gradient; None without one.
 
         Raises:
-            AccessError: it was used up by an update in backward.
-            RankError: other ranks do not look at theirs.
+            AccessError: an update in backward has consumed it.
+            RankError: other ranks do not read theirs.
         """
         unit, slot = self._parameter_map.locate(parameter)
+        # Frozen in `initialize`: no main gradient exists, so torch's own field is used.
         if not slot.spec.is_trainable:
             return plain_grad(parameter)
         self._coordinator.backwards.before_gradient_access(unit, slot)
         self._check_not_used_up(unit, slot)
+        # With ZeRO each rank may have a shard of the mean only: this gathers it, on all ranks.
         self._stepper.gradients.make_whole(unit, slot)
         if slot not in self._stepper.gradients.slots_with_gradient(unit):
             return plain_grad(parameter)
@@ -348,7 +379,7 @@ class ParameterHandler:
         Raises:
             TypeError: it is no floating-point tensor.
             ValueError: wrong shape.
-            AccessError: the one before was used up by an update in backward.
+            AccessError: an update in backward has consumed the one before.
         """
         unit, slot = self._parameter_map.locate(parameter)
         if not slot.spec.is_trainable:
@@ -381,11 +412,12 @@ class ParameterHandler:
             self._coordinator.backwards.on_drop()
 
     def slot_of(self, parameter: nn.Parameter) -> Slot:
-        """Where the parameter lies in its unit."""
+        """The parameter's place in its unit."""
         return self._parameter_map.locate(parameter)[1]
 
 
 def _lies_alike(values: torch.Tensor, slot: Slot) -> bool:
+    # The stride of a dimension of size 1 means nothing.
     pairs = zip(values.shape, values.stride(), slot.spec.stride, strict=True)
     return values.numel() < 2 or all(given == own for size, given, own in pairs if size != 1)
 
@@ -415,4 +447,5 @@ def _check_assigned(slot: Slot, parameter: nn.Parameter, values: torch.Tensor) -
 
 
 def _as_view(tensor: torch.Tensor) -> torch.Tensor:
+    # With a graph, the view has to be a part of it; without one, detach is a view as well.
     return tensor.view_as(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.detach()

@@ -17,17 +17,19 @@ class Phase(enum.Enum):
     """Where the loop is. Legal transitions: READY <-> BACKWARD or STEPPING, these and READY -> BROKEN -> READY, all -> CLOSED."""
 
     READY = "ready"
-    """Between calls; gradients of whole micro-batches may be held."""
+    """Between calls. There may be gradients of whole micro-batches."""
     BACKWARD = "backward"
-    """Inside ``engine.backward``; the gradients of one micro-batch are held in part."""
+    """Inside ``engine.backward``. Gradients of one micro-batch are incomplete."""
     STEPPING = "stepping"
-    """Inside the optimizer's step; some units may be updated and others not."""
+    """Inside the optimizer's step. Some units may be updated and others not."""
     BROKEN = "broken"
-    """A backward or a step was cut off; what is held of it is held until it is dropped."""
+    """A backward or a step was cut off. Its gradients stay until they are dropped."""
     CLOSED = "closed"
-    """Nothing is held."""
+    """After ``close``."""
 
 
+# BROKEN is reached from READY as well: a `loss.backward()` of the user fails after it ended, or a `with engine` block
+# is left by an exception.
 _TRANSITIONS = {
     Phase.READY: {Phase.BACKWARD, Phase.STEPPING, Phase.BROKEN, Phase.CLOSED},
     Phase.BACKWARD: {Phase.READY, Phase.BROKEN, Phase.CLOSED},
@@ -38,17 +40,17 @@ _TRANSITIONS = {
 
 
 class PhaseGuard:
-    """Knows the phase and refuses calls that make no sense in it, with the cure. Must not do anything else."""
+    """Knows the phase, and refuses calls that make no sense in it. The errors say what to do instead."""
 
     def __init__(self, stepper: Stepper, counts: Accumulation) -> None:
-        """``counts``: know the number of the present step, for messages."""
+        """``counts``: for the number of the present step in messages."""
         self.phase = Phase.READY
         self._is_destroyed = False
         self.has_backward = False
         """Whether there was a backward since the last ``engine.step()``."""
         self._part_loaded: Path | None = None
         self._cut_off = "backward"
-        """What was under way when it was cut off."""
+        """Whether a backward or a step was cut off, for messages."""
         self._stepper = stepper
         self._counts = counts
 
@@ -67,18 +69,18 @@ class PhaseGuard:
         return self.has_backward or self._stepper.gradients.has_any
 
     def on_backward(self) -> None:
-        """There are gradients that a step is to come for."""
+        """There are gradients for a step."""
         self.has_backward = True
 
     def end_micro_batch(self) -> None:
-        """``engine.step()`` has come for them, or a step of the user's."""
+        """A step has used the gradients."""
         self.has_backward = False
 
     def _order(self, call: str, problem: str, cure: str) -> StepError:
         return StepError.order(call, problem, cure=cure, step=self._counts.global_steps)
 
     def cut_off(self) -> None:
-        """Whatever was under way will not go on."""
+        """`reset`: a backward or step that runs is over."""
         self.has_backward = False
         if self.phase in (Phase.BACKWARD, Phase.STEPPING):
             self.move_to(Phase.BROKEN)
@@ -89,7 +91,7 @@ class PhaseGuard:
         return self.phase is Phase.READY and not self._stepper.is_between_steps and self._part_loaded is None
 
     def on_destroy(self) -> None:
-        """``engine.destroy()`` was called, as libraries do it."""
+        """``engine.destroy()`` was called, as libraries do."""
         self._is_destroyed = True
 
     def check_open(self) -> None:
@@ -98,16 +100,17 @@ class PhaseGuard:
             raise EngineClosedError.after_close("this call", is_by_library=self._is_destroyed)
 
     def on_partial_load(self, folder: Path | None) -> None:
-        """A checkpoint was loaded in part, so that weights are those of two trainings; None: they are whole again."""
+        """A load of ``folder`` failed midway, so weights are of two trainings. None: weights are of one training
+        again."""
         self._part_loaded = folder
 
     def check_loaded(self) -> None:
-        """Raise `CheckpointError` if a load was cut off, so that weights are those of two trainings."""
+        """Raise `CheckpointError` if a load failed midway, so that weights are of two trainings."""
         if self._part_loaded is not None:
             raise CheckpointError(self._part_loaded, "loading it failed midway, so that weights are of two trainings")
 
     def check_whole(self) -> None:
-        """Raise if a backward or step was cut off and what is left of it has not been dropped, or a load was."""
+        """Raise if a load, or a backward or step whose gradients were not dropped, was cut off."""
         self.check_loaded()
         if self.phase is Phase.BROKEN:
             self.check_not_partial("it was cut off by an exception")
@@ -128,7 +131,7 @@ class PhaseGuard:
             )
 
     def check_consistent(self) -> None:
-        """Raise if weights of two steps lie side by side: an update ran in backward, and ``step`` was not called."""
+        """Raise if weights are of two steps: units were updated in backward, and ``step`` was not called."""
         if self._stepper.is_between_steps:
             raise self._order(
                 "reading weights",

@@ -1,18 +1,16 @@
-"""What the user's loop shows of itself: who divides by the accumulation steps, and how many backwards make a step.
+"""What kind of loop the user runs: who divides by the accumulation steps, and how many backwards a step has.
 
-Knows numbers only; must not know gradients or units.
+[Note: whose division] ``engine.backward(loss)`` divides the loss. A ``loss.backward()`` is only noticed by its
+gradients, and the step shows what they are for: ``optimizer.step()`` of a plain loop uses them as they are,
+``engine.step()`` divides them, as in DeepSpeed. So they are kept whole, and `divisor` says what the step divides them
+by. If a step began with ``engine.backward``, its gradients are divided already, and later ones are divided as they
+come. Gradients from another engine's ``engine.backward`` (a generator's, through the discriminator) were divided by
+that engine.
 
-[Note: whose division] ``engine.backward(loss)`` divides the loss. A ``loss.backward()`` of the user cannot be seen before
-its gradients come, and what they are for shows only at the step: ``optimizer.step()`` is the plain loop's, and takes them
-as they are; ``engine.step()`` is DeepSpeed's, which divides them. So they are kept whole, and `divisor` says what the step
-has to divide them by. A step that has begun with ``engine.backward`` holds parts already: what comes to them is divided as
-it comes. What comes to an engine from another one's ``engine.backward`` (a generator's, through the discriminator) has been
-divided by that.
-
-[Note: backwards of a step] Some loops call ``engine.backward`` several times before ``engine.step`` (the discriminator
-of a GAN: real and fake), which shows when the second one comes. An update in the first one would be too early then, so
-updates in backward begin when a first step has shown that each of its micro-batches has one backward, and that nobody looks at
-gradients before it.
+[Note: backwards of a step] Some loops call ``engine.backward`` several times before ``engine.step`` (a GAN's
+discriminator: real and fake). That shows only when the second one comes, and an update in the first one would have been
+too early. So updates in backward begin after one step has shown that each micro-batch has one backward, and that nobody
+reads gradients before it.
 """
 
 from __future__ import annotations
@@ -34,28 +32,37 @@ logger = logging.getLogger(__name__)
 
 
 class LoopStyle:
-    """See the module's notes."""
+    """The rules of the module's notes. With 4 micro-batches, gradients g of one backward are stored and divided like
+    this:
+
+    first call of the step    engine.backward    loss.backward, engine.step    loss.backward, optimizer.step
+    stored                    g / 4              g                             g
+    divided in the step by    1                  4                             1
+    """
 
     callers: Final[list[int]] = []
-    """The threads of calls of ``engine.backward``, of whatever engine, that have not returned."""
+    """Threads inside ``engine.backward``, of any engine."""
 
     def __init__(self, counts: Accumulation) -> None:
-        """``counts``: know the accumulation steps."""
+        """``counts``: for the accumulation steps."""
         self._counts = counts
         self.divides = True
-        """Whether the accumulation steps divide gradients at all: what the last ``engine.backward`` was told."""
+        """``scale_wrt_gas`` of the last ``engine.backward``: whether gradients are divided by the accumulation
+        steps."""
         self.changes_what_comes = False
-        """Whether gradients of the present step have been divided, or multiplied, as they came."""
+        """Whether gradients of the present step have been divided or multiplied on delivery."""
+        # Both False: the step has no gradients yet. `_has_parts`: they are divided already; `_is_whole`: they are not.
         self._has_parts = False
         self._is_whole = False
         self._has_warned = False
         self._num_backwards = 0
+        # None until the loop has shown which kind it is; then it stays.
         self._is_single: bool | None = None
 
     # ------------------------------------------------------------------------------------------------------ division
 
     def begin_backward(self, *, divides: bool) -> float:
-        """``engine.backward`` was called. Returns what its loss is to be divided by."""
+        """``engine.backward`` was called. Returns the divisor of its loss."""
         self.divides = divides
         if self._is_whole:  # what there is to divide, the step divides
             return 1.0
@@ -64,7 +71,7 @@ class LoopStyle:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Inside it, ``engine.backward`` runs."""
+        """Put around the run of ``engine.backward``."""
         me = threading.get_ident()
         LoopStyle.callers.append(me)
         try:
@@ -73,11 +80,12 @@ class LoopStyle:
             LoopStyle.callers.remove(me)
 
     def scale_own(self, gradients: dict[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
-        """Gradients of a backward of the user's own, as they are to be added to those of the step."""
+        """Scale gradients of a ``loss.backward()`` of the user, so that they can be added to those of the step."""
         factor = float(self._counts.num_micro_batches if self.divides else 1)
         me = threading.get_ident()
         if me in LoopStyle.callers or (LoopStyle.callers and is_autograds_thread()):  # those serve all callers
             self._has_parts |= not self._is_whole
+            # Divided by that engine already. Among whole gradients they are multiplied, since the step divides all.
             factor = 1 / factor if self._is_whole else 1.0
         elif not self._has_parts:
             self._is_whole = True
@@ -88,8 +96,9 @@ class LoopStyle:
         return {key: gradient / factor for key, gradient in gradients.items()}
 
     def divisor(self, *, is_engine_step: bool) -> int:
-        """What the gradients that are there have to be divided by in the step."""
+        """By what the step divides the accumulated gradients."""
         factor = self._counts.num_micro_batches if self._is_whole and self.divides and is_engine_step else 1
+        # Division by a power of two is exact, so sum / 4 has the bits of a sum of quarters.
         if factor & (factor - 1) and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -100,14 +109,14 @@ class LoopStyle:
         return factor
 
     def end_step(self) -> None:
-        """The gradients of the present step are gone."""
+        """The present step has no gradients any more."""
         self._has_parts = self._is_whole = self.changes_what_comes = False
 
     # ----------------------------------------------------------------------------------------- backwards of a micro-batch
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether a backward may be taken for the only one of its micro-batch."""
+        """Whether each micro-batch is known to have a single backward."""
         return self._is_single is True
 
     def on_backward(self) -> None:
@@ -117,24 +126,24 @@ class LoopStyle:
             self._wait_for_step("several calls of engine.backward before engine.step")
 
     def on_engine_step(self, *, is_boundary: bool) -> None:
-        """``engine.step``, at the end of a step or of another micro-batch."""
+        """``engine.step`` was called. ``is_boundary``: at the end of a step."""
         if self._num_backwards == 1 and self._is_single is None and is_boundary:
             self._is_single = True
         self._num_backwards = 0
 
     def on_gradients_read(self) -> None:
-        """Somebody looks at gradients that are there."""
+        """The script reads accumulated gradients."""
         if self._has_parts:
             self._wait_for_step("gradients are looked at before it")
 
     def on_plain_step(self) -> None:
-        """``optimizer.step()``, called by the user."""
+        """The user called ``optimizer.step()``."""
         if self._num_backwards:
             self._wait_for_step("optimizer.step() is called instead")
         self._num_backwards = 0
 
     def _wait_for_step(self, reason: str) -> None:
-        """From now on, no update runs in backward; unless the loop has shown that it has one backward per micro-batch."""
+        """Run no updates in backward from now on, unless a step has already shown one backward per micro-batch."""
         if self._is_single is None:
             self._is_single = False
             logger.info("updates run after engine.step(), not in backward: %s", reason)

@@ -1,19 +1,19 @@
 """The engine lock: one call at a time is inside an engine, from whatever thread.
 
 [Note: engine lock]
-Which memory a parameter is bound to is the same for all threads, so a second one could free what the first computes with.
-Therefore each engine takes one call at a time: a whole forward, a backward, a method of the engine, a block of gathered
-weights, or one operation on a parameter outside of those. A call of another thread meanwhile raises `EngineBusyError` at once;
-nobody waits. Between calls the lock is free, between a forward and its backward as well, and any thread may come.
+A parameter's memory is the same for all threads, so one thread could free what another computes with. Therefore each
+engine takes one call at a time: a whole forward, a backward, a method of the engine, a block of gathered weights, or
+one operation on a parameter outside of those. If another thread calls meanwhile, it gets `EngineBusyError` at once;
+nobody waits. Between calls the lock is free, between a forward and its backward as well, and any thread may call.
 
     main     forward ---.        backward ---.  step ---.
     thread       clone  |  clone             |          |  generate ----
                  busy   |  works                        |  works
 
-A call holds the lock for its thread, and for those that work for it: autograd's own threads run a backward for whoever waits for
-it, also where he has not announced it (``loss.backward()`` on a GPU), and the micro-batch threads of a vertical step `join`.
-A call that a KeyboardInterrupt cuts off in forward keeps the lock, since torch runs no hook then. The next forward of its thread
-goes on with it, and `engine.reset()` of any thread frees it.
+A call holds the lock for its thread, and for threads that work for it: autograd's own threads, which run the backward
+(``loss.backward()`` on a GPU included), and the micro-batch threads of a vertical step (`joined`). If a
+KeyboardInterrupt cuts off a forward, the lock stays taken, because torch runs no hook then. The thread's next forward
+takes it over, and `engine.reset()` on any thread frees it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ from swapper.sync.reentry import interrupted_frame, watch
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
+# `interrupted_frame` then knows this package's frames: a signal handler that came into one is refused.
 watch(__name__)
 
 
 class _Inside(threading.local):
-    """What the present thread has to do with calls of any engine."""
+    """The calling thread's part in calls of all engines."""
 
+    # A frozenset as the class's default: threads that never call an engine need no set of their own.
     calls: frozenset[object] | set[object] = frozenset()
-    """The locks that have a call inside for which the thread works."""
+    """Keys (`EngineLock._key`) of the locks whose call the thread runs or works for."""
+    # What `guard` returns on this thread: `no_override` inside a call, else the class's default.
     torch_function: Any = None
 
 
@@ -49,7 +52,7 @@ _inside = _Inside()
 
 
 def is_inside() -> bool:
-    """Whether the calling thread may compute with weights that are bound: a call of its own is inside some engine."""
+    """Whether the calling thread runs a call of some engine, so that it may compute with bound weights."""
     return bool(_inside.calls)
 
 
@@ -59,18 +62,22 @@ def _enter(inside: dict[str, Any], call: object) -> None:
 
 
 def _leave(inside: dict[str, Any], call: object) -> None:
-    """May be done again: an interrupt may have cut it off, or `_enter`."""
+    """Undo `_enter`. May be repeated, if an interrupt has cut off either."""
+    # `get` and `discard`, which raise nothing if `_enter` did not get as far.
     calls = inside.get("calls", set())
     calls.discard(call)
     if not calls:
+        # The class's defaults apply again: operations on bound weights go through `guard`'s function.
         inside.clear()
 
 
 def guard(function: Callable[..., Any]) -> Any:
     """A ``__torch_function__`` for a class of bound weights: none for threads that are inside, ``function`` for others.
 
-    torch looks it up for every operation, and loses what is raised meanwhile, an interrupt too: so no line of Python runs.
+    torch looks it up for every operation, and swallows what is raised meanwhile, a KeyboardInterrupt too.
     """
+    # A property gives each thread a value of its own. `partial(getattr, ...)` is C code, so that no line of Python runs
+    # which an interrupt could come into.
     _Inside.torch_function = staticmethod(function)
     return property(functools.partial(getattr, _inside, "torch_function"))
 
@@ -85,44 +92,51 @@ class EngineLock:
     """Held by one call at a time: see [Note: engine lock].
 
     Attributes:
-        owner: The thread whose call is inside; None also while the lock is taken or freed.
+        owner: The thread whose call holds the lock; None without one, and while the lock is taken or freed.
         num_handovers: How often another thread than before has begun a call.
     """
 
     def __init__(self) -> None:
+        # Two fields say who has the lock. `_taken` decides, atomically. `owner` is for the fast checks, and is set last
+        # and cleared first. An interrupt in between leaves `_taken` set and `owner` None. Then the next `acquire`
+        # repeats the rest.
         self._taken: dict[int, int] = {}
-        """0 -> the thread that has the lock. A dict's `setdefault` is one step: who is interrupted still knows it as his."""
+        """0 -> the thread that has the lock. ``dict.setdefault`` is atomic, and repeating it on the same thread is
+        harmless."""
         self.owner: int | None = None
         self._call = ""
         self._depth = 0
-        """Calls of the owner that are inside each other."""
+        """Nested calls of the owner."""
         self._key = object()
-        """What stands for this lock in `_Inside.calls`, where the lock itself would live on with the thread."""
+        """Represents this lock in `_Inside.calls`. The lock itself would live as long as the thread there."""
         self._held: list[dict[str, Any]] = []
-        """The owner's `_Inside`, for it may be another thread that ends the call."""
+        """The owner's `_Inside`, since another thread may end the call (`reset`)."""
         self._backward = -1
         """The number of the backward for which one of autograd's threads holds the lock; -1 if none does."""
         self._members: set[int] = set()
         self._last: int | None = None
-        """The thread that began the last call, autograd's not counted."""
+        """The thread that began the last call, autograd's threads not counted."""
         self.num_handovers = 0
         self._is_forked = False
         _locks.add(self)
-        weakref.finalize(self, _end, self._held, self._key).atexit = False  # of one that is dropped after an interrupt
+        # Without it, a dropped engine whose call an interrupt cut off would leave its thread marked as inside for good.
+        weakref.finalize(self, _end, self._held, self._key).atexit = False
 
     @property
     def is_mine(self) -> bool:
-        """Whether a call is inside, and is the calling thread's or one that it works for."""
+        """Whether the call that holds the lock is the calling thread's, or one that it works for."""
         me = get_ident()
         return self.owner == me or (self.owner is not None and self._works_for_owner(me))
 
     def _works_for_owner(self, me: int) -> bool:
         if me in self._members:
             return True
+        # Autograd's device threads, and its pool for nested backwards, are no threads of Python. A backward that began
+        # on one of them has a number, by which its other threads are known.
         return in_backward() and (is_autograds_thread() or self._backward == backward_number())
 
     def acquire(self, call: str) -> None:
-        """A call of the calling thread begins. A thread that is inside may begin further ones, and ends each by `release`.
+        """Begin a call on the calling thread. Calls nest; each needs a `release`.
 
         Args:
             call: its name, for messages.
@@ -144,11 +158,13 @@ class EngineLock:
             raise self._busy(call)
         self._held.append(vars(_inside))
         _enter(self._held[0], self._key)
+        # `_last` is left alone here, because handovers count threads of the script.
         if in_backward() and is_autograds_thread():
             self._backward = backward_number()
         elif self._last != me:
             self._last = me
             self.num_handovers += 1
+        # `owner` last: until here `is_mine` is False, and a second thread gets EngineBusyError by `_taken`.
         self._call, self._depth, self.owner = call, 1, me
 
     def release(self) -> None:
@@ -159,27 +175,28 @@ class EngineLock:
             self._free()
 
     def _free(self) -> None:
+        # `owner` first: see `__init__`.
         self.owner, self._depth, self._backward = None, 0, -1
         _end(self._held, self._key)
         self._taken.clear()
 
     def break_off(self) -> None:
-        """The call that is inside, if there is one, was cut off and has not ended: end it."""
+        """End the call that holds the lock, if any: it was cut off."""
         if self._taken:
             self._free()
 
     @property
     def is_nested(self) -> bool:
-        """Whether the present call is inside another one of its thread."""
+        """Whether the present call is nested in another one of its thread."""
         return self._depth > 1
 
     def be_outermost(self) -> None:
-        """The present call of the calling thread is its only one: others were cut off before they came to `release`."""
+        """Forget calls around the present one, which were cut off before their `release`."""
         if self.owner == get_ident():
             self._depth = 1
 
     def check(self, call: str) -> None:
-        """Raise `EngineBusyError` unless the call that is inside is the calling thread's, or one that it works for."""
+        """Raise `EngineBusyError` unless `is_mine`."""
         if not self.is_mine:
             raise self._busy(call)
 
@@ -189,6 +206,7 @@ class EngineLock:
             raise EngineClosedError.in_fork(call)
 
     def _busy(self, call: str) -> EngineBusyError:
+        # `_taken` instead of `owner`, which is None while the lock is taken or freed.
         name = next((thread.name for thread in threading.enumerate() if thread.ident == self._taken.get(0)), "another")
         return EngineBusyError(
             call,
@@ -199,12 +217,15 @@ class EngineLock:
 
     @contextmanager
     def held(self, call: str) -> Iterator[None]:
-        """A call of the calling thread lasts as long as the ``with`` block: see `acquire`.
+        """Hold the lock for a call inside the ``with`` block: see `acquire`.
 
         Raises:
-            EngineBusyError: it comes from a signal handler or finalizer, in the midst of another call, or on a thread of ours.
+            EngineBusyError: another thread's call is inside; or a signal handler or finalizer calls, in the midst of a
+                call.
         """
         me = get_ident()
+        # Looking at the stack costs more than taking the lock. In a plain loop one thread calls again and again, with
+        # no call inside, and its stack is not looked at.
         if self.owner == me or self._last != me:
             refuse_in_between(call)
         self.acquire(call)
@@ -215,7 +236,7 @@ class EngineLock:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """The calling thread works for the call that is inside, as long as the ``with`` block lasts."""
+        """Inside the ``with`` block, the calling thread works for the call that holds the lock."""
         me, inside = get_ident(), vars(_inside)
         try:
             self._members.add(me)
@@ -226,19 +247,20 @@ class EngineLock:
             self._members.discard(me)
 
     def _reset_after_fork(self) -> None:
-        """This is a forked child: no other thread is there, and the weights are the parent's."""
+        """In a forked child: it has no other threads, and the weights are the parent's."""
         self._taken = {}
         self.owner, self._depth, self._backward = None, 0, -1
         self._members.clear()
         self._is_forked = True
 
 
+# Weak: locks of engines that exist, for the fork handler alone.
 _locks: LiveObjects[EngineLock] = LiveObjects(in_child=EngineLock._reset_after_fork)
 os.register_at_fork(after_in_child=lambda: vars(_inside).clear())
 
 
 def locked(method: _Method) -> _Method:
-    """A method that is a call of the engine from its begin to its end; ``self._coordinator.lock`` is the lock."""
+    """Decorate a method of the engine, which holds ``self._coordinator.lock`` while it runs."""
     name = f"engine.{method.__name__}()"
 
     @functools.wraps(method)
@@ -250,11 +272,8 @@ def locked(method: _Method) -> _Method:
 
 
 def refuse_in_between(what: str) -> None:
-    """Raise if a signal handler or finalizer calls this that came into the midst of the engine's work on this thread.
-
-    Raises:
-        EngineBusyError: It did.
-    """
+    """Raise `EngineBusyError` in a signal handler or finalizer that interrupted the engine's own work on this
+    thread."""
     frame = interrupted_frame()
     if frame is not None:
         raise EngineBusyError(

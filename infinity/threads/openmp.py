@@ -1,12 +1,10 @@
-"""The worker threads behind torch's operators on the CPU.
+"""The OpenMP worker threads behind torch's operators on the CPU.
 
-Knows the OpenMP library that torch has loaded; must not know models or engines.
-
-[Note: one pool] GNU's OpenMP library keeps workers for every thread that has computed with more than one of them. When all
-pools together hold more threads than there are processors, a barrier no longer waits a moment for the others but sleeps
-in the kernel, in all pools, and one that rests counts like one that works. An operator ends with a barrier, and many take
-less time than such a sleep. So threads of ours that compute in between give their workers back, or do with none.
-Other OpenMP libraries do not count threads, and are left alone.
+[Note: one pool] GNU's OpenMP library (libgomp) keeps a pool of workers for every thread that has run a parallel
+operator. If all pools together hold more threads than there are processors, its barriers stop spinning and sleep in the
+kernel, in all pools. Idle pools count, too. Every operator ends with a barrier, and many take less time than such a
+sleep. So our background threads give their workers back, or compute without any. Other OpenMP libraries do not count
+threads, and are left alone.
 """
 
 from __future__ import annotations
@@ -20,21 +18,20 @@ from pathlib import Path
 
 import torch
 
+# omp_pause_soft of OpenMP 5.0: releases the workers, and keeps OpenMP's other state.
 _SOFT_PAUSE = 1
 
 
 def release_workers() -> None:
-    """End the calling thread's workers. It gets new ones with its next operator that wants some.
-
-    Costs nothing where there are none, and else about as much as starting them.
-    """
+    """End the calling thread's workers. Its next parallel operator starts new ones."""
     for pause in _pauses():
         pause()
 
 
 def use_threads(number: int) -> None:
-    """Operators of the calling thread run on so many from now on, itself included; other threads keep their numbers."""
-    torch.get_num_threads()  # torch sets a thread's number when it is first asked for it
+    """Set how many threads the calling thread's operators use, itself included. Other threads keep their numbers."""
+    # torch sets a thread's number at its first parallel operator or query, which would overwrite ours later.
+    torch.get_num_threads()
     for library in _libraries():
         library.omp_set_num_threads(number)
 
@@ -68,10 +65,12 @@ def _libraries() -> tuple[ctypes.CDLL, ...]:
     if sys.platform != "linux":
         return ()
     try:
+        # ctypes.CDLL by name could load a second copy, with pools of its own: only the files that are loaded count.
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return ()
     # address, permissions, offset, device, inode, path
+    # torch's wheel brings a copy of its own, and another package may bring one more.
     paths = {line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line}
     found: list[ctypes.CDLL] = []
     for path in sorted(paths):
