@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any
@@ -50,8 +51,10 @@ def check_counters(counters: Mapping[str, Any]) -> None:
     scale = counters["loss_scale"]
     if not all(type(counters[name]) is int and 0 <= counters[name] < 1 << 62 for name in _COUNTERS):
         raise ValueError("'counters' hold something else than counts")
-    if not all(isinstance(scale[name], int | float) for name in ("scale", "patience", "num_finite")):
-        raise TypeError("'loss_scale' holds something else than numbers")
+    numbers = [scale[name] for name in ("scale", "dynamic", "patience", "num_finite")]
+    numbers.append(scale.get("num_steps", 0))  # which DeepSpeed's checkpoints lack
+    if not all(isinstance(each, int | float) and math.isfinite(each) for each in numbers):
+        raise ValueError("'loss_scale' holds something else than numbers")
 
 
 def check_groups(saved: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:

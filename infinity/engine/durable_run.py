@@ -386,8 +386,6 @@ class DurableRun:
         kept = [number for number in self._versions.kept if self._commits[number][0] == self._line]
         # At step 12 with commits of 12, 11 and 10: {0: number of 12, 1: number of 11, 2: number of 10}.
         back = {training.global_steps - self._commits[number][1]: number for number in kept}
-        if self._number in self._commits and training.global_steps == self._commits[self._number][1]:
-            back.pop(0, None)
         back[0] = self._number
         if steps not in back or not self._versions.kept:
             there = ", ".join(f"{num} (to step {training.global_steps - num})" for num in sorted(back))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.checkpoint.training_state_checks import check_states
+from infinity.checkpoint.training_state_checks import check_counters, check_states
 
 _STEP = {"step": torch.tensor(2.0)}
 
@@ -35,3 +35,20 @@ def test_states_that_an_optimizer_leaves(state: Any) -> None:
 def test_states_that_no_optimizer_leaves_are_refused(state: Any) -> None:
     with pytest.raises(ValueError, match="the state of 'weight' is none"):
         check_states({"weight": state}, ["exp_avg"])
+
+
+_SCALE = {"dynamic": True, "scale": 65536.0, "patience": 1, "num_finite": 3, "num_steps": 7}
+_COUNTERS = {"global_steps": 1, "micro_steps": 2, "skipped_steps": 0, "global_samples": 4}
+
+
+def test_counters_of_checkpoints() -> None:
+    check_counters({**_COUNTERS, "loss_scale": _SCALE})
+    without = {name: value for name, value in _SCALE.items() if name != "num_steps"}
+    check_counters({**_COUNTERS, "loss_scale": without})  # as DeepSpeed's
+
+
+@pytest.mark.parametrize("name", _SCALE)
+@pytest.mark.parametrize("value", [[1], "1", None, float("inf"), float("nan")])
+def test_a_loss_scale_that_is_no_number_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match="something else than numbers"):
+        check_counters({**_COUNTERS, "loss_scale": {**_SCALE, name: value}})

@@ -33,7 +33,7 @@ def saved(tmp_path: Path) -> Path:
         ArraySpec.of("parameters", "block.weight", kind, (300, 7), torch.float32) for kind in ("weight", "exp_avg")
     ]
     counters: dict[str, Any] = {"global_steps": 7, "micro_steps": 7, "skipped_steps": 0, "global_samples": 7}
-    counters["loss_scale"] = {"scale": 1.0, "patience": 0, "num_finite": 0}
+    counters["loss_scale"] = {"dynamic": False, "scale": 1.0, "patience": 0, "num_finite": 0}
     rest = {"counters": counters, "client_state": {"epoch": 3}, "tied": {"head.weight": "block.weight"}}
     for tag in ("first", "second"):
         with writing(tmp_path / "saved", tag, specs, is_latest=True) as files:
