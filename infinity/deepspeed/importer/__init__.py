@@ -1,4 +1,1 @@
-"""Checkpoints that DeepSpeed has written, read without DeepSpeed and turned into ours.
-
-Knows DeepSpeed's files; must not know engines, models or tiers.
-"""
+"""Reads checkpoints that DeepSpeed has written, without DeepSpeed, and converts them."""
