@@ -170,10 +170,8 @@ def _array(folder: Path, entry: Mapping[str, Any]) -> SavedTensor:
     # `type` and not isinstance: True is an int, too. 1 << 62: sums of two sizes stay in 64 bits.
     if any(type(size) is not int or size < 0 or size >= 1 << 62 for size in sizes) or not _is_cut(shape, chunk):
         raise CheckpointError(path, f"'{names[1]}' has the shape {shape}, in chunks of {chunk}")
-    if (
-        # torch counts bytes, and strides of empty tensors, in 64 bits: 1 << 60 elements of 8 bytes are too many.
-        math.prod(max(size, 1) for size in shape) >= 1 << 60
-    ):
+    # torch counts bytes, and strides of empty tensors, in 64 bits: 1 << 60 elements of 8 bytes are too many.
+    if math.prod(max(size, 1) for size in shape) >= 1 << 60:
         raise CheckpointError(path, f"'{names[1]}' has the shape {shape}, which no tensor has")
     dtype = dtype_of(names[3])
     checksum = _checksum(path, names[1], entry["crc32c"])

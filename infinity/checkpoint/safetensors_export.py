@@ -160,6 +160,7 @@ def write_shards(
     check_entries(entries)
     shards = cut(entries, max_shard_bytes, lambda entry: entry.file_bytes)
     with Staging(directory, stem) as staging:
+        # Before writing. The old files stay until the new ones are complete, so both need room.
         if shutil.disk_usage(staging.path).free < sum(entry.file_bytes for entry in entries):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for number, shard in enumerate(shards, start=1):
@@ -189,6 +190,7 @@ def _publish(
     has_index = len(shards) > 1
     with locked(directory):
         there = {path.name for path in directory.iterdir()}
+        # Under the lock: another process could take these names otherwise.
         names = _free_names(stem, len(shards), there) if has_index else []
         moves = [(f"shard-{number}", name) for number, name in enumerate(names, start=1)]
         head = ("shard-1", f"{stem}.safetensors")
@@ -255,6 +257,8 @@ def _entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dtype
         for fqn, buffer in persistent_buffers(parameter_map.model, remove_duplicate=False):
             if buffer.layout is not torch.strided or buffer.is_meta or buffer.is_quantized:
                 refuse(fqn, f"it is {'on the meta device' if buffer.is_meta else 'sparse or quantized'}")
+            # A buffer in the model's dtype follows the weights; others (fp32 rotary frequencies in a bf16 model) keep
+            # theirs.
             kept = dtype if dtype is not None and buffer.dtype == _dtype_of(parameter_map.model) else buffer.dtype
             found.append(Entry((fqn,), buffer.shape, kept, _always(buffer)))
     return found
@@ -300,6 +304,7 @@ class _MainWeights:
             yield self._weights.main_weights(unit, [slot])[slot.index]
             return
         if self._unit is not unit:
+            # The entries of a unit follow each other, so one unit's small weights are kept at a time.
             self._unit, small = unit, [each for each in unit.layout.slots if each.numel <= _SMALL_NUMEL]
             self._small = self._weights.main_weights(unit, small)
         yield self._small[slot.index]

@@ -84,8 +84,6 @@ class StoredWeights:
         base.zero_()
         store_packed(unit, originals, self._weights)
         for slot, original in zip(unit.layout.slots, originals, strict=True):
-            # A resident unit has its weights nowhere else. Others read the old ones from where they are stored. fp32
-            # main weights need no copy: their cast is the old model weight.
             if slot.spec.packed is not None:
                 continue
             unit.view(base, slot).copy_(original)
@@ -223,6 +221,8 @@ class StoredWeights:
 
     def needs_before(self, unit: Unit, slot: Slot) -> bool:
         """Whether the unit must keep a copy of the weights before a write. See `Unit.before`."""
+        # A resident unit has its weights nowhere else. Others read the old ones from where they are stored. fp32 main
+        # weights need no copy: their cast is the old model weight.
         if slot.spec.packed is not None:
             return unit.is_persistent
         return self.splits_main_weights and unit.is_persistent and slot.spec.is_trainable

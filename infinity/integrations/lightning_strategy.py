@@ -183,6 +183,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
     def _agree(self, trainer: Any) -> InfinityConfig:
         source = self._config if self._config is not None else self._made(Path(trainer.default_root_dir))
         steps, precision = trainer.accumulate_grad_batches, str(self.precision_plugin.precision)
+        # "bf16-true" and "bf16-mixed" fill in an "auto" of bf16.enabled; "16-true" and "16-mixed" of fp16.enabled.
         narrow = {name: precision.startswith(prefix) for name, prefix in (("bf16", "bf16"), ("fp16", "16"))}
         clip_val, is_by_value = float(trainer.gradient_clip_val or 0), trainer.gradient_clip_algorithm == "value"
         by_norm, told = clip_val, "gradient_clip_val"
@@ -196,9 +197,9 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             *(Setting(f"{name}.enabled", on, "precision", must_match=False) for name, on in narrow.items()),
         ]
         config = agreed(source, settings, drops=["managed_gradient_accumulation"])
-        if clip_val and (
-            is_by_value or not self.is_distributed
-        ):  # Lightning clips, which has all processes get all gradients
+        # Lightning clips by value and, in a single process, by norm. The engine must not clip as well. With several
+        # processes, Lightning would gather all gradients in each of them, so the engine clips by norm in its step.
+        if clip_val and (is_by_value or not self.is_distributed):
             config = load_config(dict(config), overrides={"gradient_clipping": 0.0})
         if self.is_distributed:
             self._check_several()

@@ -23,6 +23,7 @@ _TENSORS = {
 """Name of a constructor of tensors -> its dtype."""
 
 
+# DeepSpeed's interface has names that torch.cuda has deprecated.
 _EARLIER_NAMES = {
     "memory_cached": "memory_reserved",
     "max_memory_cached": "max_memory_reserved",

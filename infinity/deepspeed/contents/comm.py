@@ -51,6 +51,7 @@ def _in_one_dimension(value: Any) -> Any:
 
 
 all_gather = _torchs("all_gather")
+# DeepSpeed's own names beside torch's: `allgather_fn`, `inference_all_reduce`, `reduce_scatter_fn`.
 all_gather_into_tensor = allgather_fn = _torchs("all_gather_into_tensor", tensor="input_tensor")
 all_gather_object = _torchs("all_gather_object")
 all_reduce = inference_all_reduce = _torchs("all_reduce")

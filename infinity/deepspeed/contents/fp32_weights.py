@@ -122,6 +122,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         ConfigError: frozen parameters are to be left out.
         StorageError: the directory cannot take the safetensors.
     """
+    # 1 << 62: no limit, so one file.
     output, limit = Path(output_dir), parse_bytes(max_shard_size) if max_shard_size is not None else 1 << 62
     lazy = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
     if safe_serialization:
@@ -135,6 +136,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     names = [f"pytorch_model-{number:05}-of-{len(shards):05}.bin" for number in range(1, len(shards) + 1)]
     names = names if len(names) > 1 else ["pytorch_model.bin"]
     for name, shard in zip(names, shards, strict=True):
+        # torch.save needs all tensors of a file in memory at once.
         with open(output / name, "wb", opener=opener) as file:
             torch.save(_read({fqn: lazy[fqn] for fqn in shard}), file)
     if len(names) > 1:

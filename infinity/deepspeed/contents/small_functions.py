@@ -34,6 +34,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group = parser.add_argument_group("DeepSpeed", "the config of infinity-offload, in DeepSpeed's format")
     group.add_argument("--deepspeed", default=False, action="store_true", help="a flag for the script's own use")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of a JSON config")
+    # DeepSpeed still accepts these older names.
     group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
     return parser
@@ -42,6 +43,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def set_random_seed(seed: int) -> None:
     """Seed python's, NumPy's and torch's generators."""
     random.seed(seed)
+    # NumPy takes seeds of 32 bits, torch of 64 with a sign.
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed % (1 << 63))
 
@@ -62,6 +64,8 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
         ConfigError: processes have different parts of the model. Each part would be clipped by its own norm.
         AccessError: as reading ``param.grad`` does.
     """
+    # An mpu has those that its version knows. One size above 1 means that each process sees only a part of the
+    # gradients.
     sizes = [getattr(mpu, name)() for name in _PART_SIZES if callable(getattr(mpu, name, None))]
     if max(sizes, default=1) > 1 or (mpu is not None and current_mesh().is_divided):
         raise ConfigError(

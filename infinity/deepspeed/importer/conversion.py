@@ -95,6 +95,7 @@ def convert(
             writer = saved.open_array(each.spec)
             for piece in each.pieces:
                 for start in range(0, piece.numel(), _PART_NUMEL):
+                    # A view of the mapped file: only this part is read into memory.
                     part = piece[start : start + _PART_NUMEL].to(each.spec.dtype).contiguous()
                     writer.write(part)
                     note(part.nbytes)
@@ -164,6 +165,7 @@ class Files:
     @property
     def all(self) -> list[Path]:
         """All files, those of a universal checkpoint's tensors included."""
+        # Checked like the others. Of a universal checkpoint, each parameter has files of its own.
         tensors = sorted(self.universal.rglob("*.pt")) if self.universal is not None else []
         return [*self.model, *self.optimizer, *tensors]
 
@@ -237,6 +239,7 @@ def _refuse_parallel(folder: Path, names: Sequence[str]) -> None:
     for name in names:
         found = _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
         kind = None
+        # DeepSpeed's file names tell: layer_0_expert_3_..., layer_00-..., mp_rank_01_...
         if "expert" in name:
             kind = "a mixture of experts over several ranks (MoE)"
         elif name.startswith("layer_"):

@@ -150,6 +150,7 @@ def _read(path: Path, *, skips_unknown: bool) -> dict[str, Any]:
         if found.get(key):
             raise CheckpointError(path, "it is of a mixture of experts (MoE)", cure="There is no way to take it over")
     dimensions = found.get("checkpoint_parallel_dimensions") or {}
+    # A file has mp_world_size, the degrees of all kinds of parallelism, or both.
     if found.get("mp_world_size", 1) != 1 or any(degree != 1 for degree in dimensions.values()):
         raise CheckpointError(
             path, f"its model was divided by tensor or pipeline parallelism: {dict(dimensions)}", cure=ONE_STATE_DICT

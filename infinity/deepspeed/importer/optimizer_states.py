@@ -54,6 +54,7 @@ class OptimizerStates:
         check_optimizer(paths[0], model.ds_config)
         for path, rank in zip(paths, self._ranks, strict=True):
             for key in ("partition_count", "ds_version"):
+                # The directory may have files of two saves.
                 if rank.get(key) != self._ranks[0].get(key):
                     self._disagree(path, f"its '{key}' is")
             if stage_of(path, rank, model.ds_config) != self.stage:
@@ -236,6 +237,7 @@ class UniversalStates:
                 for name, path in files.items():
                     value = read(path, skips_unknown=self._skips_unknown)
                     value = value["param"] if isinstance(value, dict) and "param" in value else value
+                    # A 0-d tensor of a parameter that is not 0-d is one number for all elements.
                     if name == "step" or (isinstance(value, torch.Tensor) and not value.dim() and shape):
                         numbers[name] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
                         continue
