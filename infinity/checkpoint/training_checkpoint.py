@@ -197,13 +197,15 @@ def checksums_of(training: Training, fqns: Collection[str]) -> dict[str, tuple[s
 
 
 def _checksum_of(training: Training, parameter: torch.Tensor, before: int) -> int:
-    """crc32c of what has the checksum ``before``, and then this frozen parameter."""
+    """crc32c of data with the checksum ``before``, followed by this frozen parameter."""
     if not training.parameter_map.holds(parameter):
         return _continued(before, parameter)
     unit, slot = training.parameter_map.locate(parameter)
     unit.detect_writes()
+    # The next save does not read the base again: its checksums are kept until `store_modified` stores a change.
     # Weights in RAM may change in ways that no counter sees (through NumPy), and take no drive's time.
     is_known_later = not unit.is_persistent and slot.index not in unit.dirty
+    # A tile's checksum depends on the tiles before it, which are in other units and may have changed.
     known_before, known = unit.stored_checksums.get(slot.index, (None, 0))
     if is_known_later and known_before == before:
         return known
