@@ -141,6 +141,7 @@ class Loading:
         Raises:
             ModelError: some differ; the message names them.
         """
+        # Of a tiled weight, the whole weight's shape: the checkpoint has no tiles.
         shapes = {fqn: tuple((self._tiled.of(each) or each).shape) for fqn, each in self._parameters.items()}
         left_out = {
             fqn for fqn in self._saved.beside.excluded if fqn in shapes and not self._parameters[fqn].requires_grad

@@ -395,10 +395,13 @@ class GatheredStream:
                 for part in self._own.parts([unit]):
                     self._send(part.slot.index, kinds.index(part.kind), part.values.numel())
                     self._ranks.send(_SHARING, part.values.contiguous(), 0)
+            # The process group has failed, so rank 0 cannot be told.
             except RankError:
                 raise
             except Exception as problem:
                 error, last = error or problem, _FAILED
+            # Also after an error: rank 0 waits for the end of this shard. It raises then, and this rank goes on to
+            # answer.
             self._send(last, 0, 0)
         if error is not None:
             raise error

@@ -53,8 +53,7 @@ class StoredWeights:
             weights: None if all units are resident.
             chunks: per unit, the chunks whose records this process keeps.
             exchange: knows which weights other ranks keep in shards.
-            before_writes: see `infinity.updates.stepper.Stepper`. In a durable run, the last step is committed when it
-                returns.
+            before_writes: called before each write. In a durable run, it returns when the last step is committed.
         """
         self._weights = weights
         self._chunks = chunks
@@ -262,6 +261,7 @@ class StoredWeights:
                 "'infinity.main_weights' to \"fp32\"",
                 fqn=unknown[0].spec.fqn,
             )
+        # The commit of the last step may still be running, and must not see these writes.
         self.before_writes()
         self.store_modified(unit, changed, is_outdating=bool(unit.gathered))
         unit.forget_changes()

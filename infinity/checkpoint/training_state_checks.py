@@ -33,6 +33,7 @@ def check_training_state(found: Any) -> None:
     for group in found.get("param_groups", ()):
         if not all(type(key) is int for key in group["params"]):
             raise TypeError("'param_groups' hold something else than numbers of parameters")
+    # A state: number of the parameter in the groups, its FQN, and its states that are not per element.
     for key, fqn, scalars in found.get("states", ()):
         if (type(key), type(fqn)) != (int, str) or not isinstance(scalars, dict):
             raise TypeError("'states' hold something else than states")

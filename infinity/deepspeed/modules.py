@@ -49,8 +49,8 @@ def why_absent(name: str) -> str:
     """The end of an error for a name of DeepSpeed's (with dots) that does not exist here."""
     above, _, last = name.rpartition(".")
     there = {each: module for module in sorted(_MODULES, key=len, reverse=True) for each in _MODULES[module]}
-    # From the most to the least precise: the reason for this very name, the same name in another module, a similar name
-    # in this module, the reason for its package, a similar name anywhere, the list of modules.
+    # From the most to the least precise answer: the reason for this very name, the same name in another module, a
+    # similar name in this module. Then the reason for its package, a similar name anywhere, the list of modules.
     if name in REFUSED:
         return REFUSED[name]
     if last in there and there[last] != above:

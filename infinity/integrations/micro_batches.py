@@ -55,6 +55,7 @@ class MicroBatches:
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. With a step's first micro-batch, it computes all of them if that is possible."""
+        # A later micro-batch of a step that is already computed.
         if self._computed:
             batch, returned = self._computed.pop(0)
             if batch is not inputs:

@@ -310,6 +310,8 @@ def _settings(arguments: TrainingArguments) -> list[Setting]:
             "per_device_train_batch_size * gradient_accumulation_steps * processes",
         ),
         Setting("gradient_clipping", float(arguments.max_grad_norm or 0), "max_grad_norm", is_always=True),
+        # bf16=True means 16-bit weights or autocast, whichever block the config has. The key of a missing block is not
+        # compared.
         Setting("bf16.enabled", bool(arguments.bf16), "bf16"),
         Setting("fp16.enabled", bool(arguments.fp16), "fp16"),
         Setting("torch_autocast.enabled", bool(arguments.bf16), "bf16"),

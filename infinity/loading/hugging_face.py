@@ -76,6 +76,7 @@ def load_class(
             None,
             config=model_config,
             state_dict=dict(tensors),
+            # `Outcome.check` raises later, for everything that does not fit, in one error.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             **rest,

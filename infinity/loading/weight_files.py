@@ -1,7 +1,7 @@
 """Opens files with weights, of Hugging Face or torch.save, as memory mappings.
 
-Nothing in a file is trusted. Names in an index cannot lead out of the directory, safetensors checks lengths and offsets
-before a byte is used, and pickles are read without running anything.
+Nothing in a file is trusted. Names in an index cannot lead out of the directory. safetensors checks lengths and offsets
+before a byte is used. Pickles are read without running anything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How the elements of one weight are stored packed: NF4, int8, fp8 and bf16, each with its definition in torch's terms.
 
-A packed weight is a row of records. Each record has its scales and then its codes, so that a weight can be unpacked
-front to back, in the memory that its values will fill.
+A packed weight is a row of records. Each record has its scales and then its codes. So a weight can be unpacked front to
+back, in the memory that its values will fill.
 
 | name | a record | a weight is |
 |---|---|---|
@@ -25,8 +25,8 @@ import torch
 from infinity.packed.blocks import APART, FP8_TILE, KIND_BF16, KIND_FP16, NF4_BLOCK, NF4_RECORD_BYTES
 from infinity.packed.nf4_levels import LEVELS, THRESHOLDS
 
-# Loading and packing a base under a budget of 40 MiB peaked at 54 MiB with parts of 4 MB, which the C library's heap
-# kept. With parts of 512 KB it is 44.5 MiB.
+# Loading and packing a base under a budget of 40 MiB peaked at 54 MiB with parts of 4 MB: the C library's heap kept
+# them. With parts of 512 KB it is 44.5 MiB.
 _HOST_NUMEL = 1 << 17
 """Elements that are packed at a time (at least a record): 512 KB of fp32, which stay in the processor's cache."""
 _DEVICE_NUMEL = 1 << 20

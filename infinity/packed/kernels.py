@@ -139,9 +139,9 @@ def _nf4_to_16bit(stored: Any, scales: Any, code: Any, out: Any, pairs: Any, gap
             table[k] = np.uint32(_bf16(product) if kind == KIND_BF16 else _fp16(product))
         o, p = b * half, b * NF4_RECORD_BYTES + 4
         count = min(NF4_BLOCK, numel - b * NF4_BLOCK)
-        # The record's codes start at byte gap + p of the output, and its weights end at byte 4 * (o + half), with o
-        # counted in pairs of 2-byte weights. Two blocks in place: 256 bytes of output, 72 packed bytes from gap = 184
-        # on. Block 0: 184 + 4 >= 128, no overlap. Block 1: 184 + 40 < 256, so its codes are copied first.
+        # The record's codes start at byte gap + p of the output, and its weights end at byte 4 * (o + half). o counts
+        # pairs of 2-byte weights. Two blocks in place: 256 bytes of output, 72 packed bytes from gap = 184 on. Block 0:
+        # 184 + 4 >= 128, no overlap. Block 1: 184 + 40 < 256, so its codes are copied first.
         if count == NF4_BLOCK and gap + p >= 4 * (o + half):
             for i in range(half):
                 v = stored[p + i]

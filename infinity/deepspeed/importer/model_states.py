@@ -60,6 +60,7 @@ class ModelStates:
         self.num_ranks = len(paths)
         self.num_steps = int(first["global_steps"])
         self.tied = {str(fqn): str(of) for fqn, of in (first.get("shared_params") or {}).items()}
+        # Files of another save, or of another model, in the same directory.
         for path, other in zip(paths, self._ranks, strict=True):
             for key in ("param_shapes", "global_steps", "ds_version"):
                 if other.get(key) != first.get(key):

@@ -288,6 +288,7 @@ def groups_of(
                 cure="Load its weights alone: the states of such an Adam are not converted",
             )
         settings = {name: value for name, value in group.items() if name not in _MECHANICS}
+        # A flat tensor is one parameter of the base optimizer, and many of the model.
         found.append({**settings, "params": [fqn for key in group["params"] for fqn in shapes[key]]})
     return found
 
