@@ -1,1 +1,4 @@
-"""Reads checkpoints that DeepSpeed has written, without DeepSpeed, and converts them."""
+"""Reads checkpoints that DeepSpeed has written, without DeepSpeed, and converts them.
+
+Knows DeepSpeed's files; must not know engines, models or tiers.
+"""
