@@ -1,7 +1,4 @@
-"""A checkpoint's weights as safetensors, tensor by tensor: without an engine, a model's memory, or a drive for states.
-
-Knows checkpoints and files with weights; of the model, if there is to be one, shapes and names only.
-"""
+"""Exports a checkpoint's weights as safetensors, tensor by tensor, without an engine and without memory for a model."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from swapper.volumes.publish import Staging
 
 
 class CheckpointExport:
-    """What is to be written of a checkpoint, planned before a byte is.
+    """One export of a checkpoint. The constructor plans and checks it, `write` writes it.
 
     Attributes:
         num_bytes: of all tensors.
@@ -40,15 +37,15 @@ class CheckpointExport:
     ) -> None:
         """
         Args:
-            checkpoint: where the weights are: fp32 main weights, of what is frozen the weights.
-            directory: where to.
+            checkpoint: it has fp32 main weights of trained parameters, and frozen ones in their own dtype.
+            directory: the files appear in it.
             dtype: of all floating-point parameters, rounded to nearest; None: as the checkpoint has them.
-            config_from: a directory with the config of a Hugging Face model; names and layouts of tensors are then those of
-                its files, and the configs are written, too. None: the model's own names, and no config.
+            config_from: a directory with the config of a Hugging Face model. Files then have names and layouts of that
+                model's files, and its configs. None: the model's own names, and no config.
 
         Raises:
-            CheckpointError: it is damaged, or of another model than the config says; tensors are named.
-            ModelError: there is no such model, or something has no form in the files.
+            CheckpointError: it is damaged, or of another model than the config says; the message names tensors.
+            ModelError: there is no such model, or safetensors does not support a tensor.
         """
         checkpoint.verify_small_files()
         self._directory = directory
@@ -67,7 +64,9 @@ class CheckpointExport:
         names = {fqn: [fqn] for fqn in (*parameters, *buffers)}
         if self._model is not None:
             names |= {fqn: [name] for fqn, name in _checked(checkpoint, self._model, parameters).items()}
-        else:  # nobody knows what is tied: a strict load_state_dict is to find all
+        else:
+            # Without the model's class, nothing ties weights after a load. So each tied weight is written under all of
+            # its names: a strict load_state_dict finds them.
             further = {
                 fqn: first for fqn, first in checkpoint.beside.tied.items() if first in names and fqn not in names
             }
@@ -79,11 +78,11 @@ class CheckpointExport:
         self.num_bytes = sum(entry.file_bytes for entry in self._entries)
 
     def write(self, max_shard_bytes: int, note: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Write it; all files appear at once, when they are whole and on the drive.
+        """Write the files. All appear at once, when they are complete and on the drive.
 
         Args:
             max_shard_bytes: of a file, if it has more than one tensor.
-            note: is told of bytes that were written.
+            note: gets the number of bytes that were written since its last call.
 
         Raises:
             CheckpointError: something in the checkpoint is damaged; nothing has changed in the directory.
@@ -103,9 +102,12 @@ class CheckpointExport:
             return (part for _, part in saved.parts())
 
         def value() -> contextlib.nullcontext[torch.Tensor]:
+            # Only a conversion of transformers asks for the whole tensor. It may not fit into memory, so it lies in a
+            # nameless file beside the export.
             into = DriveTensors([self._directory]).empty(saved.shape, saved.dtype)
             return contextlib.nullcontext(saved.read(into=into))
 
+        # A float8 tensor has its scales in another one: a cast alone would give wrong values. Buffers keep their dtype.
         is_cast = is_cast and saved.dtype.is_floating_point and not is_float8(saved.dtype)
         dtype = self._dtype if self._dtype is not None and is_cast else saved.dtype
         return Entry(names, saved.shape, dtype, value, parts)
@@ -128,15 +130,17 @@ def _model_of(directory: Path) -> tuple[Any, Any]:
             cure="Set 'architectures' in it, as save_pretrained does",
         )
     with torch.device("meta"):
-        model = model_class(config)
+        model = model_class(config)  # shapes and names only, no memory
     has_generation = (directory / "generation_config.json").is_file()
     return model, transformers.GenerationConfig.from_pretrained(directory) if has_generation else None
 
 
 def _checked(checkpoint: Checkpoint, model: Any, saved: Mapping[str, SavedTensor]) -> dict[str, str]:
-    """FQN in the checkpoint -> name that the model's files have it under."""
+    """FQN in the checkpoint -> the model's name for it. Raises CheckpointError if names or shapes differ."""
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
     tied = getattr(model, "all_tied_weights_keys", None) or {}
+    # transformers maps each tied name to the one whose weight its files have ("lm_head.weight" ->
+    # "model.embed_tokens.weight"). The checkpoint may have either, whichever the model listed first when it was saved.
     names = {fqn: tied[fqn] if fqn in tied and tied[fqn] not in saved else fqn for fqn in saved}
     problems = [f"'{fqn}' is not in the model" for fqn in saved if fqn not in shapes]
     problems += other_shapes(saved, shapes)

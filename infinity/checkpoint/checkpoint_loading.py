@@ -1,4 +1,4 @@
-"""Reads a checkpoint into model, optimizer and scheduler: each byte is read once and written once, where the engine keeps it."""
+"""Reads a checkpoint into model, optimizer and scheduler. Each byte is read and written once, to where it rests."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of a checkpoint is loaded beside the model.
+    """What is loaded from a checkpoint besides the model.
 
     Attributes:
-        is_strict: what only model or checkpoint has is an error, not only another shape.
-        optimizer: states, hyperparameters and the loss scale; only then what is a rank's own.
-        random_states, data_position: of each rank.
+        is_strict: a tensor that only the model or only the checkpoint has is an error. Another shape always is one.
+        optimizer: states, hyperparameters and the loss scale.
+        random_states, data_position: of each rank; used only if ``optimizer`` is.
     """
 
     is_strict: bool
@@ -61,22 +61,25 @@ def load(
     begin: Callable[[], None],
     changing: AbstractContextManager[None],
 ) -> dict[str, Any]:
-    """Read a checkpoint. Returns all that is no large tensor.
+    """Load a checkpoint. Returns its training state: everything but large tensors.
 
     Args:
-        is_first_rank: it tells what was left out.
-        begin: called when the model has been looked at, and nothing has been changed.
-        changing: entered when the optimizer, which changes itself as the first, has taken what is its own.
+        is_first_rank: whether this rank logs what was left out.
+        begin: called after all checks, before anything is changed. Ranks agree there that all go on.
+        changing: entered when the optimizer has its groups and scalars, before weights change.
 
     Raises:
-        CheckpointError: it is damaged, or not what this package reads, or does not fit to the optimizer; then nothing has
-            been changed.
+        CheckpointError: it is damaged, or does not fit to the optimizer. Nothing has been changed then, unless a large
+            tensor is damaged: that is found as it is read.
         ModelError: it is of another model; nothing has been changed.
     """
     saved = Checkpoint(folder)
     saved.verify_small_files()
     training_state = saved.training_state()
     loading = Loading(training, saved, is_strict=wanted.is_strict)
+    # Order: everything that can fail without reading large tensors comes first. The scheduler gets its old state back
+    # if the block fails, and the optimizer checks all states before it changes one. What comes after `changing` has
+    # begun cannot be undone: the caller marks the engine as partly loaded.
     loading.check_model(training_state.get(EXTRA_STATES))
     with loading, ExitStack() as stack:
         if wanted.scheduler:
@@ -99,13 +102,13 @@ def load(
 
 
 def other_shapes(saved: Mapping[str, SavedTensor], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """What says so of each tensor whose shape is another one."""
+    """A line of text for each tensor whose saved shape is not the wanted one."""
     both = ((fqn, saved[fqn].shape, shape) for fqn, shape in wanted.items() if fqn in saved)
     return [f"'{fqn}' has shape {there}, not {here}" for fqn, there, here in both if there != here]
 
 
 class Loading:
-    """One load. `check_model` comes first, the rest in a ``with`` block; must not be used while updates are pending."""
+    """One load: first `check_model`, then the rest in a ``with`` block. The caller has flushed pending updates."""
 
     def __init__(self, training: Training, saved: Checkpoint, *, is_strict: bool) -> None:
         """``is_strict``: see `Wanted`."""
@@ -119,9 +122,9 @@ class Loading:
         self._extra: list[str] = []
         self._open = ExitStack()
         self._sources: dict[tuple[str, str], ElementsInOrder] = {}
-        """(FQN, kind) of what is tiled -> its elements: those of one tile after those of the one before."""
+        """(FQN, kind) of a tiled weight -> its elements. Each tile continues where the tile before it ended."""
         self._states: dict[int, dict[str, SavedTensor | torch.Tensor]] = {}
-        """id of a held parameter -> its element-wise states."""
+        """id of a parameter that the engine holds -> its element-wise states in the checkpoint."""
 
     def __enter__(self) -> Loading:
         self._threads = self._open.enter_context(BlockThreads(self._saved.largest_block))
@@ -133,11 +136,12 @@ class Loading:
     # ---------------------------------------------------------------------------------------------- is it of this model
 
     def check_model(self, extra_states: Mapping[str, Any] | None) -> None:
-        """See that model and checkpoint have the same tensors; nothing is changed. None: DeepSpeed has saved none.
+        """Check that model and checkpoint have the same tensors. ``extra_states``: None in checkpoints of DeepSpeed.
 
         Raises:
-            ModelError: says which do not fit.
+            ModelError: some differ; the message names them.
         """
+        # Of a tiled weight, the whole weight's shape: the checkpoint has no tiles.
         shapes = {fqn: tuple((self._tiled.of(each) or each).shape) for fqn, each in self._parameters.items()}
         left_out = {
             fqn for fqn in self._saved.beside.excluded if fqn in shapes and not self._parameters[fqn].requires_grad
@@ -174,7 +178,9 @@ class Loading:
             )
 
     def _check_formats(self, fqns: Collection[str]) -> None:
-        """See that the frozen weights of these names were stored as they are now."""
+        """Check that these frozen weights were stored in the same packed formats as now."""
+        # An adapter is trained over the rounded weights. Over another rounding it would compute something else, without
+        # an error.
         base, formats, now = self._saved.beside.base, self._saved.beside.formats, packed_in(self._training)
         differing = [fqn for fqn in sorted(fqns) if formats.get(fqn) != now.get(fqn)]
         if differing:
@@ -188,9 +194,9 @@ class Loading:
             )
 
     def _check_left_out(self, fqns: Collection[str]) -> None:
-        """Compare frozen parameters that are not in the checkpoint with their checksums in it, at the cost of one read.
+        """Compare frozen parameters that the checkpoint leaves out with their checksums in it. Reads all of them once.
 
-        What it does not know, or has another dtype now, cannot be compared.
+        Without a checksum, or with another dtype, a parameter cannot be compared.
         """
         others, casts = [], []
         saved = self._saved.beside.checksums
@@ -222,10 +228,10 @@ class Loading:
             folder = self._saved.folder
             logger.warning("load_module_strict=False, '%s' is not all of this model: %s", folder, "; ".join(told))
 
-    # ------------------------------------------------------------------------------------------------------ taking over
+    # --------------------------------------------------------------------------------------------------------- loading
 
     def in_order(self, optimizer: torch.optim.Optimizer, training_state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``training_state`` with the saved groups in the order of this optimizer's.
+        """``training_state`` with groups and parameters in the order of this optimizer.
 
         Raises:
             CheckpointError: they do not fit; nothing has been changed.
@@ -234,14 +240,16 @@ class Loading:
         parameters = parameters_with_states(self._training.model)
         known = {id(parameter) for parameter in parameters.values()}
         with self._fitting():
+            # Names are there if the model had all parameters of the optimizer. Then a model that lists its parameters
+            # in another order is no error. Otherwise they are matched by number, as torch does it.
             if "names" in training_state and {id(p) for g in groups for p in g["params"]} <= known:
                 training_state = in_order_of(groups, training_state, parameters, is_strict=self._is_strict)
-            if len(groups) == len(training_state["param_groups"]):  # else the optimizer says so
+            if len(groups) == len(training_state["param_groups"]):  # else load_state_dict raises
                 check_groups(training_state["param_groups"], groups)
         return training_state
 
     def optimizer(self, optimizer: torch.optim.Optimizer, training_state: Mapping[str, Any]) -> None:
-        """Hyperparameters, scalars, and the states of what is held by nobody; `parameters` brings the others' elements.
+        """Load hyperparameters, scalars, and states of parameters that the engine does not hold.
 
         Args:
             training_state: see `in_order`.
@@ -251,12 +259,14 @@ class Loading:
         """
         mine = self._tiled.without_tiles([p for group in optimizer.param_groups for p in group["params"]])
         ids = [key for group in training_state["param_groups"] for key in group["params"]]
-        parameter_of = dict(zip(ids, mine, strict=False))  # the optimizer says so if they are not as many
+        parameter_of = dict(zip(ids, mine, strict=False))  # load_state_dict raises if their numbers differ
         arrays: dict[str, dict[str, SavedTensor | torch.Tensor]] = {}
         for each in self._saved.tensors:
             if each.group == "parameters" and each.kind != WEIGHT:
                 arrays.setdefault(each.fqn, {})[each.kind] = each
         state: dict[Any, Any] = {}
+        # "states": parameters that an engine held, whose element-wise states are arrays. "others": whole entries,
+        # tensors included.
         for key, fqn, scalars in training_state["states"]:
             state[key] = self._entry(parameter_of.get(key), scalars, arrays.get(fqn, {}))
         for key, entry in training_state["others"].items():
@@ -266,18 +276,22 @@ class Loading:
             }
             small = {name: each for name, each in entry.items() if name not in large}
             state[key] = self._entry(parameter, small, large)
+        # torch's load_state_dict checks groups and shapes here. The elements of held parameters come in `parameters`,
+        # unit by unit, so that they are never in memory together.
         with self._fitting(), self._access.elements_following():
             optimizer.load_state_dict({"state": state, "param_groups": training_state["param_groups"]})
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:
-        """What saved groups and states bring about in code that expects this optimizer's is a `CheckpointError`."""
+        """Turn errors of the ``with`` block over unfitting groups or states into a `CheckpointError`."""
         try:
             yield
         except InfinityError:
             raise
         except UNREADABLE as error:
+            # `in_order_of` ends its messages with what to pass instead: that becomes the cure.
             problem, has_cure, cure = str(error).partition(": pass ")
+            # A group's id that has no parameter: the text of a KeyError is only the key.
             if isinstance(error, LookupError):
                 problem = f"its groups name parameter {problem}, which it does not have"
             cure = f"Pass {cure}" if has_cure else "Load another checkpoint, or pass load_optimizer_states=False"
@@ -290,6 +304,8 @@ class Loading:
         if self._parameter_map.holds(parts[0]):
             for part in parts:
                 self._states[id(part)] = large
+            # Shapes are checked now, elements come later. An expanded scalar has the shape and takes 4 bytes. Tiles of
+            # one weight all get the whole weight's arrays, of which each reads its rows.
             stands_for = torch.zeros((), dtype=torch.float32, device="cpu")
             return {**scalars, **{name: stands_for.expand(tuple(each.shape)) for name, each in large.items()}}
         return {**scalars, **{name: self._whole(each) for name, each in large.items()}}
@@ -298,14 +314,14 @@ class Loading:
         return value if isinstance(value, torch.Tensor) else value.read(self._threads)
 
     def buffers(self) -> None:
-        """The model's."""
+        """Load the model's buffers."""
         for fqn, buffer in self._buffers.items():
             found = self._saved.tensor("buffers", fqn)
             if found is not None:
                 write_buffer(buffer, found.read(self._threads))
 
     def parameters(self, note: Note) -> None:
-        """Weights and, of those that `optimizer` was told of, states; ``note`` is told of bytes, unit after unit."""
+        """Load weights and the states that `optimizer` has prepared. ``note`` gets the bytes of each unit."""
         names = {id(part): fqn for fqn, whole in self._parameters.items() for part in self._tiled.all_of(whole)}
         for fqn, parameter in self._parameters.items():
             found = self._saved.tensor("parameters", fqn)
@@ -315,10 +331,11 @@ class Loading:
         for unit in self._parameter_map.units:
             note(self._unit(unit, names))
         for source in self._sources.values():
+            # Only now has a tiled weight's last tile been read: its tiles are units of their own.
             source.end()
 
     def _unit(self, unit: Unit, names: Mapping[int, str]) -> int:
-        """Returns how many bytes it has."""
+        """Load one unit. Returns the bytes that the checkpoint has of it."""
         num_bytes = 0
         with ExitStack() as stack:
             sources: dict[tuple[int, str], ElementsInOrder] = {}
@@ -326,6 +343,8 @@ class Loading:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 weight = self._saved.tensor("parameters", names.get(id(parameter), ""))
                 if not slot.spec.is_trainable:
+                    # A packed weight keeps its values. A checkpoint of packed weights has none of them, and
+                    # `check_model` passes one of unpacked weights only if it is not strict.
                     if weight is not None and slot.spec.packed is None:
                         frozen.append((parameter, weight))
                         num_bytes += slot.numel * weight.dtype.itemsize
@@ -336,10 +355,13 @@ class Loading:
                 for kind, value in kinds.items():
                     num_bytes += slot.numel * value.dtype.itemsize
                     sources[slot.index, kind] = self._source(slot, value, stack)
+            # All records of the unit are replaced in one pass, front to back. Frozen weights have no records: they are
+            # written below, by the way that a script's writes take.
             if sources:
                 with self._access.replacing(unit) as stream:
                     stream.fill(unit, sources)
             for source in sources.values():
+                # The sources of tiles go on with the next tile's unit.
                 if source not in self._sources.values():
                     source.end()
         for parameter, weight in frozen:
@@ -347,6 +369,11 @@ class Loading:
         return num_bytes
 
     def _source(self, slot: Slot, value: SavedTensor | torch.Tensor, stack: ExitStack) -> ElementsInOrder:
+        # Three ways, from little memory to much:
+        #   a tile: the next rows of the whole weight's array
+        #   elements in C order in memory, as in the file: streamed
+        #   other strides (channels_last, a transposed weight): the whole tensor, on a drive if it is large, then
+        #   reordered
         if isinstance(value, SavedTensor) and value.shape != slot.spec.shape:
             return self._rows(value)
         if isinstance(value, SavedTensor) and slot.is_in_order:
@@ -357,16 +384,17 @@ class Loading:
         return ElementsInOrder(iter([(0, in_memory_order(whole, slot))]))
 
     def _rows(self, value: SavedTensor) -> ElementsInOrder:
-        """The elements of what is tiled, from where the tile before has left them."""
+        """The elements of a tiled weight, from where the tile before it ended."""
         key = value.fqn, value.kind
         if key not in self._sources:
             parts = value.parts(self._threads)
+            # Left open until the load ends: the next tile is in another unit.
             self._open.enter_context(closing(parts))
             self._sources[key] = ElementsInOrder(parts)
         return self._sources[key]
 
     def _copied(self, like: Any, value: SavedTensor) -> torch.Tensor:
-        """The whole tensor, or the tile's rows of it; a large one in a file."""
+        """The whole tensor, on a drive if it is large; for a tile, its rows in memory."""
         if value.shape != tuple(like.shape):
             rows, whole = self._rows(value), torch.empty(tuple(like.shape), dtype=value.dtype, device="cpu")
             flat, filled = whole.reshape(-1), 0
@@ -375,6 +403,8 @@ class Loading:
                 flat[filled : filled + part.numel()].copy_(part)
                 filled += part.numel()
             return whole
+        # The copy is filled in the order of its memory, and the file is in C order: so the copy gets C strides, not the
+        # parameter's.
         stride = torch.empty(tuple(like.shape), device="meta", dtype=torch.float32).stride()
         with self._access.copies.new(value.shape, stride, value.dtype) as made:
             for start, part in value.parts(self._threads):

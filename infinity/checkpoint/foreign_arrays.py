@@ -1,6 +1,6 @@
-"""Arrays of a checkpoint that other programs wrote: zarr reads them, whatever their chunks and compression.
+"""Arrays of a checkpoint that another program wrote with zarr, in its own chunks and compression.
 
-`seal` makes them a part of the checkpoint. What is in them is checked by the checksums of their files, before zarr sees them.
+`seal` makes them a part of the checkpoint. Checksums of their files are compared before zarr reads them.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from infinity.errors import CheckpointError
 from swapper.volumes.block_files import BlockThreads
 
 LARGEST_CHUNK = 64 << 20
-"""Bytes of what is read at a time. A chunk of zarr's may not be larger, or memory would not suffice."""
+"""Bytes that are read at a time, and the largest chunk of zarr: it is decompressed whole, in memory."""
 MOST_CHUNKS = 1 << 22
-"""Of one array, 8 TiB of our own chunks: their index is held in memory, and a sparse file may claim any number."""
+"""Per array: 8 TiB of our own chunks. Their index is built in memory, and a sparse file may claim any number."""
 _CODECS = frozenset({"bytes", "transpose", "sharding_indexed", "crc32c", "zstd", "gzip", "blosc"})
-"""Those that every zarr has. Others may be a plugin's, which is code that nobody has looked at."""
+"""The codecs that every zarr has. Another one may load a plugin, and so run code that the file chose."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ForeignTensor(SavedTensor):
-    """A tensor in an array that another program wrote. Its files are among the small ones of the manifest."""
+    """A tensor in an array that another program wrote. The manifest lists its files among the small ones."""
 
     @property
     def block_bytes(self) -> int:
-        """Nothing goes past the page cache."""
+        """0: zarr reads it, so it needs no block of direct I/O."""
         return 0
 
     @property
     def file_bytes(self) -> int:
-        """All of its files are counted with the small ones."""
+        """0: all of its files are counted with the small ones."""
         return 0
 
     def parts(self, threads: BlockThreads | None = None) -> Generator[tuple[int, torch.Tensor], None, None]:
@@ -50,7 +50,9 @@ class ForeignTensor(SavedTensor):
             array = _opened(self.folder / self.path)
             if (tuple(array.shape), array.dtype.name) != (self.shape, STORED_AS[name_of(self.dtype)]):
                 raise ValueError(f"it has the shape {array.shape} and dtype {array.dtype}, and the manifest others")
-        # Whole chunks of zarr's at a time, or each would be decompressed again and again.
+        # Along each dimension, parts end at borders of zarr's chunks, or a chunk on a border would be decompressed
+        # twice. With our parts of (1, 512, 1024) and zarr's chunks of (1, 200, 1024), it reads (1, 400, 1024) at a
+        # time.
         whole = [
             part - part % size if part > size else part for part, size in zip(self.chunk, array.chunks, strict=True)
         ]
@@ -64,11 +66,12 @@ class ForeignTensor(SavedTensor):
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Whatever zarr and its codecs raise is a `CheckpointError` that names ``path``."""
+    """Turn what zarr and its codecs raise into a `CheckpointError` that names ``path``."""
     try:
         yield
     except CheckpointError:
         raise
+    # Which class a damaged file raises depends on the codec.
     except Exception as error:
         problem = f"zarr cannot read it: {str(error)[:200] or type(error).__name__}"
         raise CheckpointError(path, problem, cure="Write it again, in zarr's format 3") from error
@@ -81,6 +84,7 @@ def _opened(path: Path) -> Any:
     strange = _names_of(array.metadata.to_dict()["codecs"]) - _CODECS
     if strange:
         raise ValueError(f"its codec '{min(strange)}' is none of {', '.join(sorted(_CODECS))}")
+    # Limits come before the first read: zarr allocates what the metadata claims.
     if math.prod(array.chunks) * array.dtype.itemsize > LARGEST_CHUNK:
         raise ValueError(f"its chunks of {array.chunks} elements have more than {LARGEST_CHUNK >> 20} MiB")
     if math.prod(-(-size // part) for size, part in zip(array.shape, array.chunks, strict=True)) > MOST_CHUNKS:
@@ -89,7 +93,7 @@ def _opened(path: Path) -> Any:
 
 
 def _names_of(codecs: Any) -> set[str]:
-    """Of a list of codecs as JSON has it, and of those inside shards."""
+    """The names in a list of codecs (JSON), with those inside shards."""
     found = set()
     for codec in codecs:
         found.add(str(codec["name"]))
@@ -99,10 +103,10 @@ def _names_of(codecs: Any) -> set[str]:
 
 
 def found_arrays(folder: Path) -> list[ArraySpec]:
-    """What zarr finds in a checkpoint's directory.
+    """Describe the arrays that zarr finds in a checkpoint's directory.
 
     Raises:
-        CheckpointError: zarr cannot read it, or something in it is none of a checkpoint's.
+        CheckpointError: zarr cannot read an array, or its name or dtype is not a checkpoint's.
     """
     import zarr
 
@@ -116,22 +120,25 @@ def _spec(folder: Path, name: str) -> ArraySpec:
     path = f"{TENSORS}/{name}"
     with _reading(folder / path):
         array = _opened(folder / path)
-        group, fqn, kind = name.split("/")  # the format's page says so
+        group, fqn, kind = name.split("/")  # docs/reference/checkpoint-format.md
+        # Attributes count more than the path: the path of a long name is shortened, and bf16 is stored as uint16.
         names: dict[str, Any] = {"fqn": unquote(fqn), "kind": unquote(kind), "dtype": array.dtype.name, **array.attrs}
         dtype = dtype_of(names["dtype"])
         if dtype is None or STORED_AS[names["dtype"]] != array.dtype.name:
             raise ValueError(f"it is stored as {array.dtype}, and is to be {names['dtype']}")
         spec = ArraySpec.of(group, names["fqn"], names["kind"], array.shape, dtype)
+        # `SavedTensor` computes the path from the names, so an array elsewhere would not be found again.
         if spec.path != path:
             raise ValueError(f"the tensor '{spec.fqn}' ({spec.kind}) belongs to {spec.path}")
+        # Same metadata as ours, so the data would be one file. zarr reads a missing chunk as zeros, without an error.
         is_ours = json.loads((folder / path / "zarr.json").read_bytes()) == json.loads(spec.metadata())
         if is_ours and spec.file_bytes and not (folder / path / spec.file_name).exists():
-            raise ValueError(f"its file '{spec.file_name}' is missing")  # zarr would take it for zeros
+            raise ValueError(f"its file '{spec.file_name}' is missing")
     return spec
 
 
 def unlisted_file(folder: Path, tensor: SavedTensor, listed: Container[str]) -> str | None:
-    """A file in the folder of a `ForeignTensor` that is not among ``listed``, and that zarr would read unchecked."""
+    """A file of a `ForeignTensor` that is not in ``listed``: zarr would read it, and no checksum covers it."""
     for place, _, names in os.walk(folder / tensor.path) if isinstance(tensor, ForeignTensor) else ():
         for name in names:
             inside = str((Path(place) / name).relative_to(folder))

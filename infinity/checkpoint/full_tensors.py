@@ -1,6 +1,6 @@
 """Single parameters' full fp32 values, states and gradients, under DeepSpeed's names.
 
-A parameter that no engine holds is treated as ordinary: its own data and gradient. Copies are on the CPU.
+For a parameter that no engine holds, they use its own data and gradient. Copies are on the CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infinity.units.parameter import PagedView, host_of
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """A copy of the fp32 main weight, of the parameter's shape. None of a frozen parameter, as in DeepSpeed."""
+    """A copy of the fp32 main weight, of the parameter's shape. None if it is frozen, as in DeepSpeed."""
     keeper = _keeper_of(param)
     if keeper is None:
         return param.detach().float().cpu().clone()
@@ -77,6 +77,8 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         ValueError: ``value`` has another shape.
     """
     gradient = param.grad
+    # torch requires a gradient on the device that the parameter reports. copy=True: the script may go on to change
+    # `value`.
     dtype = torch.float32 if gradient is None else gradient.dtype
     param.grad = value.detach().to(param.device if gradient is None else gradient.device, dtype, copy=True)
 
@@ -137,7 +139,7 @@ def safe_update_full_grad_vectorized(
     """Replace gradients between backward and step, one after the other, by ``update_func(gradient, parameter)``.
 
     Args:
-        param_list: those without a gradient are left out.
+        param_list: parameters without a gradient are skipped.
         update_func: from the gradient (fp32, of the parameter's shape) to the new one.
 
     Raises:
@@ -156,9 +158,11 @@ def _shaped(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
 
 
 def _keeper_of(param: nn.Parameter) -> Any:
-    """Who has all of a parameter that is held: ``infinity.engine.consistent_access``. None if no engine holds it."""
+    """What reads and writes a held parameter (``infinity.engine.consistent_access``); None if no engine holds it."""
     host = host_of(param)
-    if host is None or isinstance(param, PagedView):  # a parameter over the memory of another one has only its values
+    # A `PagedView` stands for a part of a paged weight, such as `p.data`: it has values, but no main weight and no
+    # states.
+    if host is None or isinstance(param, PagedView):
         return None
     if not isinstance(host, ParameterHandler) or host.gatherer is None:
         raise ModelError("the engine that holds this parameter is not ready")

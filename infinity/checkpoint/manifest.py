@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: which files belong to it, how long they are, and what their checksums are.
 
-Checks all of that before anything is believed; must not know what the files mean.
+Nothing in a manifest is trusted: all of it is checked before it is used.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from swapper.wrappers.checksum import crc32c
 MANIFEST = "manifest.json"
 VERSION = 3
 _FORMAT = "infinity-checkpoint"
+# `manifest_of` writes these three keys first, so that `completed_at` needs only the first 256 bytes.
 _TIME = re.compile(rb'\{"format":"[^"]*","version":\d+,"time":(\d{1,19})[,}]')
 _MOST_BYTES = 1 << 30
-"""Of a manifest: that of a million tensors is half as long."""
+"""The largest manifest that is read. One of a million tensors has about half as many bytes."""
 _SMALL_BYTES = 16 << 20
-"""Of a file that is read without a look at what memory is free."""
-_PART_BYTES = 1 << 16
+"""The largest small file that is read without a look at free memory."""
+_PART_BYTES = 1 << 16  # read at a time for the checksum of a file of any size
 _SEAL = "run `python -m infinity checkpoint seal` on the checkpoint's directory"
 _IF_CHANGED = f"Load another checkpoint. If a program has changed this one on purpose, {_SEAL}"
-_NUM_SIZES = 64
+_NUM_SIZES = 64  # NumPy's limit on dimensions
 Files = Mapping[str, tuple[int, int]]
 """Path inside the checkpoint -> bytes and crc32c, of every file but the arrays' data and the manifest."""
 
 
 def manifest_of(arrays: Iterable[tuple[ArraySpec, int | None]], files: Files, time: int) -> bytes:
-    """The file: JSON without any freedom, so that each bit of it counts.
+    """The bytes of a manifest: JSON with a fixed order of keys and no blanks.
 
     Args:
-        arrays: each with the checksum of its chunks' checksums; None: another program wrote it, and all of its files are in
-            ``files``.
-        files: all others.
+        arrays: each with the checksum of its chunks' checksums. None: another program wrote it, and ``files`` lists
+            all of its files.
+        files: all other files.
         time: when the checkpoint was complete, in nanoseconds since 1970.
     """
     contents = {
@@ -59,6 +60,7 @@ def manifest_of(arrays: Iterable[tuple[ArraySpec, int | None]], files: Files, ti
                 "kind": spec.kind,
                 "shape": list(spec.shape),
                 "dtype": name_of(spec.dtype),
+                # No chunk marks an array of another program: `_array` makes a `ForeignTensor` of it.
                 "chunk": None if checksum is None else list(spec.chunk),
                 "crc32c": checksum or 0,
             }
@@ -75,16 +77,18 @@ def checksum_of(data: bytes) -> int:
 
 
 def _sealed(contents: Mapping[str, Any]) -> bytes:
+    # The checksum covers the text with a 0 in its own place, which is the last key:
+    #   {...,"crc32c":0}  becomes  {...,"crc32c":305419896} and a newline
     text = json.dumps({**contents, "crc32c": 0}, separators=(",", ":"))
     checksum = checksum_of(text.encode())
     return (text.removesuffix("0}") + f"{checksum}}}\n").encode()
 
 
 def read_manifest(folder: Path) -> tuple[list[SavedTensor], Files]:
-    """Read and check it, and that the files are there with their sizes; reads nothing else.
+    """Read and check the manifest, and compare the sizes of all files. Reads no other file.
 
     Raises:
-        CheckpointError: it is damaged, of another version, or names what no checkpoint has.
+        CheckpointError: it is damaged or of another version, or a file is missing or has another size.
     """
     path = folder / MANIFEST
     with reading_from(path):
@@ -104,6 +108,8 @@ def read_manifest(folder: Path) -> tuple[list[SavedTensor], Files]:
         raise CheckpointError(path, "it is damaged: no JSON of a manifest") from error
     if not isinstance(contents, dict) or contents.get("format") != _FORMAT:
         raise CheckpointError(path, "it is no manifest of a checkpoint")
+    # Sealing the parsed contents again gives the same bytes only if no bit was flipped: blanks and the order of keys
+    # are compared as well.
     contents.pop("crc32c", None)
     by = str(contents.get("made_by", "an earlier version"))[:40]
     _check_version(path, contents.get("version"), by, is_sealed=_sealed(contents) == data)
@@ -122,6 +128,8 @@ def read_manifest(folder: Path) -> tuple[list[SavedTensor], Files]:
 
 def _check_version(path: Path, version: Any, by: str, *, is_sealed: bool) -> None:
     of_version = f"of format version {version}, made by {by}, and this is infinity {__version__}, which reads {VERSION}"
+    # Older versions sealed manifests in the same way, so a wrong checksum there means damage. A newer version may seal
+    # them in another way, so there it may mean either.
     if is_sealed and version == VERSION:
         return
     if not isinstance(version, int) or version == VERSION or (not is_sealed and version < VERSION):
@@ -137,14 +145,13 @@ def _check_version(path: Path, version: Any, by: str, *, is_sealed: bool) -> Non
 
 
 def completed_at(path: Path) -> int | None:
-    """When the checkpoint of a manifest of any version was complete, in nanoseconds; None if the file is no manifest.
-
-    Copies of files may have other times, so it stands in the manifest; in those of before, the file's time counts.
-    """
+    """When the checkpoint was complete, in nanoseconds since 1970; None if the file is no manifest of any version."""
     with path.open("rb") as file:
         begin = file.read(256)
         if not begin.startswith(f'{{"format":"{_FORMAT}",'.encode()):
             return None
+        # The file's own time changes when a checkpoint is copied. Only the first versions wrote no time into the
+        # manifest.
         found = _TIME.match(begin)
         return int(found[1]) if found else path.stat().st_mtime_ns
 
@@ -152,6 +159,7 @@ def completed_at(path: Path) -> int | None:
 def _array(folder: Path, entry: Mapping[str, Any]) -> SavedTensor:
     is_foreign = entry["chunk"] is None
     shape = tuple(entry["shape"])
+    # A placeholder that passes the checks below: another program's chunks are in zarr's own metadata.
     chunk = (1,) * len(shape) if is_foreign else tuple(entry["chunk"])
     names = (entry["group"], entry["fqn"], entry["kind"], entry["dtype"])
     sizes = [*shape, *chunk]
@@ -159,11 +167,11 @@ def _array(folder: Path, entry: Mapping[str, Any]) -> SavedTensor:
     is_named = all(isinstance(name, str) and name not in ("", ".", "..") for name in names)
     if not is_named or names[0] not in ("parameters", "buffers") or len(shape) > _NUM_SIZES:
         raise CheckpointError(path, f"it has an array that is named {names}")
+    # `type` and not isinstance: True is an int, too. 1 << 62: sums of two sizes stay in 64 bits.
     if any(type(size) is not int or size < 0 or size >= 1 << 62 for size in sizes) or not _is_cut(shape, chunk):
         raise CheckpointError(path, f"'{names[1]}' has the shape {shape}, in chunks of {chunk}")
-    if (
-        math.prod(max(size, 1) for size in shape) >= 1 << 60
-    ):  # torch counts bytes, and strides of empty tensors, in 64 bits
+    # torch counts bytes, and strides of empty tensors, in 64 bits: 1 << 60 elements of 8 bytes are too many.
+    if math.prod(max(size, 1) for size in shape) >= 1 << 60:
         raise CheckpointError(path, f"'{names[1]}' has the shape {shape}, which no tensor has")
     dtype = dtype_of(names[3])
     checksum = _checksum(path, names[1], entry["crc32c"])
@@ -179,9 +187,12 @@ def _array(folder: Path, entry: Mapping[str, Any]) -> SavedTensor:
 
 
 def _is_cut(shape: tuple[int, ...], chunk: tuple[int, ...]) -> bool:
-    """Whether each chunk is contiguous in the tensor."""
+    """Whether each chunk is contiguous in the tensor, as `SavedTensor.spans` needs it."""
     if len(shape) != len(chunk) or any(part < 1 for part in chunk):
         return False
+    # Going inwards, a chunk must be 1 long, then of any length in one dimension, then whole. In a tensor (8, 1024,
+    # 1024):
+    #   (1, 512, 1024): yes. (2, 1024, 1024): yes. (2, 512, 1024): no, its two parts are 1024 * 1024 elements apart
     axis = len(shape)
     while axis and chunk[axis - 1] == max(shape[axis - 1], 1):
         axis -= 1
@@ -190,6 +201,7 @@ def _is_cut(shape: tuple[int, ...], chunk: tuple[int, ...]) -> bool:
 
 def _facts(folder: Path, name: str, facts: Any) -> tuple[int, int]:
     num_bytes, checksum = facts
+    # A manifest may come from somebody else: no path in it may lead out of the checkpoint's directory.
     if name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
         raise CheckpointError(folder / MANIFEST, f"it names a file {name!r} that lies elsewhere")
     if type(num_bytes) is not int or not 0 <= num_bytes < 1 << 62:
@@ -209,6 +221,7 @@ def _check_size(path: Path, num_bytes: int) -> None:
         file = path.stat()
     except OSError as error:
         raise CheckpointError(path, f"it is missing: {error.strerror}", cure=_IF_CHANGED) from error
+    # Reading a pipe would hang.
     if not stat.S_ISREG(file.st_mode):
         raise CheckpointError(path, "it is no file, but a directory, a device or a pipe")
     found = file.st_size
@@ -217,7 +230,7 @@ def _check_size(path: Path, num_bytes: int) -> None:
 
 
 def facts_of(path: Path) -> tuple[int, int]:
-    """Bytes and checksum of a file, a part of which is in memory."""
+    """Bytes and checksum of a file of any size. Reads it in parts."""
     num_bytes, checksum = 0, 0
     with reading_from(path), path.open("rb") as file:
         while data := file.read(_PART_BYTES):
@@ -227,14 +240,15 @@ def facts_of(path: Path) -> tuple[int, int]:
 
 
 def check_file(folder: Path, files: Files, name: str) -> int:
-    """Compare a small file of a checkpoint with its checksum; returns how many bytes it has.
+    """Compare a small file of a checkpoint with its checksum. Returns its bytes.
 
     Raises:
         CheckpointError: see `read_checked`.
     """
     if not name.startswith(TENSORS):
         return len(read_checked(folder, files, name))
-    if facts_of(folder / name) != files[name]:  # another program may have made it of any size
+    # Arrays of another program are listed with the small files, and may be of any size.
+    if facts_of(folder / name) != files[name]:
         raise _damaged(folder / name)
     return files[name][0]
 
@@ -250,6 +264,7 @@ def read_checked(folder: Path, files: Files, name: str) -> bytes:
         CheckpointError: they are not what was written, or cannot be read.
     """
     num_bytes, _ = files.get(name, (0, 0))
+    # The manifest, maybe of somebody else, claims the size: too large a read would end the process.
     if num_bytes > _SMALL_BYTES and num_bytes > (free := free_bytes()):
         raise CheckpointError(
             folder / name,

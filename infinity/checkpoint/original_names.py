@@ -1,10 +1,9 @@
-"""Names and layouts of a model's files, as transformers itself would write them: its conversions, taken back.
+"""Names and layouts of a model's files as transformers writes them: it reverts transformers' weight conversions.
 
-Knows what transformers' ``save_pretrained`` does to a state dict; must not know where values come from.
-
-[Note: finding groups] transformers takes back a whole state dict at once. On the meta device that costs nothing, and it
-tells what comes out: what is the very tensor that was put in was only renamed. Of the others it is tried which come out of
-one tensor alone (an expert's weights out of all experts'), and what then is left goes together, unit by unit.
+[Note: finding groups] transformers reverts a whole state dict at once, which would need all weights in memory. So it is
+first reverted on the meta device, without values. A tensor that comes out as the same object was renamed. The other
+tensors are put into groups that are reverted alone, one group in memory at a time: one tensor if that is enough (all
+experts' weights, split into one tensor each), otherwise all tensors of a unit that are left.
 """
 
 from __future__ import annotations
@@ -26,21 +25,26 @@ _Dict = dict[str, torch.Tensor]
 
 
 def original_entries(model: Any, entries: Sequence[Entry], directories: Sequence[Path]) -> list[Entry]:
-    """What is to be written in place of a model's own tensors, in their order; the same for a model not of transformers.
+    """The entries of a model's files, from entries with the model's own names. Same for a model not of transformers.
 
     Args:
-        model: whose names the entries have; its parameters may be anywhere.
+        model: may be on the meta device.
         entries: one name each.
-        directories: where large tensors lie that conversions make.
+        directories: large results of conversions lie in files in them.
 
     Raises:
-        ModelError: its conversions cannot be taken back.
+        ModelError: a conversion cannot be reverted group by group.
     """
-    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # as `save_pretrained` does
     entries = [entry for entry in entries if not left_out.intersection(entry.names)]
+    # transformers 5 and later: only there do models convert the weights of their files.
     if not hasattr(model, "_finalize_model_loading"):
         return list(entries)
     sources = {entry.names[0]: entry for entry in entries}
+    # A layer of Mixtral, whose model has merged what its files have apart:
+    #   put_in:   norm [64], experts.gate_up_proj [8, 2 * 128, 64]
+    #   come_out: norm [64] (the same object), experts.0.w1 [128, 64], experts.1.w1, ..., experts.0.w3, ...
+    #   renamed = {norm: norm}; made = experts.*; the only group is [experts.gate_up_proj]
     put_in = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in sources.items()}
     come_out = _reverted(model, put_in)
     origins = {id(tensor): name for name, tensor in put_in.items()}
@@ -53,6 +57,7 @@ def original_entries(model: Any, entries: Sequence[Entry], directories: Sequence
     for names in _split([name for name in sources if name not in renamed], sources, made, model, put_in):
         results = {name: made.pop(name) for name in _reverted(model, {name: put_in[name] for name in names})}
         groups[names[0]] = _converted(model, [sources[name] for name in names], results, directories)
+    # Something came out of the whole state dict and of no group.
     if made:
         raise _cannot(model, next(iter(made)))
     found: list[Entry] = []
@@ -74,13 +79,15 @@ def _reverted(model: Any, state: _Dict) -> _Dict:
 def _split(
     names: list[str], sources: Mapping[str, Entry], made: _Dict, model: Any, put_in: _Dict
 ) -> Iterator[list[str]]:
-    """See [Note: finding groups]."""
+    """Groups of names that are reverted alone. See [Note: finding groups]."""
 
     def fits(group: list[str]) -> bool:
         try:
             alone = _reverted(model, {name: put_in[name] for name in group})
-        except Exception:  # whatever a conversion says when something that belongs to it is not there
+        except Exception:  # whatever a conversion raises that lacks one of its tensors
             return False
+        # A conversion that lacks one of its tensors may not raise, but give other names or shapes: those are no
+        # entries.
         return all(name in made and made[name].shape == tensor.shape for name, tensor in alone.items())
 
     rest: dict[int, list[str]] = {}
@@ -106,13 +113,14 @@ def _cannot(model: Any, name: str) -> ModelError:
 def _converted(
     model: Any, sources: Sequence[Entry], results: Mapping[str, torch.Tensor], directories: Sequence[Path]
 ) -> list[Entry]:
-    """What comes out of tensors that are converted together: all of it when the first one is written."""
+    """Entries of the results of one group. All are computed when the first of them is written."""
     made: _Dict = {}
 
     @contextlib.contextmanager
     def opened(name: str) -> Iterator[torch.Tensor]:
         if name not in made:
             made.update(_convert(model, sources, directories))
+        # Each result is written once, and released then.
         yield made.pop(name)
 
     return [

@@ -1,8 +1,7 @@
-"""Packed weights as others than the engine write to them: when they are stored first, and whenever a script changes them.
+"""Packs frozen weights when an engine is made, and handles a script's writes to packed weights.
 
-Knows units, formats and weights at rest. What is written to a packed weight is kept if it can be packed without loss, as values
-are that were unpacked from this format. Anything else is put back, and an error: rounding it would change a script's numbers
-without a word.
+A written value is kept if it packs without loss, like a value that was unpacked from the format. Any other value is an
+error, and the weight gets its old values back: rounding it would change a script's numbers silently.
 """
 
 from __future__ import annotations
@@ -26,9 +25,12 @@ MERGE_CURE = (
 
 
 def store_packed(unit: Unit, originals: Sequence[torch.Tensor], weights: WeightStore | None) -> None:
-    """Pack a unit's weights where that is asked for, store them, and put what they become into its flat buffer.
+    """Pack a unit's packed weights, store the bytes, and put the unpacked values into the unit's flat buffer.
 
-    Units that stay in memory as well: else numbers would depend on the budget.
+    Args:
+        unit: its flat buffer is allocated.
+        originals: the parameters' values before, one per slot.
+        weights: None if no unit's weights rest outside of flat buffers.
 
     Raises:
         ModelError: a weight is not finite.
@@ -37,25 +39,32 @@ def store_packed(unit: Unit, originals: Sequence[torch.Tensor], weights: WeightS
     if not form.slots:
         return
     memory = unit.memory
+    # The end of the flat buffer, from which `unpack` works front to back without other memory. On a GPU, packing is
+    # done in host memory, and the bytes are copied once.
     landing = form.landing(memory)
     if memory.device.type != "cpu":
         landing = torch.empty(form.packed_bytes, dtype=torch.uint8, device="cpu")
+    # Padding before the first packed weight: it is stored, too, and must not be what memory held before.
     landing[: form.slots[0].start].zero_()
     for packed in form.slots:
         original, spec = originals[packed.slot.index], packed.slot.spec
+        # Bytes of quantized files, or of an engine before, are stored as they are: packing their values again could
+        # round twice.
         source = source_of(unit.parameters[packed.slot.index], spec.packed, packed.num_bytes)
         if source is not None:
             packed.of(landing).copy_(source)
             continue
         values = original.detach().reshape(-1)
         _pack(packed, values if values.dtype == spec.dtype else _Cast(values, spec.dtype), landing)
+    # A resident unit is packed and unpacked as well, although nothing is stored. Otherwise the numbers would depend on
+    # the budget.
     if weights is not None and not unit.is_persistent:
         weights.write_packed(unit, 0, landing)
     form.unpack(landing.to(memory.device), memory)
 
 
 class _Cast:
-    """Values that are cast part by part, as they are asked for."""
+    """A 1-D tensor that is cast slice by slice, as `pack` reads it: no cast copy of the whole is in memory."""
 
     def __init__(self, values: torch.Tensor, dtype: torch.dtype) -> None:
         self._values = values
@@ -80,7 +89,7 @@ def _pack(packed: PackedSlot, values: torch.Tensor | _Cast, landing: torch.Tenso
 
 
 def read_packed(unit: Unit, slot: Slot, weights: WeightStore) -> torch.Tensor:
-    """The bytes of a packed weight as they rest."""
+    """The stored bytes of a packed weight: uint8, on the CPU."""
     (packed,) = (each for each in StoredForm(unit.layout).slots if each.slot is slot)
     stored = torch.empty(packed.num_bytes, dtype=torch.uint8, device="cpu")
     weights.read_packed(unit, packed, stored)
@@ -91,7 +100,7 @@ def accept_packed(unit: Unit, slots: Sequence[Slot], weights: WeightStore | None
     """Store what was written to packed weights in the open flat buffer, or put back what was there.
 
     Returns:
-        What to raise, when the rest is stored: None if all was stored.
+        The error to raise when the caller has stored the rest; None if everything was stored.
     """
     form, memory = StoredForm(unit.layout), unit.memory
     error: ModelError | None = None
@@ -104,6 +113,8 @@ def accept_packed(unit: Unit, slots: Sequence[Slot], weights: WeightStore | None
 def _accept(unit: Unit, packed: PackedSlot, memory: torch.Tensor, weights: WeightStore | None) -> ModelError | None:
     spec, written = packed.slot.spec, packed.values(memory)
     stored = torch.empty(packed.num_bytes, dtype=torch.uint8, device="cpu")
+    # The values before the write: unpacked from what is stored, or, for a unit that rests in its flat buffer alone, a
+    # copy that the unit kept.
     before = unit.before.get(packed.slot.index)
     if weights is not None:
         weights.read_packed(unit, packed, stored)
@@ -119,7 +130,8 @@ def _accept(unit: Unit, packed: PackedSlot, memory: torch.Tensor, weights: Weigh
         else:
             unit.save_before(packed.slot)
         return None
-    if before is None:  # nobody kept it: what is nearest, so that numbers do not depend on where the unit rests
+    if before is None:
+        # No copy was kept: the nearest values that can be stored. They do not depend on where the unit rests.
         before = torch.zeros_like(written) if as_packed is None else as_packed
     written.copy_(before)
     return ModelError(
@@ -131,7 +143,7 @@ def _accept(unit: Unit, packed: PackedSlot, memory: torch.Tensor, weights: Weigh
 
 
 def _packed_and_back(packed: PackedSlot, values: torch.Tensor, stored: torch.Tensor) -> torch.Tensor | None:
-    """What values become, and in ``stored`` their packed bytes; None if they are not finite."""
+    """Pack values into ``stored``, and return what unpacking gives; None if they are not finite."""
     spec = packed.slot.spec
     try:
         packed.format.pack(values, spec.shape, stored)
@@ -143,4 +155,5 @@ def _packed_and_back(packed: PackedSlot, values: torch.Tensor, stored: torch.Ten
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # By bits: 0.0 == -0.0, but they are not stored the same, and a NaN equals nothing.
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))

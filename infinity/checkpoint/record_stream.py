@@ -1,7 +1,6 @@
-"""All main weights and states of a unit in one pass over its records: out to a checkpoint, or in from one.
+"""Reads or replaces all main weights and states of a unit in one pass over its records, for checkpoints.
 
-Memory: buffers of the staging pool, two at least. Knows records and weights at rest; must not be used while updates are
-pending.
+Working memory is buffers of the staging pool. The caller has flushed pending updates of the unit.
 """
 
 from __future__ import annotations
@@ -29,21 +28,24 @@ from infinity.updates.job import ParameterState
 from swapper import Handle
 
 _SHARING = "reading all shards of the states"
+# In place of a unit's or a slot's index, which are 0 or more.
 _OVER, _FAILED, _WAIT = -1, -2, -3
 _CURE = "See the output of that rank"
+# Elements of a part: 2 MiB of fp32, as much as a chunk of an array's file. A multiple of the block in which states are
+# stored rounded, so that a part never begins inside of one.
 _PART_NUMEL = 1 << 19
 AHEAD_BYTES = 32 << 20
-"""Of records that are read ahead, where as many staging buffers are free."""
+"""Bytes of records that are read ahead while one is being used, if as many staging buffers are free."""
 
 
 class Part(NamedTuple):
-    """Some elements of a parameter's main weight or of a state, in the order in which they lie in memory."""
+    """Consecutive elements of a parameter's main weight or state, in the order of memory."""
 
     unit: Unit
     slot: Slot
     kind: str
     values: torch.Tensor
-    """fp32, 1-D, on the CPU; valid until the next part is asked for."""
+    """fp32, 1-D, on the CPU. May be a view of a staging buffer: valid until you ask for the next part."""
 
 
 class _Opened(NamedTuple):
@@ -59,32 +61,34 @@ class RecordStream:
 
     _records: StateStore
     _weights: WeightStore | None
-    """Where model weights rest; None if they rest in flat buffers alone."""
+    """Model weights outside of flat buffers; None if all units are resident."""
     _states: Mapping[tuple[int, int], ParameterState]
-    """(unit index, slot index) -> what a parameter's records hold."""
+    """(unit index, slot index) -> which states a parameter has."""
     _chunks: Sequence[Sequence[Chunk]]
-    """Of each unit, those whose records this process keeps."""
+    """Per unit, the chunks whose records this process keeps: its shard."""
 
     def names_of(self, unit: Unit, slot: Slot) -> Sequence[str]:
-        """The element-wise states that a parameter has now; none before its first update."""
+        """The names of a parameter's element-wise states; none before its first update."""
         state = self._states.get((unit.index, slot.index))
         if state is None or state.is_fresh:
             return ()
         return [name for name in self._records.names_of(unit) if state.names is None or name in state.names]
 
     def kinds_of(self, unit: Unit) -> list[str]:
-        """What a unit's records may hold of a parameter."""
+        """`WEIGHT` and all names of states in the unit's records, whether a parameter has them yet or not."""
         return [WEIGHT, *self._records.names_of(unit)]
 
     def parts(self, units: Iterable[Unit], ahead_bytes: int = AHEAD_BYTES) -> Iterator[Part]:
-        """Everything that is trained in these units, each kind of each parameter in order.
+        """Yield all main weights and states of these units. Each kind of each parameter comes in the order of memory.
 
-        ``ahead_bytes``: of records that are read ahead, where as many staging buffers are free; one is in any case.
+        ``ahead_bytes``: of records that are read ahead, if staging buffers are free. The next record always is.
         """
         waiting = ((unit, chunk) for unit in units for chunk in self._chunks[unit.index])
         opened: deque[_Opened] = deque()
         try:
             for unit, chunk in waiting:
+                # Updates take buffers of the same pool. Whoever holds some and waits for more may wait forever. So this
+                # blocks only while it holds none, and otherwise uses up its oldest record to free one.
                 ahead = self._open(unit, chunk, is_blocking=not opened)
                 while ahead is None:
                     yield from self._parts_of(opened.popleft())
@@ -95,10 +99,13 @@ class RecordStream:
             while opened:
                 yield from self._parts_of(opened.popleft())
         finally:
+            # The caller has closed the generator before its end, or a read has failed.
             for left in opened:
                 left.lease.discard()
 
     def _open(self, unit: Unit, chunk: Chunk, *, is_blocking: bool) -> _Opened | None:
+        # If the main weight is split (bf16 weight and remainder), the record alone is half of it. The model weight is
+        # then read beside it, or used where it rests.
         in_place = _weights_in_place(unit, chunk)
         lease = self._records.open(unit, chunk, is_blocking=is_blocking, weight=in_place, needs_scratch=False)
         if lease is None:
@@ -113,14 +120,14 @@ class RecordStream:
         return _Opened(unit, chunk, lease, weights)
 
     def bring_weights(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead | None:
-        """The chunk's model weights, as they rest, into ``target``; returns what has to be waited for, if anything."""
+        """Copy the chunk's model weights into ``target``. Returns the read to wait for; None if it is done."""
         if self._weights is not None and not unit.is_persistent:
             return self._weights.read_chunk(unit, chunk, target)
         target.copy_(unit.weights_of(chunk))
         return None
 
     def write_weights(self, unit: Unit, chunk: Chunk, weights: torch.Tensor) -> Handle | None:
-        """The chunk's model weights to where they rest, if that is not the unit; returns what has to be waited for."""
+        """Store the chunk's model weights, unless the unit is resident. Returns the write to wait for, if any."""
         if self._weights is None or unit.is_persistent:
             return None
         return self._weights.write_chunk(unit, chunk, weights.cpu())
@@ -129,7 +136,7 @@ class RecordStream:
     def opened(
         self, unit: Unit, chunk: Chunk, *, stores: bool = False, main_only: bool = False
     ) -> Iterator[ChunkBuffer]:
-        """A chunk in working memory; what ``stores`` is stored at the end of the ``with`` block, unless that raises."""
+        """A chunk in working memory. ``stores``: store it at the end of the ``with`` block, unless that raises."""
         lease, is_stored = self.lease(unit, chunk), False
         try:
             lease.wait()
@@ -142,7 +149,7 @@ class RecordStream:
                 lease.discard()
 
     def lease(self, unit: Unit, chunk: Chunk, *, reads: bool = True) -> Lease:
-        """The chunk's record in working memory, when there is a staging buffer for it. See `StateStore.open`."""
+        """The chunk's record in working memory. Waits for a staging buffer. See `StateStore.open`."""
         lease = self._records.open(unit, chunk, is_blocking=True, reads=reads)
         if lease is None:
             raise RuntimeError("a blocking lease gave nothing")
@@ -159,6 +166,8 @@ class RecordStream:
                 for kind in (WEIGHT, *self.names_of(unit, param_slice.slot)):
                     plain = _plain(workspace, kind)
                     for span in _spans(param_slice):
+                        # fp32 in host memory: the part is a view of the record. Else it is decoded (rounded states,
+                        # split main weights) or copied from the GPU.
                         if plain is not None:
                             yield Part(unit, param_slice.slot, kind, plain[span])
                             continue
@@ -171,12 +180,15 @@ class RecordStream:
     def fill(self, unit: Unit, sources: Mapping[tuple[int, str], ElementsInOrder]) -> None:
         """Replace main weights and states of a unit, and its model weights by their casts.
 
-        Where ranks keep shards, those of this one's: the other weights come by `WeightExchange.gather`.
+        If ranks keep shards, only this rank's is replaced: `WeightExchange.gather` brings the other weights.
 
         Args:
-            unit: holds no other flat buffer than that of a unit that stays, or one that is open.
-            sources: (slot index, kind) -> elements in the order of memory. What is not among them stays.
+            unit: is paged out, resident, or open.
+            sources: (slot index, kind) -> elements in the order of memory. Other slots and kinds keep their values.
         """
+        # A source is read from front to back and has the whole parameter. For a parameter of 10 elements, of which this
+        # rank's chunks have [2, 6) and [6, 8): skip 2, read 4, read 2, and skip 2 at the end. So a tile's source, which
+        # goes on with the next tile, is left where that begins.
         begun: dict[tuple[int, str], int] = {}
         for chunk in self._chunks[unit.index]:
             wanted = [
@@ -186,12 +198,13 @@ class RecordStream:
             ]
             if not wanted:
                 continue
+            # Everything that the chunk holds is replaced, so its record need not be read.
             is_whole = all(
                 (param_slice.slot.index, kind) in sources
                 for param_slice in chunk.slices
                 for kind in (WEIGHT, *self.names_of(unit, param_slice.slot))
             )
-            for param_slice, kind in wanted:  # what lies before is kept by other ranks, if by anybody
+            for param_slice, kind in wanted:
                 key = param_slice.slot.index, kind
                 _skip(sources[key], param_slice.start - begun.get(key, 0))
                 begun[key] = param_slice.stop
@@ -215,6 +228,7 @@ class RecordStream:
         workspace = lease.workspace
         try:
             if is_whole:
+                # The padding between parameters is zeros; a staging buffer holds what was in it before.
                 clear(workspace.weight)
             else:
                 weights = self.bring_weights(unit, chunk, workspace.weight) if workspace.needs_weight else None
@@ -232,8 +246,10 @@ class RecordStream:
                     workspace.write(kind, span, values)
             written: Handle | None = None
             if any(kind == WEIGHT for _, kind in wanted):
+                # Where main weights are split, `write` has written the model weights already.
                 workspace.cast_main()
                 if unit.flat is not None:
+                    # An open unit computes with its flat buffer: it must have the same weights as the store.
                     unit.weights_of(chunk).copy_(workspace.weight)
                 written = self.write_weights(unit, chunk, workspace.weight)
             lease.write_back([] if written is None else [written])
@@ -243,21 +259,22 @@ class RecordStream:
 
 
 def _weights_in_place(unit: Unit, chunk: Chunk) -> torch.Tensor | None:
-    """The chunk's model weights where they rest, if that is host memory that a workspace can have."""
+    """A view of the chunk's model weights, if they rest in host memory: the workspace uses it without a copy."""
     if not unit.is_persistent or unit.flat is None or unit.flat.tensor().device.type != "cpu":
         return None
     return unit.weights_of(chunk)
 
 
 def _plain(workspace: ChunkBuffer, kind: str) -> torch.Tensor | None:
-    """Where the workspace has these numbers as they are, in host memory; None if they have to be computed."""
+    """The tensor of the workspace with these values, if it is fp32 in host memory; None if they have to be decoded."""
     found = workspace.main if kind == WEIGHT else workspace.states[kind]
     is_plain = found is not None and found.dtype == torch.float32 and found.device.type == "cpu"
     return found if is_plain else None
 
 
 def _take(source: ElementsInOrder, target: torch.Tensor) -> None:
-    # By NumPy: torch would copy with all its threads, which wait for each other where something else computes.
+    # NumPy copies with one thread. torch would use all its OpenMP threads, which wait for each other if something else
+    # computes at the same time.
     filled = 0
     into = target.numpy()
     while filled < into.size:
@@ -278,24 +295,29 @@ def _spans(param_slice: ParameterSlice) -> Iterator[slice]:
 
 @dataclass(eq=False)
 class GatheredStream:
-    """`RecordStream.parts` of what all ranks keep, for the first one inside `leading`, while the others are in `follow`.
+    """`RecordStream.parts` over the shards of all ranks. The first rank is inside `leading`, the others in `follow`.
 
-    Each unit comes shard by shard, in the order of memory. Nothing else may be exchanged meanwhile. Between units the others
-    hear that the first rank is still there: it may write for longer than the process group's timeout.
+    Nothing else may be exchanged meanwhile.
     """
+
+    # What goes between ranks, while rank 0 reads unit 7 with two ranks:
+    #   all ranks: all_gather of one integer, of which rank 0's counts: 7 (this unit), -2 (wait) or -1 (it is over)
+    #   rank 1 -> 0, per part: (slot index, index of the kind, number of elements), then the elements in fp32
+    #   rank 1 -> 0, at the end of its shard: (-1, 0, 0), or (-3, 0, 0) if it could not read it
+    # Rank 0 takes shards in the order in which they lie in the unit, its own included.
 
     _own: RecordStream
     _shards: Shards
     _ranks: Ranks
     _units: Sequence[Unit]
-    """All units, by index."""
+    """All units of the engine; a unit's index is its place."""
     _turn: threading.Lock = field(default_factory=threading.Lock)
-    """Of the first rank's threads: who talks to the others."""
+    """Of rank 0: held by the thread that exchanges, either that of `parts`, for a whole unit, or that of `pulse`."""
     _failed: int | None = None
-    """A rank that could not read its shard."""
+    """A rank that could not read its shard of the present unit."""
 
     def parts(self, units: Iterable[Unit], ahead_bytes: int = AHEAD_BYTES) -> Iterator[Part]:
-        """See `RecordStream.parts`. The generator must be closed before anything else is exchanged.
+        """See `RecordStream.parts`. Close the generator before anything else is exchanged.
 
         Raises:
             RankError: another rank could not read its shard, or has ended.
@@ -319,7 +341,9 @@ class GatheredStream:
                     left.popleft()
                 else:
                     yield part
-        finally:  # nobody is left waiting to send
+        finally:
+            # If the caller stops here, the other ranks still send the rest of this unit, and would wait forever. So it
+            # is received and dropped.
             for rank in left:
                 while rank != self._ranks.index and self._receive(unit, rank) is not None:
                     pass
@@ -345,8 +369,10 @@ class GatheredStream:
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:
-        """Inside the ``with`` block the others are in `follow`, however long it takes."""
+        """The other ranks are in `follow` inside the ``with`` block."""
         try:
+            # Rank 0 may write to its drive for longer than the process group's timeout. The pulse shows the others that
+            # it is alive.
             with pulse(self._beat):
                 yield
         finally:
@@ -357,7 +383,7 @@ class GatheredStream:
             self._ranks.all_gather_ints(_SHARING, [_WAIT])
 
     def follow(self) -> None:
-        """Send what the first rank asks for, until it leaves `leading`. What goes wrong here is raised then."""
+        """Send what rank 0 asks for, until it leaves `leading`. Only then does it raise this rank's error."""
         error: Exception | None = None
         while (index := self._ranks.all_gather_ints(_SHARING, [_OVER])[0][0]) != _OVER:
             if index == _WAIT:
@@ -369,10 +395,13 @@ class GatheredStream:
                 for part in self._own.parts([unit]):
                     self._send(part.slot.index, kinds.index(part.kind), part.values.numel())
                     self._ranks.send(_SHARING, part.values.contiguous(), 0)
+            # The process group has failed, so rank 0 cannot be told.
             except RankError:
                 raise
             except Exception as problem:
                 error, last = error or problem, _FAILED
+            # Also after an error: rank 0 waits for the end of this shard. It raises then, and this rank goes on to
+            # answer.
             self._send(last, 0, 0)
         if error is not None:
             raise error

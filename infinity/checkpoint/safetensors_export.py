@@ -1,7 +1,4 @@
-"""Writes the trained weights as safetensors, tensor by tensor.
-
-Knows an engine's units and how files appear; names and layouts of transformers are ``original_names``'.
-"""
+"""Writes an engine's weights as safetensors, tensor by tensor. `original_names` has transformers' names and layouts."""
 
 from __future__ import annotations
 
@@ -38,9 +35,9 @@ from swapper import SwapperError
 from swapper.volumes.publish import Staging, locked, sync_tree
 
 _SMALL_NUMEL = 1 << 18
-"""Main weights of no more elements wait in memory until they are written."""
+"""Main weights up to this size (1 MiB of fp32) are read together with the unit's others, and kept until written."""
 _NAME_OF_PICKLES = "pytorch_model.bin"
-"""DeepSpeed's default. Nobody looks for safetensors under that name."""
+"""DeepSpeed's default for `save_16bit_model`. Readers expect a pickle under that name, so the file gets another one."""
 T = TypeVar("T")
 _ADAPTER_CONFIG = "adapter_config.json"
 
@@ -50,11 +47,9 @@ class Weights:
     """Where an engine's weights come from.
 
     Attributes:
-        parameter_map: know model and units.
-        coordinator: opens a unit's model weights.
-        main_weights: copies of the fp32 main weights of some of a unit's parameters, by slot index; of a frozen one, of its
-            weight.
-        directories: for large tensors that are made on the way.
+        main_weights: returns copies of the fp32 main weights of some of a unit's parameters, by slot index. For a
+            frozen parameter, a copy of its weight.
+        directories: large results of conversions lie in files in them.
         shows_progress: on the terminal.
     """
 
@@ -66,21 +61,19 @@ class Weights:
 
 
 def save_units(weights: Weights, directory: Path, filename: str, *, trained_only: bool, max_shard_bytes: int) -> None:
-    """One file, or shards and an index; all at once, see ``swapper.volumes.publish``.
+    """Write model weights and buffers as one file, or as shards and an index. All files appear at once.
 
-    What the model's modules have now is written: parameters that came later, too, and none that were removed. Older weights
-    that a reader would take first, or that are left of an earlier save, are removed in the end. Tied weights are written
-    once where the model's class says how it ties them (transformers), and else under each of their names, so that a strict
-    ``load_state_dict`` finds them all. Of a PEFT model, the adapters are written as its own ``save_pretrained`` does it.
-    Memory: a unit's flat buffer, and besides that one tensor where it lies on a GPU or is not contiguous.
+    It writes what the model's modules have now, including parameters that were added later. Files of an earlier save
+    are removed at the end. A PEFT model's adapters are written by its own ``save_pretrained``. Memory: a unit's flat
+    buffer, and one tensor if it is on a GPU or not contiguous.
 
     Args:
-        trained_only: leave out what does not require a gradient.
-        max_shard_bytes: of a file, if it has more than one tensor.
+        trained_only: leave out parameters that do not require a gradient, and buffers.
+        max_shard_bytes: of a file with more than one tensor.
 
     Raises:
-        ModelError: something cannot be written so that it can be read; nothing has been written.
-        StorageError: the directory cannot take them; what was there before is still there.
+        ModelError: safetensors does not support a tensor; nothing has been written.
+        StorageError: the directory cannot be written to or is full; its old files are still there.
     """
     stem = filename.removesuffix(".safetensors")
     if stem == _NAME_OF_PICKLES:
@@ -91,11 +84,11 @@ def save_units(weights: Weights, directory: Path, filename: str, *, trained_only
 def save_pretrained(
     weights: Weights, directory: Path, *, max_shard_bytes: int, dtype: torch.dtype | None = None
 ) -> None:
-    """Files as ``model.save_pretrained`` writes them: its names, one file or shards and an index, the configs.
+    """Write the files of ``model.save_pretrained``: its names, one file or shards and an index, and the configs.
 
     Args:
-        max_shard_bytes: of a file, if it has more than one tensor.
-        dtype: None: the model weights; else the main weights, and buffers that are as wide as the weights, cast to it.
+        max_shard_bytes: of a file with more than one tensor.
+        dtype: None: model weights. Else main weights, cast to it, and buffers of the model's dtype as well.
 
     Raises:
         ModelError, StorageError: as `save_units`.
@@ -116,7 +109,7 @@ def _save(
     max_shard_bytes: int,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """``entries`` is not asked of a model with adapters. ``dtype``: of `save_configs`."""
+    """``entries``: not called for a PEFT model. ``dtype``: for `save_configs`."""
     model = weights.parameter_map.model
     with as_storage_error(directory, sum(unit.num_bytes for unit in weights.parameter_map.units)):
         if is_adapted(model):
@@ -130,7 +123,7 @@ def _save(
 
 
 def cut(tensors: Iterable[T], max_shard_bytes: int, num_bytes_of: Callable[[T], int]) -> list[list[T]]:
-    """Shards of no more bytes, in the order of the tensors; a larger one has a shard of its own."""
+    """Divide tensors into shards of at most ``max_shard_bytes``, in order. A larger tensor gets a shard of its own."""
     shards: list[list[T]] = [[]]
     size = 0
     for tensor in tensors:
@@ -151,22 +144,23 @@ def write_shards(
     max_shard_bytes: int,
     note: Callable[[int], None],
 ) -> None:
-    """Write one file, or shards and an index, and let them appear all at once.
+    """Write one file, or shards and an index. All appear at once, see ``swapper.volumes.publish``.
 
     Args:
         directory: made if it is missing.
         stem: of the files' names.
         configs: writes further files into a staging directory, and returns their names there.
-        max_shard_bytes: of a file, if it has more than one tensor.
-        note: is told of bytes that were written.
+        max_shard_bytes: of a file with more than one tensor.
+        note: gets the number of bytes that were written since its last call.
 
     Raises:
-        ModelError: something cannot be written; nothing has been.
-        OSError: the directory cannot take them; what was there before is still there.
+        ModelError: safetensors does not support a tensor; nothing has been written.
+        OSError: the directory cannot be written to or is full; its old files are still there.
     """
     check_entries(entries)
     shards = cut(entries, max_shard_bytes, lambda entry: entry.file_bytes)
     with Staging(directory, stem) as staging:
+        # Before writing. The old files stay until the new ones are complete, so both need room.
         if shutil.disk_usage(staging.path).free < sum(entry.file_bytes for entry in entries):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for number, shard in enumerate(shards, start=1):
@@ -177,10 +171,10 @@ def write_shards(
 
 @contextlib.contextmanager
 def as_storage_error(directory: Path, num_bytes: int) -> Iterator[None]:
-    """What the system says of a directory becomes a `StorageError`."""
+    """Turn an OSError of the ``with`` block into a `StorageError`. ``num_bytes``: of all files."""
     try:
         yield
-    except SwapperError:  # some of them are OSErrors, too
+    except SwapperError:  # some are OSErrors as well, of the drives that weights are read from
         raise
     except OSError as error:
         raise StorageError(
@@ -196,6 +190,7 @@ def _publish(
     has_index = len(shards) > 1
     with locked(directory):
         there = {path.name for path in directory.iterdir()}
+        # Under the lock: another process could take these names otherwise.
         names = _free_names(stem, len(shards), there) if has_index else []
         moves = [(f"shard-{number}", name) for number, name in enumerate(names, start=1)]
         head = ("shard-1", f"{stem}.safetensors")
@@ -203,12 +198,15 @@ def _publish(
             head = ("index", f"{stem}.safetensors.index.json")
             with staging.file("index") as file:
                 file.write(_index(shards, names))
+        # Files of an earlier save with this stem, removed at the end: "model.safetensors",
+        # "model-00001-of-00003.safetensors", "model-00001-of-00003.2.safetensors" and "model.safetensors.index.json". A
+        # reader takes a single file before an index.
         own = re.compile(rf"{re.escape(stem)}((-\d{{5}}-of-\d{{5}}(\.\d+)?)?\.safetensors|\.safetensors\.index\.json)")
         staging.publish(
             moves,
             [(name, Path(name).name) for name in configs],
             head,
-            lambda name: bool(own.fullmatch(name)),  # a reader would take a single file before an index
+            lambda name: bool(own.fullmatch(name)),
         )
 
 
@@ -220,7 +218,7 @@ def _index(shards: Sequence[Sequence[Entry]], names: Sequence[str]) -> bytes:
 
 
 def _free_names(stem: str, num_shards: int, taken: set[str]) -> list[str]:
-    """Names that no present file has: until the index is replaced, the old one refers to the old shards."""
+    """Names of shards that no present file has: the old index refers to the old shards until it is replaced."""
     suffix, turn = "", 1
     while True:
         names = [f"{stem}-{number:05d}-of-{num_shards:05d}{suffix}.safetensors" for number in range(1, num_shards + 1)]
@@ -239,9 +237,12 @@ def _entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dtype
             names.setdefault(id(parameter), []).append(fqn)
             if not parameter_map.holds(parameter):
                 others[id(parameter)] = parameter
+    # A model of transformers ties {target: source} itself when it is loaded, so only the source's name is written.
+    # Other models get each weight under all of its names, so that a strict load_state_dict finds them.
     tied: Any = getattr(parameter_map.model, "all_tied_weights_keys", None) or {}
     tiles = tiled_in(parameter_map.model)
     for key, (_, number) in tiles.items():
+        # A tiled weight is one entry, of its first tile, with the weight's name; the other tiles have none.
         if number:
             names.pop(key, None)
         elif key in names:
@@ -256,6 +257,8 @@ def _entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dtype
         for fqn, buffer in persistent_buffers(parameter_map.model, remove_duplicate=False):
             if buffer.layout is not torch.strided or buffer.is_meta or buffer.is_quantized:
                 refuse(fqn, f"it is {'on the meta device' if buffer.is_meta else 'sparse or quantized'}")
+            # A buffer in the model's dtype follows the weights; others (fp32 rotary frequencies in a bf16 model) keep
+            # theirs.
             kept = dtype if dtype is not None and buffer.dtype == _dtype_of(parameter_map.model) else buffer.dtype
             found.append(Entry((fqn,), buffer.shape, kept, _always(buffer)))
     return found
@@ -280,33 +283,35 @@ def _entries_of(
 
 @contextlib.contextmanager
 def _model_weight(coordinator: ParameterCoordinator, unit: Unit, slot: Slot) -> Iterator[torch.Tensor]:
+    # The unit stays in memory until this tensor is written.
     with coordinator.opened(unit):
         yield unit.weight(slot)
 
 
 class _MainWeights:
-    """Main weights, unit by unit: the small ones of a unit are read together, as they share chunks of records."""
+    """Main weights, unit by unit. Small ones are read together, because their slices share records."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         self._unit: Unit | None = None
         self._small: Mapping[int, torch.Tensor] = {}
-        """Slot index -> those of `_unit`."""
+        """Slot index -> main weight, of the small parameters of `_unit`."""
 
     @contextlib.contextmanager
     def of(self, unit: Unit, slot: Slot) -> Iterator[torch.Tensor]:
-        """A parameter's."""
+        """The main weight of one parameter."""
         if slot.numel > _SMALL_NUMEL:
             yield self._weights.main_weights(unit, [slot])[slot.index]
             return
         if self._unit is not unit:
+            # The entries of a unit follow each other, so one unit's small weights are kept at a time.
             self._unit, small = unit, [each for each in unit.layout.slots if each.numel <= _SMALL_NUMEL]
             self._small = self._weights.main_weights(unit, small)
         yield self._small[slot.index]
 
 
 def _entry_of_tiles(tiled: TiledParameter, names: Sequence[str], weights: Weights, dtype: torch.dtype | None) -> Entry:
-    """Of one tile after the other; whole only where a conversion asks for that."""
+    """The entry of a tiled weight: written tile by tile, and whole only if a conversion of transformers needs it."""
 
     def parts() -> Iterator[torch.Tensor]:
         for tile in tiled.tiles:
@@ -339,12 +344,12 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def save_configs(model: Any, staging: Staging, dtype: torch.dtype | None = None, generation: Any = None) -> list[str]:
-    """Write a Hugging Face model's configs, and the code of one that transformers does not have; returns their names.
+    """Write a Hugging Face model's configs, and its code if transformers lacks its class. Returns the files' names.
 
     Args:
-        model: any; of another there are none.
-        staging: where to.
-        dtype: of the weights, if the config is to say it, and the model's class.
+        model: any. One without a config has no files.
+        staging: they are written into it.
+        dtype: of the weights, for the config. None: the config keeps its dtype and class.
         generation: the generation config; None: the model's.
     """
     folder = staging.path / "configs"
@@ -352,8 +357,10 @@ def save_configs(model: Any, staging: Staging, dtype: torch.dtype | None = None,
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         if dtype is not None:
+            # The model in training keeps its own config.
             config = copy.deepcopy(config)
             config.update({"dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]})
+        # A class that the script has registered (trust_remote_code): its .py files belong to the model.
         if isinstance(model, nn.Module) and getattr(model, "_auto_class", None) is not None:
             from transformers.dynamic_module_utils import custom_object_save
 
@@ -370,20 +377,21 @@ def save_configs(model: Any, staging: Staging, dtype: torch.dtype | None = None,
 
 
 def save_adapters(model: Any, directory: Path) -> None:
-    """Write PEFT's adapters with the model's own ``save_pretrained``, all at once. Of the base model nothing is copied.
-
-    Under the wrapper's names, beside the base model's config, weights would load as none at all: every name is unknown to
-    the base model, which then starts from random numbers.
+    """Write PEFT's adapters with the model's own ``save_pretrained``. All files appear at once.
 
     Raises:
         ModelError: parameters outside the adapters are trained, or the adapters are gone, or of several kinds;
             nothing has been written.
     """
+    # The weights are not written under the wrapper's names beside the base's config: from_pretrained would know none of
+    # these names, and start from random weights.
     if isinstance(model, sys.modules["peft"].PeftMixedModel):
         raise ModelError(
             "it has adapters of several kinds (mixed=True), for which PEFT has no files",
             cure="Save engine.module.state_dict() with torch.save",
         )
+    # PEFT puts the adapter's name into the FQN: "...q_proj.lora_A.default.weight". After `merge_and_unload` no FQN has
+    # one.
     adapters = set(model.peft_config)
     tensors = dict(
         [*model.named_parameters(remove_duplicate=False), *persistent_buffers(model, remove_duplicate=False)]
@@ -416,9 +424,10 @@ def save_adapters(model: Any, directory: Path) -> None:
 
 
 def _saved_by_peft(model: Any, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """The names of what PEFT takes as it is out of a state dict; each kind of adapter has rules of its own."""
+    """FQNs of what PEFT saves. Each kind of adapter has its own rules, so PEFT is asked, with a state dict on meta."""
     empty = {fqn: torch.empty(each.shape, dtype=each.dtype, device="meta") for fqn, each in tensors.items()}
     names = {id(each): fqn for fqn, each in empty.items()}
     take = sys.modules["peft"].get_peft_model_state_dict
     taken = [each for name in model.peft_config for each in take(model, empty, adapter_name=name).values()]
+    # PEFT renames entries, and returns the same tensor objects: identity gives the FQN.
     return {names[id(each)] for each in taken if id(each) in names}

@@ -1,8 +1,11 @@
 """Files in the format of safetensors, written tensor by tensor.
 
-[Note: streaming safetensors] The library's writer copies all tensors of a file before it writes the first. A file is eight
-bytes with the length of a header in JSON, the header, and the tensors one after the other (the format's description is
-part of https://github.com/huggingface/safetensors): that needs no copy of what lies in memory already.
+[Note: streaming safetensors] The library's writer copies all tensors of a file before it writes the first. This one
+streams them. The format is described in https://github.com/huggingface/safetensors:
+
+    8 bytes        length n of the header, little-endian
+    n bytes        JSON: {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}, blanks at the end
+    the rest       the tensors in C order; offsets count from here
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from safetensors.torch import save
 from infinity.errors import ModelError
 from infinity.numerics.raw_bytes import raw_bytes, rows_of
 
-_ALIGNMENT_BYTES = 8
-_PIECE_BYTES = 16 << 20
+_ALIGNMENT_BYTES = 8  # the header's length is a multiple, so that the tensors start aligned in a mapped file
+_PIECE_BYTES = 16 << 20  # cast and written at a time: the memory beside the tensor itself
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,10 @@ class Entry:
 
     Attributes:
         names: it is written under each of them.
-        shape: of the tensor.
-        dtype: in the file; values of another one are cast piece by piece.
-        value: opens it, whole, while it is written.
-        parts: where it is not to be whole at any time: 1-D pieces in the order of elements, used instead.
-        origin: what it lies in, a unit say. Tensors of one origin can be converted together.
+        dtype: in the file. Values of another dtype are cast piece by piece.
+        value: opens the whole tensor, until it is written.
+        parts: if given, used in place of ``value``: yields 1-D pieces in C order, so the tensor is never whole.
+        origin: the unit that holds it, for example. Tensors of one origin may be converted together.
     """
 
     names: Sequence[str]
@@ -46,21 +48,22 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Under one name."""
+        """Bytes of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
     def file_bytes(self) -> int:
-        """Under all of its names."""
+        """Bytes in the file, under all of its names."""
         return self.num_bytes * len(self.names)
 
 
 def write_file(file: IO[bytes], entries: Sequence[Entry], note: Callable[[int], None]) -> None:
-    """Write all tensors. See [Note: streaming safetensors]. ``note`` is told of bytes that were written."""
+    """Write all tensors. See [Note: streaming safetensors]. ``note`` gets the number of bytes of each piece."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
         for name in entry.names:
+            # Each name has data of its own: the library's reader refuses tensors that overlap.
             offsets = [end, end + entry.num_bytes]
             described[name] = {"dtype": name_of(entry.dtype), "shape": list(entry.shape), "data_offsets": offsets}
             end += entry.num_bytes
@@ -91,10 +94,10 @@ def _pieces(entry: Entry) -> Iterator[torch.Tensor]:
 
 
 def check_entries(entries: Sequence[Entry]) -> None:
-    """See that the format has a form for all of them.
+    """Check that the format supports all tensors and names.
 
     Raises:
-        ModelError: it has none; the tensor is named.
+        ModelError: it does not support one; the message names it.
     """
     for entry in entries:
         for name in entry.names:
@@ -121,6 +124,6 @@ def refuse(name: str, why: str) -> None:
 
 @functools.cache
 def name_of(dtype: torch.dtype) -> str:
-    """The format's name of a dtype, as the library itself writes it."""
+    """The format's name of a dtype, read from a file that the library writes."""
     written = save({"empty": torch.empty(0, dtype=dtype, device="cpu")})
     return str(json.loads(written[8 : 8 + int.from_bytes(written[:8], "little")])["empty"]["dtype"])

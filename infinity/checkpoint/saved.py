@@ -1,4 +1,4 @@
-"""A checkpoint as it lies in its directory: looked at, checked, read and written without a model or an engine.
+"""A checkpoint's directory: read, verified and written without a model or an engine.
 
 checkpoint = Checkpoint.open("checkpoints")  # the newest; or of a tag
 for tensor in checkpoint.tensors:
@@ -52,8 +52,7 @@ from swapper.volumes.publish import Staging, exchange, locked, sync_directory, s
 
 logger = logging.getLogger(__name__)
 
-_FILE_BYTES = 12 << 10
-"""What the small files and directories of a tensor take."""
+_FILE_BYTES = 12 << 10  # estimate, per tensor, of the space for its folders and zarr.json files
 
 LATEST, TRAINING_STATE, RAW = "latest", "training.json", "training.bin"
 _PLAIN_DATA = (
@@ -61,24 +60,26 @@ _PLAIN_DATA = (
     "sets and dicts of these, without references to themselves. For an object, give its state_dict() or vars()"
 )
 T = TypeVar("T")
+# Attempts to read a checkpoint that another process replaces meanwhile. A process that saves faster than this one reads
+# would otherwise keep it here forever.
 _MOST_READS = 5
+# File systems allow names of 255 bytes. Until it is complete, a checkpoint has 25 more: ".", ".saving-", 16 digits.
 _MOST_TAG_BYTES = 255 - 26
-"""Of the longest name that file systems have; while it is written, it has more letters."""
 
 EXCLUDED, EXCLUDED_CHECKSUMS, TIED, BASE = "excluded", "excluded_checksums", "tied", "base"
-"""What the fields of `Beside` are called in the file; the base with its formats is one entry."""
+"""Keys in training.json of the fields of `Beside`. ``base`` has both the base's name and the formats."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What a checkpoint says of tensors that it does not have under these names.
+    """What a checkpoint says about tensors that it has no array for.
 
     Attributes:
         excluded: FQNs of the frozen parameters that were left out.
         checksums: FQN of each -> its dtype, and the crc32c of its elements; empty if an earlier version wrote it.
-        base: what they were loaded from, as the model's config says.
-        formats: FQN -> `frozen_dtype` of those that were stored packed.
-        tied: further FQNs of parameters and buffers -> that under which they are saved.
+        base: name or path of the base model, from the model's config.
+        formats: FQN -> `frozen_dtype` of weights that were stored packed.
+        tied: other FQNs of tied parameters and buffers -> the FQN that has the array.
     """
 
     excluded: list[str]
@@ -97,7 +98,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Reads the manifest, and looks at the files' sizes.
+        """Reads the manifest, and compares the sizes of all files.
 
         Raises:
             CheckpointError: it is damaged, of a newer version, or no checkpoint.
@@ -110,7 +111,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: str | Path, tag: str | int | None = None) -> Checkpoint:
-        """The checkpoint of a tag, or the newest one; ``directory`` may be the checkpoint's own.
+        """Open the checkpoint of a tag, or the newest one. ``directory`` may also be a checkpoint itself.
 
         Raises:
             CheckpointError: there is none.
@@ -128,7 +129,7 @@ class Checkpoint:
         return cls(folder)
 
     def tensor(self, group: str, fqn: str, kind: str = WEIGHT) -> SavedTensor | None:
-        """One of the tensors; None if it has none of that name."""
+        """One of the tensors; None if the checkpoint does not have it."""
         return self._by_name.get((group, fqn, kind))
 
     def of(self, group: str) -> Mapping[str, SavedTensor]:
@@ -137,12 +138,12 @@ class Checkpoint:
 
     @property
     def largest_block(self) -> int:
-        """Bytes of the largest chunk."""
+        """Bytes of the largest block, for `BlockThreads`. Programs that write our format may choose larger chunks."""
         return max([CHUNK_BYTES + 4096, *(each.block_bytes for each in self.tensors if each.shape)])
 
     @functools.cached_property
     def beside(self) -> Beside:
-        """What it says of tensors beside those that it has.
+        """What it says about tensors that it has no array for.
 
         Raises:
             CheckpointError: it is damaged.
@@ -161,7 +162,7 @@ class Checkpoint:
             raise CheckpointError(self.folder / TRAINING_STATE, "it is not what a checkpoint has") from error
 
     def training_state(self) -> dict[str, Any]:
-        """All that is no large tensor: counters, groups, scalars, scheduler, random states, what the script added.
+        """Everything but large tensors: counters, groups, scalars, scheduler, random states, ``client_state``.
 
         Raises:
             CheckpointError: it is damaged.
@@ -177,14 +178,14 @@ class Checkpoint:
         return found  # type: ignore[no-any-return]
 
     def verify_small_files(self) -> int:
-        """As `verify`, of all files but those of large tensors, which are checked as they are read."""
+        """As `verify`, but without large tensors: their chunks are checked whenever they are read."""
         return sum(check_file(self.folder, self._files, name) for name in self._files)
 
     def verify(self) -> int:
-        """Read everything and compare all checksums; returns how many bytes that were.
+        """Read everything and compare all checksums. Returns the number of bytes.
 
         Raises:
-            CheckpointError: something is damaged; it names the file.
+            CheckpointError: a file is damaged; the message names it.
         """
         num_bytes = self.verify_small_files()
         with BlockThreads(self.largest_block) as threads:
@@ -196,10 +197,10 @@ class Checkpoint:
 
 
 def find(directory: Path, tag: str | None) -> Path | None:
-    """The checkpoint of that tag, or the newest one; None if there is no such directory, or nothing says which is newest.
+    """The directory of the checkpoint of that tag, or of the one that ``latest`` names; None if there is none.
 
     Raises:
-        CheckpointError: ``latest`` names one that is not there, or no directory beside it; or nobody may look.
+        CheckpointError: ``latest`` names a directory that does not exist, or cannot be read.
     """
     latest = directory / LATEST
     with reading_from(directory):
@@ -208,6 +209,7 @@ def find(directory: Path, tag: str | None) -> Path | None:
         tag = _latest(directory)
         if tag is None:
             return None
+        # `latest` is a text that anybody may edit: a tag with a slash would lead out of the directory.
         if not is_tag(tag) or not (directory / tag).is_dir():
             raise CheckpointError(
                 latest, f"it names {tag!r}, which is no checkpoint beside it", cure="Give the tag of one that is there"
@@ -216,13 +218,13 @@ def find(directory: Path, tag: str | None) -> Path | None:
 
 
 def _latest(directory: Path) -> str | None:
-    """What ``latest`` says, as it was written there or by hand; None if there is no such file."""
+    """The tag in the file ``latest``; None if there is no such file."""
     latest = directory / LATEST
     return latest.read_bytes()[:4096].decode(errors="replace").strip() if latest.is_file() else None
 
 
 def reading_again(folder: Path, read: Callable[[], T]) -> T:
-    """What ``read`` gives, which reads a checkpoint: again if another process has replaced that meanwhile, a few times."""
+    """Call ``read``, which reads a checkpoint: again if another process has replaced the checkpoint meanwhile."""
     for _ in range(_MOST_READS - 1):
         version = _version_of(folder)
         try:
@@ -235,7 +237,7 @@ def reading_again(folder: Path, read: Callable[[], T]) -> T:
 
 
 def _version_of(folder: Path) -> tuple[int, int] | None:
-    """What another checkpoint of that name has otherwise; see `writing`."""
+    """Inode and time of the manifest, which differ for another checkpoint of the same name."""
     try:
         manifest = (folder / MANIFEST).stat()
     except OSError:
@@ -244,7 +246,7 @@ def _version_of(folder: Path) -> tuple[int, int] | None:
 
 
 def _is_foreign(folder: Path) -> bool:
-    """Whether a directory holds something, but no checkpoint, whole or damaged."""
+    """Whether a directory has files, but is not a checkpoint of this package, complete or damaged."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return False
     manifest = folder / MANIFEST
@@ -252,7 +254,7 @@ def _is_foreign(folder: Path) -> bool:
 
 
 def is_tag(tag: str) -> bool:
-    """Whether it can be the name of a checkpoint's directory, and is read from ``latest`` as it was written there."""
+    """Whether a tag can be a directory's name, and comes back unchanged from the file ``latest``."""
     is_text = tag == tag.strip() == tag.encode(errors="replace").decode() and len(tag.encode()) <= _MOST_TAG_BYTES
     return bool(tag) and is_text and "/" not in tag and "\0" not in tag and tag not in (".", "..", LATEST)
 
@@ -261,12 +263,12 @@ def is_tag(tag: str) -> bool:
 
 
 class CheckpointFiles:
-    """The files of a checkpoint while it is being written. Used by one thread at a time."""
+    """Writes the files of one checkpoint. Used by one thread at a time."""
 
     def __init__(
         self, folder: Path, specs: Sequence[ArraySpec], threads: BlockThreads, stack: contextlib.ExitStack
     ) -> None:
-        """``specs``: of all tensors. ``stack``: closes what is left open."""
+        """``specs``: of all tensors. ``stack``: closes the files at its end."""
         self._folder = folder
         self._specs = specs
         self._threads = threads
@@ -277,7 +279,8 @@ class CheckpointFiles:
             _make_group(folder / TENSORS / group)
 
     def open_array(self, spec: ArraySpec) -> ArrayWriter:
-        """Where a tensor's elements are written, in order: begun, or as it was left. Several may be open."""
+        """The writer of the elements of a tensor, in C order. Several may be open; each holds a block of memory."""
+        # Tiles of one weight have the same spec: each continues in the array of the tile before.
         if spec in self._writers:
             return self._writers[spec]
         place = self._folder / spec.path
@@ -289,7 +292,7 @@ class CheckpointFiles:
         return writer
 
     def write_training_state(self, training_state: Mapping[str, Any]) -> None:
-        """All that is no large tensor: "counters", "client_state", "param_groups", ... Once."""
+        """Write everything but large tensors: "counters", "client_state", "param_groups", ... Call it once."""
         raw = RawBytes()
         try:
             text, data = to_json(dict(training_state), raw, "the checkpoint"), raw.joined()
@@ -301,22 +304,23 @@ class CheckpointFiles:
             (self._folder / RAW).write_bytes(data)
 
     def finish(self, time: int) -> None:
-        """All has come: wait until it is written, and add the manifest. ``time``: now, in nanoseconds.
+        """Wait until all tensors are written, and write the manifest. ``time``: now, in nanoseconds since 1970.
 
         Raises:
-            RuntimeError: elements of a tensor have not come.
+            RuntimeError: a tensor has too few elements.
         """
         for spec in self._specs:
-            if not self.open_array(spec).is_complete:  # one without elements is, from the beginning
+            if not self.open_array(spec).is_complete:  # opening it makes the folder of a tensor without elements
                 raise RuntimeError(f"'{spec.fqn}' ({spec.kind}) has got too few elements")
         self._threads.finish()
         arrays = [(spec, writer.checksum) for spec, writer in self._writers.items()]
+        # The manifest gives these files' sizes and checksums by shape and array. Files of 0-d arrays are small ones.
         large = {f"{spec.path}/{spec.file_name}" for spec in self._writers if spec.shape}
         (self._folder / MANIFEST).write_bytes(manifest_of(arrays, _files_of(self._folder, large), time))
 
 
 def _files_of(folder: Path, but: Container[str]) -> dict[str, tuple[int, int]]:
-    """Bytes and checksums of all files of a checkpoint."""
+    """Path -> bytes and checksum, of all files of a checkpoint except ``but``."""
     paths = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
     found = {str(path.relative_to(folder)): path for path in paths}
     return {name: facts_of(path) for name, path in found.items() if name not in but and path.is_file()}
@@ -332,19 +336,19 @@ def writing(
     keep_last: int | None = None,
     num_threads: int = 8,
 ) -> Iterator[CheckpointFiles]:
-    """Write a checkpoint inside the ``with`` block. It appears at its end; one of that tag is replaced.
+    """Write a checkpoint inside the ``with`` block. It appears at the end, and replaces one of the same tag.
 
     Args:
         directory: made if it is missing.
         tag: name of the checkpoint.
         specs: of all tensors.
-        is_latest: whether it is to be the one that is loaded without a tag.
-        keep_last: remove older checkpoints in the end, until there are so many; None: keep all.
-        num_threads: how many blocks of 2 MiB are on their way to the drive at a time.
+        is_latest: whether ``latest`` names it afterwards.
+        keep_last: number of checkpoints to keep, this one included; None: all.
+        num_threads: blocks of 2 MiB that are written at a time.
 
     Raises:
-        StorageError: the directory cannot take it, or has too little room; what was there before is still there.
-        ValueError: the tag is no name of a directory.
+        StorageError: the directory cannot be written to or is full; its old checkpoints are still there.
+        ValueError: the tag cannot be a directory's name.
     """
     if not is_tag(tag):
         raise ValueError(f"a checkpoint's tag must be the name of a directory, not {tag!r}")
@@ -361,6 +365,8 @@ def writing(
                 cure="Give another directory or tag, or remove it",
             )
         with Staging(directory, tag) as staging:
+            # Before anything is written. The old checkpoint of this tag stays until the end, so its space does not
+            # count.
             available = free_bytes(directory)
             if available < needed:
                 raise StorageError(
@@ -370,21 +376,27 @@ def writing(
                 )
             folder = staging.path / "checkpoint"
             folder.mkdir()
+            # Blocks of `ArraySpec.block_bytes`: a chunk, and one block of 4096 bytes with its checksum.
             with BlockThreads(CHUNK_BYTES + 4096, num_threads) as threads, contextlib.ExitStack() as stack:
                 files = CheckpointFiles(folder, specs, threads, stack)
                 yield files
+                # keep_last removes by this time. A clock that was set back must not make the new checkpoint the oldest
+                # one.
                 newest = max((since for since, _ in _complete(directory)), default=0)
-                files.finish(max(time.time_ns(), newest + 1))  # a clock may go back
+                files.finish(max(time.time_ns(), newest + 1))
+            # Everything is on the drive before it gets its name, and `latest` names it only afterwards. So after a
+            # crash at any moment, `latest` names a complete checkpoint.
             sync_tree(folder)
             with staging.file(LATEST) as file:
                 file.write(tag.encode())
             with locked(directory):
+                # A checkpoint that this replaces is now in the hidden directory, and is removed with it.
                 exchange(folder, directory / tag)
                 if is_latest:
                     staging.publish([], [], (LATEST, LATEST), lambda name: False)
                 if keep_last is not None:
                     _retire(directory, tag, keep_last, staging.path)
-    except SwapperError:  # some of them are OSErrors, too: of the drives that states are read from
+    except SwapperError:  # some are OSErrors as well: of the drives that states are read from
         raise
     except OSError as error:
         raise StorageError(
@@ -402,16 +414,16 @@ def _cure(error: OSError, num_bytes: int) -> str:
 
 
 def tags(directory: Path) -> list[str]:
-    """Of the complete checkpoints in it, oldest first."""
+    """The tags of the complete checkpoints in a directory, oldest first."""
     return [tag for _, tag in _complete(directory)]
 
 
 def _complete(directory: Path) -> list[tuple[int, str]]:
-    """The complete checkpoints in it, oldest first: since when, in nanoseconds, and the tag."""
+    """Pairs (completion time in nanoseconds, tag) of the complete checkpoints in a directory, oldest first."""
     found: list[tuple[int, str]] = []
     for path in directory.iterdir():
         manifest = path / MANIFEST
-        with contextlib.suppress(OSError):  # of others, who let nobody look (lost+found), or gone by now
+        with contextlib.suppress(OSError):  # unreadable (lost+found), or removed meanwhile
             if not path.is_symlink() and not path.name.startswith(".") and manifest.is_file():
                 since = completed_at(manifest)
                 found += [] if since is None else [(since, path.name)]
@@ -419,15 +431,17 @@ def _complete(directory: Path) -> list[tuple[int, str]]:
 
 
 def _retire(directory: Path, newest: str, keep_last: int, aside: Path) -> None:
-    """Move the oldest checkpoints to ``aside``: complete ones, but neither the newest nor the one that ``latest`` names."""
+    """Move the oldest complete checkpoints to ``aside``, except the newest and the one that ``latest`` names."""
     there = tags(directory)
     staying = {newest, _latest(directory)}.intersection(there)
     others = [name for name in there if name not in staying]
+    # keep_last = 3: the new one, usually named by `latest`, and the 2 newest others. If `latest` names another one
+    # (is_latest=False), that stays, and 1 other.
     num_others = max(keep_last - len(staying), 0)
     for name in others[: max(len(others) - num_others, 0)]:
         try:
             (directory / name).replace(aside / f"old-{name}")
-        except OSError as error:  # the new one is complete, so this is no reason to say that it is not
+        except OSError as error:  # the save itself has succeeded, so no error
             logger.warning(
                 "the checkpoint '%s' stays, although it is older than keep_last: %s", directory / name, error
             )
@@ -435,12 +449,13 @@ def _retire(directory: Path, newest: str, keep_last: int, aside: Path) -> None:
 
 
 def seal(folder: Path) -> Checkpoint:
-    """Make the arrays in a checkpoint's directory a part of it, as another program has left them: write its manifest anew.
+    """Write a checkpoint's manifest anew, after another program has changed arrays in its directory.
 
     Raises:
-        CheckpointError: zarr cannot read one of them, or it is none of a checkpoint's.
+        CheckpointError: zarr cannot read an array, or its name or dtype is not a checkpoint's.
         StorageError: the manifest cannot be written.
     """
+    # None: from now on zarr reads all arrays, those that the program did not change as well.
     arrays: list[tuple[ArraySpec, None]] = [(spec, None) for spec in found_arrays(folder)]
     contents = manifest_of(arrays, _files_of(folder, {MANIFEST}), time.time_ns())
     try:

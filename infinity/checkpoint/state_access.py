@@ -1,7 +1,4 @@
-"""Weights and optimizer state from outside the training loop: read, modified, exported.
-
-Knows units, records and weights at rest; must not be used while updates are pending (the engine flushes first).
-"""
+"""Reads and changes weights and optimizer states from outside the training loop. The engine flushes updates first."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class StateAccess:
-    """Reads and changes what rests in the tiers, parameter by parameter, in bounded memory."""
+    """Reads and changes stored weights and states, parameter by parameter, in bounded memory."""
 
     def __init__(
         self,
@@ -49,9 +46,8 @@ class StateAccess:
     ) -> None:
         """
         Args:
-            parameter_map, coordinator, records, states: whom it works with.
-            stored: what rests. Its exchange brings what the records of other ranks hold, and the weights that follow from
-                it. All ranks make the calls that read or replace main weights and states, in the same order, then.
+            stored: its exchange brings what other ranks keep. If ranks keep shards, all ranks make the calls that read
+                or replace main weights and states, in the same order.
         """
         self._exchange = exchange = stored.exchange
         self._parameter_map = parameter_map
@@ -60,29 +56,29 @@ class StateAccess:
         self._states = states
         self._stored = stored
         self.copies = coordinator.copies
-        """Makes what is given out."""
+        """Makes the copies that callers get: large ones in files."""
         self.stream = stored.stream
-        """All of a unit in one pass."""
+        """Reads or replaces all of a unit in one pass."""
         self.shared: GatheredStream | None = None
-        """The same of what all ranks keep; None if each keeps all."""
+        """The same over the shards of all ranks; None if each rank keeps everything."""
         if exchange.shards.is_divided:
             self.shared = GatheredStream(self.stream, exchange.shards, exchange.ranks, parameter_map.units)
         self._elements_follow = False
 
     @property
     def has_main_weights(self) -> bool:
-        """Whether main weights are something else than model weights."""
+        """Whether main weights differ from model weights: they do not if the model is fp32."""
         return self._stored.has_main_weights
 
     # ---------------------------------------------------------------------------------------------------------- reading
 
     def main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A copy of the fp32 main weight (for a frozen parameter, of its weight), on the CPU, with the parameter's shape."""
+        """A copy of the fp32 main weight, on the CPU, of the parameter's shape. Frozen: of its weight, as fp32."""
         unit, slot = self._parameter_map.locate(parameter)
         return self.main_weights(unit, [slot])[slot.index]
 
     def main_weights(self, unit: Unit, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
-        """Slot index -> the same, for some parameters of a unit. What holds slices of several is read once."""
+        """Slot index -> the same, for some parameters of a unit. Each record is read once."""
         recorded = [slot for slot in slots if self._stored.has_main_weights and slot.spec.is_trainable]
         found = {slot.index: self._model_weight(unit, slot) for slot in slots if slot not in recorded}
         read = self._read(unit, [(slot, WEIGHT) for slot in recorded])
@@ -104,8 +100,12 @@ class StateAccess:
                 kinds.setdefault(slot.index, []).append(kind)
                 copy = self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32)
                 made[slot.index, kind] = stack.enter_context(copy)
+            # Small parameters share chunks, and a large one has slices in several: so the loop goes over chunks, not
+            # parameters.
             for chunk, slices in self._stored.slices(unit, kinds):
                 with self.stream.opened(unit, chunk) as workspace:
+                    # The record has only the lower half of the main weight: the bf16 model weight is the other. States
+                    # need no weight.
                     if self._stored.splits_main_weights and any(
                         WEIGHT in kinds[param_slice.slot.index] for param_slice in slices
                     ):
@@ -121,7 +121,7 @@ class StateAccess:
         return found
 
     def _complete(self, what: str, unit: Unit, slot: Slot, values: torch.Tensor) -> None:
-        """``values``, fp32 in the order of a parameter, of which this rank has its shard, get what the other ranks have."""
+        """Fill in the other ranks' shards: ``values`` (fp32, of the parameter's shape) has only this rank's."""
         shards, ranks = self._exchange.shards, self._exchange.ranks
         if shards.is_divided:
             parts = shards.parts_of_parameter(unit, slot)
@@ -129,11 +129,11 @@ class StateAccess:
             ranks.all_gather_in_memory(what, in_memory_order(values, slot), parts, kind="states")
 
     def has_place(self, parameter: torch.Tensor) -> bool:
-        """Whether there is room for optimizer state of the parameter."""
+        """Whether the parameter has room for optimizer state: it was trainable in `initialize`."""
         return self._state_of(parameter) is not None
 
     def has_state(self, parameter: torch.Tensor) -> bool:
-        """Whether an update or a load has given the parameter optimizer state, its main weight counted as such."""
+        """Whether the parameter has optimizer state, from an update or a load. An updated main weight counts."""
         state = self._state_after_first(parameter)
         return state is not None and (not state.is_fresh or (self._stored.has_main_weights and state.num_updates > 0))
 
@@ -141,7 +141,7 @@ class StateAccess:
         state = self._state_of(parameter)
         if state is not None and state.is_fresh:
             unit, _ = self._parameter_map.locate(parameter)
-            self._coordinator.parameter_cache.await_update(unit)  # its first may be pending
+            self._coordinator.parameter_cache.await_update(unit)  # it may be the first one
         return state
 
     def _state_of(self, parameter: torch.Tensor) -> ParameterState | None:
@@ -149,14 +149,14 @@ class StateAccess:
         return self._states.get((unit.index, slot.index))
 
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Copies of the optimizer's state of a parameter, as torch would keep it; empty before its first update."""
+        """Copies of a parameter's optimizer state, as torch keeps it; empty before its first update."""
         unit, slot = self._parameter_map.locate(parameter)
         names = self.stream.names_of(unit, slot)
         read = self._read(unit, [(slot, name) for name in names])
         return {**self.scalars(parameter), **{name: values for (_, name), values in read.items()}}
 
     def scalars(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Copies of what of a parameter's state is not per element; empty before its first update."""
+        """Copies of a parameter's states that are not per element ("step"); empty before its first update."""
         state = self._state_of(parameter)
         if state is None or state.is_fresh:
             return {}
@@ -167,12 +167,12 @@ class StateAccess:
     # --------------------------------------------------------------------------------------------------------- modifying
 
     def load_state(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> None:
-        """Replace the optimizer's state of a parameter. Per-element tensors have the parameter's shape; the rest is scalar.
+        """Replace a parameter's optimizer state: tensors of its shape, and scalars.
 
-        Where states are stored rounded, what `state` gave is stored as it was. Random numbers go on from the state's "step".
+        Values that `state` returned are stored without another rounding.
 
         Raises:
-            ValueError: they do not fit; nothing has been changed.
+            ValueError: a shape or a name does not fit; nothing has been changed.
         """
         unit, slot = self._parameter_map.locate(parameter)
         state = self._states.get((unit.index, slot.index))
@@ -184,6 +184,8 @@ class StateAccess:
         names = self._records.names_of(unit)
         if values:
             state.check(slot, names, values)
+        # Stochastic rounding of states draws its random numbers by this count, so a loaded state goes on with the same
+        # ones.
         num_updates = int(values.get("step", 0))
         tensors = {name: value for name, value in values.items() if name in names and isinstance(value, torch.Tensor)}
         scalars = {
@@ -198,7 +200,7 @@ class StateAccess:
 
     @contextlib.contextmanager
     def elements_following(self) -> Iterator[None]:
-        """Of what `load_state` gets inside the ``with`` block, the elements are put into `stream` after it."""
+        """Inside the ``with`` block, `load_state` loads scalars only. The caller fills in the elements later."""
         self._elements_follow = True
         try:
             yield
@@ -207,24 +209,20 @@ class StateAccess:
 
     @contextlib.contextmanager
     def replacing(self, unit: Unit) -> Iterator[RecordStream]:
-        """The unit's main weights and states are replaced by `stream` inside the ``with`` block."""
+        """The caller replaces the unit's main weights and states by `stream` inside the ``with`` block."""
         self._stored.wait_for_save(unit)
         with self._coordinator.replacing(unit):
             yield self.stream
 
     def replacing_all(self, agree: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """Inside the ``with`` block `replacing` and `load_main_weight` are for any units; see `WeightExchange.replacing`."""
+        """Units may be replaced inside the ``with`` block, where ranks do not meet; see `WeightExchange.replacing`."""
         return self._exchange.replacing(self._parameter_map.units, agree)
 
     def load_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """Replace a parameter's main weight (for a frozen one, its weight); the model weight becomes its cast.
 
-        Args:
-            parameter: which.
-            values: of the parameter's shape, any dtype.
-
         Raises:
-            ValueError: another shape; nothing has been changed.
+            ValueError: ``values`` has another shape; nothing has been changed.
         """
         unit, slot = self._parameter_map.locate(parameter)
         if tuple(values.shape) != tuple(slot.spec.shape):
@@ -239,17 +237,22 @@ class StateAccess:
                 place.copy_(values)
                 self._stored.store_modified(unit, [slot])
                 return
+            # `fill` also writes the cast into the open flat buffer. A graph over the old weights must not be used any
+            # more, and other ranks must not fetch them meanwhile.
             unit.outdate()
             self._exchange.before(unit)
             self.stream.fill(unit, {(slot.index, WEIGHT): _elements(values, slot)})
             self._exchange.gather([unit])
 
     def resume_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
-        """Take over a saved main weight where the parameter, as it came, is its cast; elsewhere it was changed since."""
+        """Load a saved main weight where the current weight is its cast. Other elements were changed, and stay."""
         _, slot = self._parameter_map.locate(parameter)
         if not self._stored.has_main_weights or tuple(values.shape) != tuple(slot.spec.shape):
             return
         came, main = self.main_weight(parameter), values.cpu()
+        # Two roundings to bf16 differ at ties: torch rounds to even, `split_bits` away from zero. Either may have made
+        # the weight that came. With main = 1.00390625 (halfway between bf16's 1.0 and 1.0078125): torch gives 1.0,
+        # `split_bits` 1.0078125.
         casts = [main.to(slot.spec.dtype).float()]
         if slot.spec.dtype == torch.bfloat16:
             casts.append(split_bits(main.contiguous())[0].view(torch.bfloat16).float())
@@ -257,7 +260,7 @@ class StateAccess:
         self.load_main_weight(parameter, torch.where(is_same, main, came))
 
     def restore(self, *, on_drives: bool = False) -> None:
-        """Make the parameters ordinary again, with their weights in memory of their own: on a drive, if large ones are to be."""
+        """Make the parameters ordinary again, with memory of their own. ``on_drives``: large ones in files."""
         units = self._parameter_map.units
 
         def copy_of(unit: Unit, slot: Slot) -> torch.Tensor:
@@ -266,6 +269,8 @@ class StateAccess:
             with self._coordinator.opened(unit):
                 return self.copies.copy(unit.weight(slot).cpu())
 
+        # All copies are made first, since a read may fail. Then all parameters change at once: Ctrl-C must not leave
+        # some of them paged.
         copies = [[copy_of(unit, slot) for slot in unit.layout.slots] for unit in units]
 
         with uninterrupted():
@@ -278,25 +283,25 @@ class StateAccess:
 
     @property
     def is_divided(self) -> bool:
-        """Whether ranks keep parts of the main weights, so that one alone cannot read them."""
+        """Whether ranks keep shards of the main weights, so that one rank alone cannot read them."""
         return self._exchange.shards.is_divided and self._stored.has_main_weights
 
     def stored(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What is stored of a parameter: a trainable one's main weight, on the CPU; a frozen one's weight, in its own dtype.
-
-        Who calls it has failed, and maybe no other rank: where those keep parts of main weights, it is the model weight.
-        """
+        """A trainable parameter's main weight, on the CPU; a frozen one's weight, in its own dtype."""
         unit, slot = self._parameter_map.locate(parameter)
+        # The caller gives weights back after a failure, maybe on this rank alone. A meeting of ranks might wait
+        # forever, so it takes the model weight, which needs none.
         if self.is_divided and slot.spec.is_trainable:
             logger.warning("'%s' is given back as its %s model weight", slot.spec.fqn, slot.spec.dtype)
             return self._coordinator.copy_for_user(unit, slot)
         return self.main_weight(parameter) if slot.spec.is_trainable else self._coordinator.copy_for_user(unit, slot)
 
     def gather(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> list[Gathered]:
-        """Open the parameters' units and keep them open. Returns what `StoredWeights.scatter` needs.
+        """Open the parameters' units and keep them open. Returns the argument of `StoredWeights.scatter`.
 
         Args:
-            compares: find what was changed by its contents, however it was written. Otherwise, by torch's counts of writes.
+            compares: find changes by checksums of the contents, however they were written. Otherwise, by torch's
+                version counters.
 
         Raises:
             BudgetTooSmallError: they do not fit into memory together.

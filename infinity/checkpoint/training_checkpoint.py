@@ -1,7 +1,6 @@
-"""Checkpoints: all that a training goes on from, streamed to a directory in bounded memory.
+"""Saves a training to a checkpoint, streamed in bounded memory, also while training goes on.
 
-A checkpoint appears under its tag when it is whole and on the drive, and only then does ``latest`` name it. It knows
-nothing of units, tiers or budgets: any setting of those loads it. Format: docs/reference/checkpoint-format.md.
+A checkpoint depends on no budget, tier or number of processes. Its format: docs/reference/checkpoint-format.md.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ from swapper.wrappers.checksum import crc32c
 
 logger = logging.getLogger(__name__)
 
-_PART_BYTES = 4 << 20
-_CHECKED_BYTES = 1 << 20
+_PART_BYTES = 4 << 20  # of a whole tensor that are made contiguous and written at a time
+_CHECKED_BYTES = 1 << 20  # of a frozen weight that are read for its checksum at a time
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a checkpoint is made of, and where it goes."""
+    """The parts of an engine that a checkpoint is made from and loaded into."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -61,9 +60,9 @@ class Training:
     parameter_map: ParameterMap
     coordinator: ParameterCoordinator
     read_rest: Callable[[], dict[str, Any]]
-    """Counters and the like."""
+    """Returns counters, random states and other entries of training.json."""
     tiled: TiledGroups
-    """Which parameters are tiles of others: of those, checkpoints know nothing."""
+    """Which parameters are tiles of a weight. Checkpoints have the weight, not its tiles."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,9 @@ class _Planned:
     """A tensor that is to be saved."""
 
     spec: ArraySpec
-    """Tiles of one weight have the same: their elements lie in one array, in their order."""
+    """Tiles of one weight have the same spec: their elements follow each other in one array."""
     value: Callable[[], torch.Tensor] | None
-    """Gives it while the unit is open, if there is one; None: it comes with the unit's records."""
+    """Returns the tensor; ``unit`` has to be open then, if given. None: its elements come from the unit's records."""
     unit: Unit | None = None
     slot: Slot | None = None
 
@@ -82,12 +81,13 @@ class _Planned:
 
 
 def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned], dict[str, Any]]:
-    """All tensors; and what of the optimizer is none."""
+    """All tensors to be saved, and the optimizer's part of training.json."""
     found: list[_Planned] = []
     names = {id(parameter): fqn for fqn, parameter in parameters_with_states(training.model).items()}
     tiles = tiled_in(training.model)
     formats = packed_in(training)
     excluded = _frozen(training) if excludes_frozen else {}
+    # Packed weights are never saved: the checkpoint has the base's name and their checksums.
     excluded |= {id(p): fqn for name, p in training.model.named_parameters() if (fqn := untiled_name(name)) in formats}
     for fqn, parameter in training.model.named_parameters():
         if id(parameter) in excluded:
@@ -98,6 +98,7 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
         unit, slot = training.parameter_map.locate(parameter)
         kinds = [WEIGHT, *training.access.stream.names_of(unit, slot)] if slot.spec.is_trainable else [WEIGHT]
         for kind in kinds:
+            # A trained parameter is saved as its fp32 main weight: the model weight is its cast.
             dtype = torch.float32 if slot.spec.is_trainable else slot.spec.dtype
             tiled, _ = tiles.get(id(parameter), (None, 0))
             name, shape = fqn, slot.spec.shape
@@ -115,6 +116,8 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
         beside[BASE] = {"name": str(base or ""), "formats": formats}
     if training.optimizer is None:
         return found, beside
+    # Of a held parameter this has a `LazyEntry`, which has read nothing: its element-wise states are written later,
+    # from records. Other parameters' states are ordinary entries.
     saved = training.optimizer.state_dict()
     parameters = training.tiled.without_tiles([p for group in training.optimizer.param_groups for p in group["params"]])
     ids = [key for group in saved["param_groups"] for key in group["params"]]
@@ -127,11 +130,11 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
             continue
         if not isinstance(entry, LazyEntry):
             others[key] = entry
-        elif fqn_or_none is None:  # the model has it no more
+        elif fqn_or_none is None:  # removed from the model since
             others[key], _ = without_main_weight(entry.gather())
         elif training.access.has_state(first := training.tiled.all_of(parameter)[0]):
             states.append([key, fqn_or_none, training.access.scalars(first)])
-        else:  # what the optimizer's constructor made
+        else:  # not updated yet: states that the optimizer's constructor made
             started, _ = without_main_weight(entry.gather())
             large = {name: each for name, each in started.items() if isinstance(each, torch.Tensor) and each.dim()}
             found += [_whole("parameters", fqn_or_none, name, each) for name, each in large.items()]
@@ -142,7 +145,7 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Further FQN of a parameter or buffer -> the first one."""
+    """Other FQNs of a tied parameter or buffer -> the first one."""
     first: dict[int, str] = {}
     found = {}
     for each in (model.named_parameters, model.named_buffers):
@@ -154,11 +157,13 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 
 def _frozen(training: Training) -> dict[int, str]:
-    """id of a parameter that is not trained, and has not been -> FQN of it or, of a tile, of the whole."""
+    """id of a frozen parameter -> its FQN; for a tile, the whole weight's FQN."""
     tiles = tiled_in(training.model)
     found = {}
     for fqn, parameter in training.model.named_parameters():
         is_held = training.parameter_map.holds(parameter)
+        # A parameter that was frozen after `initialize` may have been trained before, so its base does not have its
+        # values.
         if not parameter.requires_grad and not (
             is_held and training.parameter_map.locate(parameter)[1].spec.is_trainable
         ):
@@ -168,7 +173,7 @@ def _frozen(training: Training) -> dict[int, str]:
 
 
 def packed_in(training: Training) -> dict[str, str]:
-    """FQN -> `frozen_dtype` of the weights that are stored packed: a checkpoint says what they are, and has none of them."""
+    """FQN -> `frozen_dtype` of the weights that are stored packed."""
     found = {}
     for name, parameter in training.model.named_parameters():
         if training.parameter_map.holds(parameter):
@@ -179,9 +184,9 @@ def packed_in(training: Training) -> dict[str, str]:
 
 
 def checksums_of(training: Training, fqns: Collection[str]) -> dict[str, tuple[str, int]]:
-    """FQN -> dtype, and crc32c of the elements in C order, of frozen parameters as they are now."""
+    """FQN -> dtype, and crc32c of the elements in C order, of parameters as they are now."""
     found = {}
-    for fqn, parameter in whole_parameters(training.model).items():  # those of a unit stand together
+    for fqn, parameter in whole_parameters(training.model).items():  # a unit's parameters are neighbours
         if fqn in fqns:
             parts = training.tiled.all_of(parameter)
             after = 0
@@ -192,13 +197,15 @@ def checksums_of(training: Training, fqns: Collection[str]) -> dict[str, tuple[s
 
 
 def _checksum_of(training: Training, parameter: torch.Tensor, before: int) -> int:
-    """crc32c of what has the checksum ``before``, and then this frozen parameter."""
+    """crc32c of data with the checksum ``before``, followed by this frozen parameter."""
     if not training.parameter_map.holds(parameter):
         return _continued(before, parameter)
     unit, slot = training.parameter_map.locate(parameter)
     unit.detect_writes()
+    # The next save does not read the base again: its checksums are kept until `store_modified` stores a change.
     # Weights in RAM may change in ways that no counter sees (through NumPy), and take no drive's time.
     is_known_later = not unit.is_persistent and slot.index not in unit.dirty
+    # A tile's checksum depends on the tiles before it, which are in other units and may have changed.
     known_before, known = unit.stored_checksums.get(slot.index, (None, 0))
     if is_known_later and known_before == before:
         return known
@@ -229,11 +236,11 @@ def _whole(group: str, fqn: str, kind: str, value: torch.Tensor) -> _Planned:
 
 
 class Saving:
-    """One checkpoint that is being written. One of its tag is replaced.
+    """One save of a checkpoint. It replaces a checkpoint of the same tag.
 
-    The constructor writes what changes without anybody saying so: buffers, frozen weights, what the engine does not hold,
-    and all that is no large tensor. `run` writes the rest, unit after unit, in any thread. Who wants to change a unit's
-    weights or states meanwhile calls `wait_for` before; the unit is then saved next.
+    The constructor writes what may change at any time without notice: buffers, frozen weights, parameters that the
+    engine does not hold, and training.json. `run` writes the records of all units, in any thread. Whoever changes a
+    unit's weights or states meanwhile calls `wait_for` before; that unit is then saved next.
     """
 
     def __init__(
@@ -251,26 +258,30 @@ class Saving:
     ) -> None:
         """
         Args:
-            is_watching: training goes on during `run`, so weights that rest in memory are compared before and after.
-            excludes_frozen: leave parameters out that are frozen; buffers stay.
-            shows_progress: on the terminal, see `infinity.metrics.progress`.
+            is_watching: training goes on during `run`.
+            excludes_frozen: leave out frozen parameters.
+            shows_progress: on the terminal.
 
         Raises:
-            StorageError: the directory cannot take it, or has too little room; what was there before is still there.
+            StorageError: the directory cannot be written to or is full; its old checkpoints are still there.
         """
         planned, optimizer = _plan(training, excludes_frozen=excludes_frozen)
         self.folder = directory / tag
-        # It must not have the engine, which would never become garbage: whoever may want to wait for units has this one.
+        # No reference to the engine from here: the update stream and the stored weights refer to this object, and the
+        # engine would never be garbage-collected.
         self._records = training.access.shared or training.access.stream
         self._units = training.parameter_map.units
         self._sinks: dict[tuple[int, int, str], _Sink] = {}
         self._left: dict[int, int] = {}
-        """Unit index -> tensors that are not saved yet; of those that have any."""
+        """Unit index -> number of its tensors that are not saved yet. A unit without any is removed."""
+        # Guards `_left` and `_wanted`: `run` changes them in its thread, `wait_for` in threads of training.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # entered by its lock: see [Note: bells] in swapper.sync.bell
+        # In the background, leave staging buffers and the drive to training: read one record ahead, and write with 2
+        # threads in place of 8.
         self._ahead_bytes = 0 if is_watching else AHEAD_BYTES
         self._wanted: deque[int] = deque()
-        """Units that somebody waits for."""
+        """Units that `wait_for` is waiting for, the first one first."""
         self._before = _units_before(training)
         specs = list(dict.fromkeys(each.spec for each in planned))
         num_threads = 2 if is_watching else 8
@@ -291,20 +302,24 @@ class Saving:
                         self._left[each.unit.index] = self._left.get(each.unit.index, 0) + 1
                 else:
                     frozen.setdefault(each.unit.index, []).append(each)
+            # Unit by unit, so that each is fetched once.
             for index, members in frozen.items():
                 with training.coordinator.opened(self._units[index]):
                     for each in members:
                         self._note(_write_planned(files, each))
             files.write_training_state({"client_state": dict(client_state), **optimizer, **training.read_rest()})
+            # A resident unit's trainable weights are in memory that the script can write to at any time. Checksums
+            # before and after find such writes.
             self._stamps = {i: self._stamp(i) for i in self._left if is_watching and self._units[i].is_persistent}
+            # `run` closes it, maybe in another thread. Until here, an error removes what was written.
             self._stack = stack.pop_all()
 
     def run(self) -> None:
-        """Write what is left, and let the checkpoint appear.
+        """Write the records of all units, and then make the checkpoint appear.
 
         Raises:
-            StorageError: the directory cannot take it; what was there before is still there.
-            CheckpointError: weights in memory were written to by others than the optimizer meanwhile; likewise.
+            StorageError: the directory cannot be written to or is full; its old checkpoints are still there.
+            CheckpointError: the script wrote to weights in memory meanwhile; the old checkpoints are still there.
         """
         try:
             records = self._records.parts(self._in_turn(), self._ahead_bytes)
@@ -317,11 +332,13 @@ class Saving:
                         self._one_is_saved(index)
         finally:
             with self._lock:
+                # Also after an error: threads in `wait_for` must not wait for a save that has ended.
                 self._left.clear()
                 self._changed.notify_all()
 
     def wait_for(self, unit: Unit, timeout_seconds: float | None = None) -> bool:
-        """Whether the unit is saved, or is so in time."""
+        """Wait until the unit is saved. Returns False after ``timeout_seconds``; None: no limit."""
+        # Without the lock: a unit that was removed never comes back, and every update asks here.
         if unit.index not in self._left:
             return True
         with self._lock:
@@ -329,7 +346,7 @@ class Saving:
             return self._changed.wait_for(lambda: unit.index not in self._left, timeout_seconds)
 
     def _in_turn(self) -> Iterator[Unit]:
-        """The units, those first that somebody waits for; tiles in their order."""
+        """Yield the units in the order of saving: awaited units first, and tiles of a weight in their order."""
         waiting = dict.fromkeys(self._left)
         while waiting:
             index = next(iter(waiting))
@@ -339,6 +356,8 @@ class Saving:
                     if wanted in waiting:
                         index = wanted
                         break
+            # An array is written front to back. If training waits for the third tile of a weight, the first two come
+            # before it.
             for number in (*self._before.get(index, ()), index):
                 if number in waiting:
                     del waiting[number]
@@ -363,10 +382,10 @@ class Saving:
 
 
 class BackgroundSave:
-    """Runs one `Saving`. The interpreter does not end before it has; what goes wrong is logged, for nobody may come to ask."""
+    """Runs one `Saving` in a thread of its own. The interpreter waits for it at exit. Errors are logged and kept."""
 
     def __init__(self, saving: Saving, device: ComputeDevice) -> None:
-        """``device``: of weights that rest there."""
+        """``device``: where resident units have their weights."""
         self.saving = saving
         self._pid = os.getpid()
         self._device = device
@@ -375,19 +394,20 @@ class BackgroundSave:
         self._over = Latch()
 
     def start(self, owner: object) -> None:
-        """Begin. ``owner`` is no garbage until it is over.
+        """Start the thread. It refers to ``owner``, which is not garbage-collected until the save is over.
 
         Raises:
-            LimitError: the system gives no thread.
+            LimitError: the system allows no further thread.
         """
         start_threads(threading.Thread(target=self._run, args=(owner,), name="infinity-checkpoint"))
 
     def _run(self, owner: object) -> None:
         try:
             with self._device.background():
-                self._device.compute_waits_for(self._launched)  # what the caller has launched comes first
+                self._device.compute_waits_for(self._launched)  # kernels that still write these weights
                 self.saving.run()
         except BaseException as error:
+            # Nobody may ever call `wait`, so the error is logged as well.
             self._error = error
             logger.error("the checkpoint '%s' could not be saved: %s", self.saving.folder, error)
         finally:
@@ -399,23 +419,23 @@ class BackgroundSave:
         return self._over.is_set()
 
     def wait(self) -> None:
-        """Return when it is over.
+        """Return when the save is over.
 
         Raises:
-            EngineClosedError: this is a forked child, which has not the thread that saves.
+            EngineClosedError: this is a forked child, which does not have the saving thread.
         """
         if os.getpid() != self._pid:
             raise EngineClosedError.in_fork("engine.wait_for_checkpoint()")
         self._over.wait()
 
     def raise_error(self) -> None:
-        """Raise what went wrong, if anything has."""
+        """Raise the save's error, if it has failed."""
         if self._error is not None:
             raise self._error
 
 
 def _units_before(training: Training) -> dict[int, list[int]]:
-    """Index of a tile's unit -> those of the tiles before it."""
+    """Index of a tile's unit -> indices of the units of the tiles before it."""
     found = {}
     for tiled in training.tiled.tiled:
         indices = [training.parameter_map.locate(tile)[0].index for tile in tiled.tiles]
@@ -424,7 +444,7 @@ def _units_before(training: Training) -> dict[int, list[int]]:
 
 
 def _write_planned(files: CheckpointFiles, planned: _Planned) -> int:
-    """Returns how many bytes it has."""
+    """Write a tensor that does not come from records. Returns its bytes."""
     if planned.value is None:
         return 0
     value = planned.value()
@@ -433,7 +453,7 @@ def _write_planned(files: CheckpointFiles, planned: _Planned) -> int:
 
 
 class _Sink:
-    """Where the elements of one tensor go as its unit's records give them: in the order of memory."""
+    """Receives the elements of one tensor from records, in the order of memory, and writes them in C order."""
 
     def __init__(
         self,
@@ -447,11 +467,11 @@ class _Sink:
         self._spec = spec
         self._numel = self._left = slot.numel
         self._copy: NewCopy | None = None
-        if not slot.is_in_order:  # of dimensions: zarr's is C's
+        if not slot.is_in_order:  # the file is in C order: collect the tensor, and write it when it is complete
             self._copy = stack.enter_context(access.copies.new(slot.spec.shape, slot.spec.stride, torch.float32))
 
     def write(self, values: torch.Tensor) -> bool:
-        """The next elements; returns whether they were the last."""
+        """Write the next elements. Returns whether the tensor is complete."""
         if self._copy is None:
             self._files.open_array(self._spec).write(values)
         else:

@@ -1,4 +1,4 @@
-"""Types and sizes of what checkpoints and commits hold beside large tensors, looked at before anything takes it over."""
+"""Checks types and ranges of a checkpoint's or commit's training state, before anything is changed by it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from infinity.numerics.random_states import check_random_states
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
+# Keys of training.json and their types. Only the first two are required: `import-deepspeed` writes no random states.
 _KINDS = {
     **{"client_state": dict, "counters": dict, "param_groups": list, "states": list, "others": dict, "names": dict},
     **{"random": dict, "ranks": list, "extra_states": dict},
@@ -19,10 +20,10 @@ _KINDS = {
 
 
 def check_training_state(found: Any) -> None:
-    """See that a checkpoint's values have the types that the rest of the package expects.
+    """Check that a checkpoint's values have the types that the rest of the package expects.
 
     Raises:
-        ValueError, TypeError, LookupError: they have not.
+        ValueError, TypeError, LookupError: one does not.
     """
     for name, kind in _KINDS.items():
         if name not in found and name in ("client_state", "counters"):
@@ -33,6 +34,7 @@ def check_training_state(found: Any) -> None:
     for group in found.get("param_groups", ()):
         if not all(type(key) is int for key in group["params"]):
             raise TypeError("'param_groups' hold something else than numbers of parameters")
+    # A state: number of the parameter in the groups, its FQN, and its states that are not per element.
     for key, fqn, scalars in found.get("states", ()):
         if (type(key), type(fqn)) != (int, str) or not isinstance(scalars, dict):
             raise TypeError("'states' hold something else than states")
@@ -47,8 +49,9 @@ def check_training_state(found: Any) -> None:
 
 
 def check_counters(counters: Mapping[str, Any]) -> None:
-    """See that they are numbers. Raises as `check_training_state` does."""
+    """Check that counters are numbers in range. Raises as `check_training_state` does."""
     scale = counters["loss_scale"]
+    # `type` and not isinstance: True is an int, too. Steps are added to these counts, which must stay in 64 bits.
     if not all(type(counters[name]) is int and 0 <= counters[name] < 1 << 62 for name in _COUNTERS):
         raise ValueError("'counters' hold something else than counts")
     numbers = [scale[name] for name in ("scale", "dynamic", "patience", "num_finite")]
@@ -58,10 +61,10 @@ def check_counters(counters: Mapping[str, Any]) -> None:
 
 
 def check_groups(saved: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:
-    """See that hyperparameters can be those of an optimizer's groups.
+    """Check that saved hyperparameters have the types of those of an optimizer's groups.
 
     Raises:
-        ValueError: one is of another type, or there are more or fewer groups.
+        ValueError: one has another type, or the numbers of groups differ.
     """
     if len(saved) != len(now):
         raise ValueError(f"it has {len(saved)} parameter groups, and the optimizer {len(now)}")
@@ -73,10 +76,12 @@ def check_groups(saved: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, 
 
 
 def _are_alike(one: Any, other: Any) -> bool:
+    # None stands for a default in torch's optimizers (`foreach`, `fused`), so it may take the place of any type.
     if one is None or other is None:
         return True
     if isinstance(other, tuple | list):
         return isinstance(one, tuple | list) and len(one) == len(other) and all(map(_are_alike, one, other))
+    # A learning rate may be a float, or a tensor of one element (`capturable`).
     if _is_number(other):
         return _is_number(one)
     return isinstance(one, type(other)) or isinstance(other, type(one))
@@ -87,14 +92,14 @@ def _is_number(value: Any) -> bool:
 
 
 def check_states(states: Mapping[str, Any], names: Sequence[str]) -> None:
-    """See that a commit's states of parameters can be such.
+    """Check the states of parameters in a commit of a durable run.
 
     Args:
-        states: FQN -> scalars, names of the element-wise states, number of updates, and whether there was none.
+        states: FQN -> scalars, names of the element-wise states, number of updates, and whether there was no update.
         names: of all element-wise states.
 
     Raises:
-        ValueError, TypeError: they cannot.
+        ValueError, TypeError: one has another form.
     """
     for fqn, (scalars, own_names, num_updates, is_fresh) in states.items():
         are_named = own_names is None or (isinstance(own_names, tuple | list) and {*own_names} <= {*names})

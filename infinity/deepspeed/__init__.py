@@ -29,13 +29,14 @@ __version__ = version = VERSION
 __version_major__, __version_minor__, __version_patch__ = map(int, VERSION.partition("+")[0].split("."))
 __git_hash__ = git_hash = __git_branch__ = git_branch = None
 
-__path__.append(PATH)  # for modules that are no files
+__path__.append(PATH)  # Python's imports then ask the finder of `path.py`
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'", name=name)
-    # The import adds DeepSpeed's names to this module. No `from ... import`, which would ask here for "modules" first.
+    # The import adds DeepSpeed's names to this module, at the first use: it needs torch and the engine. `from . import`
+    # would call this function again, for "modules".
     modules = importlib.import_module(f"{__name__}.modules")
     if name in globals():
         return globals()[name]

@@ -1,4 +1,4 @@
-"""`DeepSpeedEngine`: the engine with the names that scripts for DeepSpeed use besides."""
+"""`DeepSpeedEngine`: the engine with the further attributes and methods of DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ _ABSENT = {
     "register_comm_hook": NO_COMM_HOOKS,
     "allreduce_gradients": ": backward and step average gradients, where several processes train together",
 }
-"""What scripts ask for, that is not there, and the cure."""
+"""Attributes of DeepSpeed's engine that this one lacks -> what to use instead."""
 
 
 class DeepSpeedEngine(Engine):
-    """Made by `infinity.deepspeed.initialize`. A checkpoint that is missing is no error to it, as with DeepSpeed.
+    """Made by `infinity.deepspeed.initialize`. As in DeepSpeed, loading a missing checkpoint is not an error.
 
     Attributes:
-        local_rank: This process among those of its machine.
-        dp_world_size, mp_world_size: How many have the same part of the model as this one, each with its own data, and how many
-            parts there are: 1, unless the script says so (``mesh_param``).
+        local_rank: Number of this process on its machine.
+        dp_world_size: Number of processes with the same part of the model as this one, each with its own data.
+        mp_world_size: Number of parts of the model: 1, unless ``mesh_param`` says otherwise.
         mpu, client_optimizer, client_lr_scheduler, training_data, collate_fn: As passed to `initialize`.
         timers: Stop watches for the script.
-        tput_timer: Counts epochs if the script tells it, and knows the samples per second of the last step.
+        tput_timer: Has the samples per second of the last step.
     """
 
+    # Scripts and libraries read these without asking whether they exist.
     seq_parallel_group = None
     has_moe_layers = False
     is_compiled = False
@@ -68,7 +69,7 @@ class DeepSpeedEngine(Engine):
     def set_arguments(
         self, optimizer: Any, lr_scheduler: Any, training_data: Any, collate_fn: Callable[[Any], Any] | None
     ) -> None:
-        """What was passed to `initialize`."""
+        """Keep what was passed to `initialize`."""
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
         self.training_data, self.collate_fn = training_data, collate_fn
 
@@ -110,7 +111,7 @@ class DeepSpeedEngine(Engine):
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Gradients of all backwards inside are averaged over the processes once, by the `step` after it.
+        """Gradients of all backwards in the block are averaged over the processes once, by the next `step`.
 
         It is `no_sync`, with any ZeRO stage but 0.
 
@@ -180,6 +181,7 @@ class DeepSpeedEngine(Engine):
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every parameter group."""
         for group in self._groups():
+            # torch's capturable optimizers have a tensor as `lr`: it must stay the same object.
             if isinstance(group.get("lr"), torch.Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -203,14 +205,15 @@ class DeepSpeedEngine(Engine):
     def save_checkpoint(self, save_dir: str | Path, tag: str | int | None = None, *args: Any, **kwargs: Any) -> bool:
         """As `Engine.save_checkpoint`, with a script ``zero_to_fp32.py`` beside the checkpoint.
 
-        Where ranks have different tags, the first one's is taken, with a warning, unless the config's
-        ``checkpoint.tag_validation`` is "fail" or "ignore".
+        If ranks have different tags, the first rank's is used, with a warning. The config's
+        ``checkpoint.tag_validation`` "fail" makes it an error, and "ignore" omits the warning.
 
         Raises:
             RankError: tags differ, and the config says "fail".
             CheckpointError, StorageError, ValueError: as there.
         """
         check_directory(save_dir)
+        # With "fail", `Engine.save_checkpoint` compares the tags and raises.
         if not self._config.checkpoint_tag_validation_fail:
             ranks = self._mesh.everyone if self._mesh.is_divided else self._mesh.data
             tags = gather_results(ranks, "engine.save_checkpoint", lambda: None if tag is None else str(tag))
@@ -229,7 +232,7 @@ class DeepSpeedEngine(Engine):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """As ``state_dict``, without frozen parameters if that is asked for."""
+        """As ``state_dict``, optionally without frozen parameters."""
         found: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
             for name, parameter in self.module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False):
@@ -253,6 +256,7 @@ class DeepSpeedEngine(Engine):
             strict: whether all names have to match.
             custom_load_fn: called with ``src`` and ``dst`` instead.
         """
+        # DeepSpeed's own files have the weights below "module".
         inner = checkpoint.get("module")
         weights = inner if isinstance(inner, Mapping) else checkpoint
         if custom_load_fn is not None:
@@ -294,7 +298,7 @@ class DeepSpeedEngine(Engine):
         )
 
     def destroy(self) -> None:
-        """As `close`. Later calls are told what a library's user does then."""
+        """As `close`. Errors of later calls then say how to go on with transformers or accelerate."""
         self._guard.on_destroy()
         self.close()
 
@@ -305,7 +309,7 @@ class DeepSpeedEngine(Engine):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile each block of the model by itself: what is not in memory all at once cannot be one graph.
+        """Compile each block of the model by itself: the whole model is never in memory at once.
 
         Args:
             backend, compile_kwargs: for ``torch.compile``.
@@ -315,14 +319,14 @@ class DeepSpeedEngine(Engine):
         self.is_compiled = True
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Finish pending updates. States rest where the config says, whatever is asked for here; budgets say how much."""
+        """Finish pending updates. States stay where the config puts them, whatever the arguments."""
         self.flush()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Nothing to do: what is needed is fetched when it is needed."""
+        """No effect: weights and states are fetched when they are needed."""
 
     def empty_partition_cache(self) -> None:
-        """Finish pending updates; what is kept in memory is within the budgets."""
+        """Finish pending updates. Memory stays within the budgets."""
         self.flush()
 
     def _samples_per_second(self) -> float | None:
@@ -346,6 +350,7 @@ class DeepSpeedEngine(Engine):
         return self._mesh.place.tensor
 
 
+# Methods that only return a value of the config are made from names.toml: their names, and docstrings.
 def _answer(attribute: str, text: str) -> Callable[[DeepSpeedEngine], Any]:
     def answer(self: DeepSpeedEngine) -> Any:
         return getattr(self._config, attribute)

@@ -1,4 +1,4 @@
-"""``deepspeed.initialize``: takes DeepSpeed's arguments, and makes a `DeepSpeedEngine`."""
+"""``deepspeed.initialize``: makes a `DeepSpeedEngine` from DeepSpeed's arguments."""
 
 from __future__ import annotations
 
@@ -40,13 +40,12 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:
     """As `infinity.initialize`, with DeepSpeed's arguments.
 
-    An engine that has trained this very model is closed for another one that trains it: libraries close none of their own
-    (Lightning's second ``fit`` of a model, and that after ``lr_find``).
+    If another engine trains this model, it is closed first.
 
     Args:
         args: an object with ``deepspeed_config``, as DeepSpeed's launcher makes it, in place of ``config``.
-        distributed_port, dist_init_required: taken as DeepSpeed takes them, without effect: the process group is the one that
-            there is, or what the launcher's environment variables say.
+        distributed_port, dist_init_required: no effect. The process group is the existing one, or is made by the
+            launcher's environment variables.
         config_params: the config under DeepSpeed's older name.
         model, optimizer, model_parameters, training_data, lr_scheduler, mpu, collate_fn, config, mesh_param, device: see
             `infinity.initialize`.
@@ -59,6 +58,8 @@ def initialize(
     if num_processes() > 1:
         init_distributed()
     check_accelerate(world().num)
+    # Libraries do not close their engines: Lightning calls this again for a second `fit`, and for `fit` after
+    # `lr_find`.
     earlier = engine_of(model) if isinstance(model, nn.Module) else None
     trains = optimizer is not None or bool(model_parameters)
     if trains and earlier is not None and earlier.module is model and earlier.optimizer is not None:
@@ -66,7 +67,7 @@ def initialize(
     if device is None and torch.cuda.is_available() and getattr(args, "device_rank", None) is not None:
         device = torch.device("cuda", args.device_rank)
     made = infinity_initialize(
-        model,  # type: ignore[arg-type]  # it says so if it is none
+        model,  # type: ignore[arg-type]  # it raises if there is no model
         optimizer,
         model_parameters,
         training_data,
@@ -89,6 +90,7 @@ def _only_config(args: Any, config: Any, config_params: Any) -> Any:
     for name in ("deepspeed_config", "deepscale_config"):
         given[f"args.{name}"] = getattr(args, name, None) or None
     found = {name: value for name, value in given.items() if value is not None}
+    # DeepSpeed takes a config from four places. Several are no error if they are the same.
     if not found:
         raise ConfigError("no config: pass config= (the path of a JSON file, or a dict) to deepspeed.initialize")
     first, *others = found
@@ -111,14 +113,13 @@ def _shown(source: Any) -> str:
 
 
 def check_accelerate(num: int) -> None:
-    """Refuse ``num`` processes where accelerate trains with "DeepSpeed" and counts others.
-
-    It does so on machines without a GPU, where it takes each process under DeepSpeed for the only one: every rank would get
-    the same data.
+    """Check that accelerate, if it uses "DeepSpeed", counts ``num`` processes as well.
 
     Raises:
-        ConfigError: the numbers, and what to take instead.
+        ConfigError: it counts others.
     """
+    # Without a GPU, accelerate counts each process under DeepSpeed as the only one, and gives all ranks the same data.
+    # Read from sys.modules: a script without accelerate must not import it.
     state: dict[str, Any] = getattr(
         getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None), "_shared_state", {}
     )

@@ -1,8 +1,8 @@
 """The names under which scripts import DeepSpeed's parts: ``from infinity.deepspeed.utils import logger`` and the like.
 
-Few of them are files. Each entry of ``contents/names.toml`` becomes a module: of `infinity.deepspeed` when a script first uses
-one of these names (see `infinity.deepspeed.path`), and of `deepspeed` where `infinity.as_deepspeed` stands in for it. A name
-that is not in the table raises an error that says what there is instead.
+Few of them are files. Each entry of ``contents/names.toml`` becomes a module: of `infinity.deepspeed` when a script
+first uses such a name (see `infinity.deepspeed.path`), and of `deepspeed` with `infinity.as_deepspeed`. A name that
+is not in the table raises an error that says what to use instead.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from infinity.deepspeed.path import PATH, explained, relative
 
 
 def _content(lines: Sequence[str]) -> dict[str, Any]:
-    """What a module holds, as `names.toml` describes it."""
+    """The names of a module and their values, as `names.toml` describes them."""
     found: dict[str, Any] = {}
+    # A line is a module of `infinity` and names in it:
+    #   "deepspeed.contents.comm"                      all functions and classes that it defines
+    #   "errors DeepSpeedConfigError=ConfigError"      its ConfigError, under the other name
+    #   "deepspeed.contents.groups **PUBLIC"           all entries of its dict PUBLIC
     for line in lines:
         where, *names = line.split()
         module = importlib.import_module(f"infinity.{where}")
@@ -38,13 +42,15 @@ def _content(lines: Sequence[str]) -> dict[str, Any]:
 
 _MODULES = {name: _content(lines) | TABLE["constants"].get(name, {}) for name, lines in TABLE["modules"].items()}
 _OF_THE_PACKAGE = _MODULES.pop("") | {"dist": comm}
-"""What DeepSpeed's package itself has, besides the modules of the table."""
+"""The names of DeepSpeed's package itself."""
 
 
 def why_absent(name: str) -> str:
-    """What to say about a name of DeepSpeed's, with dots, that there is not."""
+    """The end of an error for a name of DeepSpeed's (with dots) that does not exist here."""
     above, _, last = name.rpartition(".")
     there = {each: module for module in sorted(_MODULES, key=len, reverse=True) for each in _MODULES[module]}
+    # From the most to the least precise answer: the reason for this very name, the same name in another module, a
+    # similar name in this module. Then the reason for its package, a similar name anywhere, the list of modules.
     if name in REFUSED:
         return REFUSED[name]
     if last in there and there[last] != above:
@@ -65,7 +71,7 @@ def why_absent(name: str) -> str:
 
 
 class _Part(ModuleType):
-    """One of the modules below a package."""
+    """A module without a file, made of names from the table."""
 
     def __init__(self, name: str, content: dict[str, Any]) -> None:
         super().__init__(name, "One of DeepSpeed's modules, as far as scripts need it.")
@@ -84,10 +90,10 @@ class _Made(Loader):
 
 
 def spec_of(name: str) -> ModuleSpec:
-    """How to load a module of the table.
+    """The spec of a module of the table.
 
     Raises:
-        ModuleNotFoundError: it is not in the table; says what there is instead.
+        ModuleNotFoundError: it is not in the table; the message says what to use instead.
     """
     if name in sys.modules:
         return ModuleSpec(name, _Made(), is_package=True)
@@ -96,7 +102,7 @@ def spec_of(name: str) -> ModuleSpec:
 
 
 def install(package: ModuleType) -> None:
-    """Make the modules of the table parts of ``package``, if it has no files for them."""
+    """Add the modules of the table to ``package``, unless it has files for them."""
     for name, value in _OF_THE_PACKAGE.items():
         vars(package).setdefault(name, value)
     if PATH not in package.__path__:
@@ -106,9 +112,9 @@ def install(package: ModuleType) -> None:
     for name, part in made.items():
         above, _, last = name.rpartition(".")
         held = vars(made.get(above) or sys.modules[above])
-        if not callable(held.get(last)):  # a function may have that name; a module gives way, as after an import
+        if not callable(held.get(last)):  # a function of that name stays; a module is replaced, as by an import
             held[last] = part
-    sys.modules.update(made)  # last: another thread finds them complete
+    sys.modules.update(made)  # last, so that another thread finds only complete modules
 
 
 install(importlib.import_module("infinity.deepspeed"))

@@ -1,7 +1,7 @@
 """Lets scripts import modules by DeepSpeed's names: ``infinity.deepspeed.runtime.zero``, ``deepspeed.utils`` and the like.
 
-They have no files. `PATH` is an entry of the ``__path__`` of each package that has such modules. Python therefore asks the
-finder below when no file has the name, for these packages only. It makes all of the modules at the first such import.
+They have no files. Each package that has such modules has `PATH` in its ``__path__``. So Python asks the finder
+below, for these packages only, when no file has the name. The first such import makes all of the modules.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from types import ModuleType
 from typing import Any
 
 PATH = f"{__file__}/modules"
-"""No folder. Absolute, because ``importlib.invalidate_caches()`` drops finders of relative paths."""
+"""Not a real folder. Absolute: ``importlib.invalidate_caches()`` drops finders of relative paths."""
 
 
 class _Finder:
-    """What `sys.path_importer_cache` has for `PATH`."""
+    """The finder for `PATH`, in `sys.path_importer_cache`."""
 
     @staticmethod
     def find_spec(name: str, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name.endswith(".launcher.runner.__main__"):  # what `python -m` runs of a package
+        if name.endswith(".launcher.runner.__main__"):  # `python -m deepspeed.launcher.runner`
             return spec_from_file_location(name, Path(__file__).with_name("runner.py"))
         return None if name.rpartition(".")[2].startswith("__") else _modules().spec_of(name)
 
     @staticmethod
     def invalidate_caches() -> None:
-        """There are none."""
+        """importlib calls it; there is no cache."""
 
 
 def relative(name: str) -> str:
@@ -39,7 +39,7 @@ def relative(name: str) -> str:
 
 
 def explained(module: str) -> Callable[[str], Any]:
-    """``__getattr__`` of a module of ours that scripts know as DeepSpeed's: its errors name what there is instead."""
+    """A module's ``__getattr__``, whose errors say what to use instead of a missing name of DeepSpeed's."""
 
     def refuse(name: str) -> Any:
         cure = "" if name.startswith("_") else f". {_modules().why_absent(relative(f'{module}.{name}'))}"
@@ -49,7 +49,7 @@ def explained(module: str) -> Callable[[str], Any]:
 
 
 def _modules() -> Any:
-    """They need torch and all of the engine, which `import infinity` does not load."""
+    """Imported late: it loads torch and the engine."""
     return importlib.import_module("infinity.deepspeed.modules")
 
 

@@ -1,4 +1,4 @@
-"""What ``python -m deepspeed.launcher.runner`` runs: `infinity launch`, whose processes find the stand-in in PYTHONPATH, too."""
+"""``python -m deepspeed.launcher.runner`` runs this: `infinity launch`, with the same PYTHONPATH."""
 
 import os
 import sys

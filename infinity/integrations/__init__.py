@@ -1,4 +1,4 @@
-"""Libraries that have a training loop of their own, on the engine without DeepSpeed's name: transformers, accelerate, Lightning.
+"""transformers' Trainer, accelerate and Lightning on the engine, without DeepSpeed's names.
 
-Each module imports its library, and nothing below imports them: without these libraries everything else works, as fast.
+Each module imports its library. Nothing else imports these modules, so the engine works without the libraries.
 """

@@ -1,8 +1,5 @@
 # ruff: noqa: E402 - an older library than is needed has to be named before something of it is missed
-"""accelerate on the engine, without DeepSpeed's name: `InfinityAccelerator` in place of ``Accelerator``.
-
-Knows accelerate and the engine's calls; must not know what the engine is made of.
-"""
+"""accelerate on the engine, without DeepSpeed's names: `InfinityAccelerator` in place of ``Accelerator``."""
 
 from __future__ import annotations
 
@@ -43,13 +40,15 @@ logger = logging.getLogger(__name__)
 
 
 class _MicroBatch:
-    """One of several that are computed together: where `backward` hands its loss over."""
+    """One of several micro-batches that are computed together. `EngineOptimizer.backward` puts its loss here."""
 
     def __init__(self, *, is_last: bool) -> None:
         self.is_last = is_last
         self.losses: list[torch.Tensor] = []
 
 
+# A context variable: each micro-batch runs in a thread of its own, and `accelerator.backward` and `sync_gradients`
+# answer for it.
 _present: contextvars.ContextVar[_MicroBatch | None] = contextvars.ContextVar("micro_batch", default=None)
 
 
@@ -57,13 +56,13 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """accelerate's optimizer whose step is the engine's.
 
     Attributes:
-        engine: whose optimizer it is.
-        defers_norms: whether the norm of gradients may get its value in `step`.
+        engine: the engine of this optimizer.
+        defers_norms: whether the norm of gradients may get its value as late as in `step`.
     """
 
     def __init__(self, engine: Engine, *, defers_norms: bool = False) -> None:
-        """``engine`` trains: it has an optimizer."""
-        # No placement: that would gather all states and main weights, and load them again.
+        """``engine`` has an optimizer."""
+        # No placement: accelerate would read the whole state dict, move it to the device, and load it again.
         super().__init__(engine.optimizer, device_placement=False)
         self.engine = engine
         self.defers_norms = defers_norms
@@ -72,7 +71,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._norm: torch.Tensor | None = None
 
     def backward(self, loss: torch.Tensor, *, is_last: bool, retain_graph: bool = False) -> None:
-        """Backward of one micro-batch; ``is_last``: its step comes next. ``loss`` is not divided any more."""
+        """Backward of one micro-batch. ``loss`` is already divided. ``is_last``: the step comes next."""
         micro_batch = _present.get()
         if micro_batch is not None:
             if retain_graph:
@@ -81,7 +80,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             return
         self.engine.set_gradient_accumulation_boundary(is_last)
         self.engine.backward(loss, scale_wrt_gas=False, retain_graph=retain_graph)
-        self._has_backward = True  # the micro-batches that follow may be skipped
+        self._has_backward = True  # the script may skip the next micro-batches
         if not is_last:
             self.engine.step()
 
@@ -89,11 +88,11 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """Forward and backward of all micro-batches of a step, in turns: see `Engine.backward_together`.
 
         Args:
-            functions: one per micro-batch, which calls the accelerator's ``backward`` once; nothing else of it is to come.
+            functions: one per micro-batch. Each calls the accelerator's ``backward`` once.
 
         Returns:
-            Whether that has been done. If not, everything is as before, but for what the functions have done outside of the
-            model; the report of the step says why.
+            Whether it was done. If not, nothing has changed except what the functions did outside of the model. The
+            report of the step has the reason.
         """
 
         def run(function: Callable[[], object], *, is_last: bool) -> torch.Tensor:
@@ -120,17 +119,17 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return True
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As accelerate's: only where gradients are complete."""
+        """As accelerate's: no effect before the last micro-batch of a step."""
         super().zero_grad(set_to_none)
         self._has_backward &= not self.gradient_state.sync_gradients
 
     def norm_to_come(self) -> torch.Tensor:
-        """The gradients' norm, a 0-dim fp64 tensor on the CPU, which gets its value in the next `step`."""
+        """A 0-d fp64 tensor on the CPU, NaN so far. The next `step` writes the norm of gradients into it."""
         self._norm = torch.full((), float("nan"), dtype=torch.float64, device="cpu")
         return self._norm
 
     def step(self, closure: Any = None) -> None:
-        """As accelerate's: only where gradients are complete."""
+        """As accelerate's: no effect before the last micro-batch of a step."""
         if not self.gradient_state.sync_gradients:
             return
         if self._has_backward and closure is None:
@@ -138,7 +137,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self.engine.set_gradient_accumulation_boundary(True)
             self.engine.step()
             self.engine.set_gradient_accumulation_boundary(None)
-        else:  # of a backward of the script's own
+        else:  # the script has called `loss.backward()` itself
             self.optimizer.step(closure)
         norm = self.engine.get_global_grad_norm()
         if self._norm is not None and norm is not None:
@@ -147,17 +146,17 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether gradients were not finite, and the config checks that."""
+        """Whether the step was skipped because gradients were not finite."""
         return self.engine.was_step_skipped()
 
 
 def _cast(dtype: torch.dtype, model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a model with weights of ``dtype`` gets: after its engine's close, too."""
+    """Cast inputs if the model has weights of ``dtype``, also after its engine was closed."""
     return cast((args, kwargs), dtype) if any(each.dtype is dtype for each in model.parameters()) else (args, kwargs)
 
 
 class _Placeholder(dict[str, torch.Tensor]):
-    """Stands for the weights of a model that an engine saves, in the list that hooks get."""
+    """In place of the weights of an engine's model, in the list that accelerate's save hooks get."""
 
 
 def _drop_placeholders(models: Any, weights: Any, output_dir: str) -> None:
@@ -165,32 +164,31 @@ def _drop_placeholders(models: Any, weights: Any, output_dir: str) -> None:
 
 
 class InfinityAccelerator(Accelerator):  # type: ignore[misc]
-    """``Accelerator`` whose `prepare` has the engine take a model over together with its optimizer.
+    """``Accelerator`` whose `prepare` makes an engine for each optimizer and its model.
 
         accelerator = InfinityAccelerator(infinity_config="ds_config.json", gradient_accumulation_steps=2)
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
     The rest of a script stays as it is: `backward`, `accumulate`, `clip_grad_norm_`, `save_state`, `load_state`,
-    `get_state_dict`, `unwrap_model`, `save_model`. Numbers are those of accelerate alone, bit for bit. What `prepare` gives
-    back for a model is that model. Models without an optimizer among what was prepared stay in memory.
-
-    A model whose engine was closed is an ordinary one again.
+    `get_state_dict`, `unwrap_model`, `save_model`. Numbers are those of accelerate alone, bit for bit. `prepare`
+    returns the model itself. Models without an optimizer stay in memory. After its engine is closed, a model is an
+    ordinary one.
     """
 
     _accumulates = True
-    """Whether accelerate counts micro-batches; a Trainer does it itself."""
+    """Whether accelerate counts micro-batches. False for a Trainer, which counts them itself."""
     _models: list[Any]
     _optimizers: list[Any]
     _all: tuple[Sequence[Any], Sequence[Any]] = (), ()
-    """All of ``_models`` and ``_optimizers``, while a state is saved or loaded without those that engines have."""
+    """``_models`` and ``_optimizers`` of accelerate, while they lack what engines hold: see `_without_engines`."""
 
     def __init__(self, *args: Any, infinity_config: ConfigSource, **kwargs: Any) -> None:
         """
         Args:
             args, kwargs: of ``Accelerator``.
-            infinity_config: the engine's config: path of a JSON file, or a dict. `gradient_accumulation_steps` and "auto" are
-                filled from the arguments. Of "bf16" and "fp16" it decides alone: without them, ``mixed_precision="bf16"`` is
-                accelerate's, fp32 weights under autocast.
+            infinity_config: the engine's config: path of a JSON file, or a dict. `gradient_accumulation_steps` and
+                "auto" are filled in from the arguments. 16-bit weights need "bf16" or "fp16" in it: without them,
+                ``mixed_precision="bf16"`` is accelerate's autocast over fp32 weights.
 
         Raises:
             ConfigError: config and arguments contradict each other.
@@ -202,10 +200,12 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 "the same data. Without a GPU pass cpu=True (TrainingArguments(use_cpu=True))"
             )
         self._engines: list[Engine] = []
+        # Engines that `prepare` has made: `free_memory` closes them. `_engines` has adopted ones as well.
         self._made: list[Engine] = []
         self._num_made = 0
         self._unloaded: list[Engine] = []
-        """Of those, which have gone on with a durable run while the script has loaded nothing."""
+        """Engines that have resumed a durable run, while the script has loaded no state."""
+        # The models among the arguments of the running `prepare`.
         self._candidates: list[nn.Module] = []
         steps = self.gradient_accumulation_steps
         settings = [
@@ -218,7 +218,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 for name in ("bf16", "fp16")
             ),
         ]
-        # Which micro-batch is the last is accelerate's to say.
+        # accelerate knows which micro-batch is the last one of a step, so the engine must not count them.
         self.infinity_config = agreed(infinity_config, settings, drops=["managed_gradient_accumulation"])
         if self.mixed_precision == "fp16" and self.infinity_config.loss_scaling is None:
             raise ConfigError(
@@ -242,12 +242,12 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def engines(self) -> list[Engine]:
-        """Those that are open, in the order in which they were made."""
+        """The open engines, in the order in which they were made."""
         return [engine for engine in self._engines if not engine.is_closed]
 
     @property
     def engine(self) -> Engine | None:
-        """The open engine, if there is one and no other."""
+        """The only open engine; None if there are several or none."""
         found = self.engines
         return found[0] if len(found) == 1 else None
 
@@ -256,7 +256,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         return next((engine for engine in self.engines if engine.module is model), None)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As accelerate's. Each optimizer's model is taken over by an engine.
+        """As accelerate's. Each optimizer and its model get an engine.
 
         Raises:
             InfinityError: as `infinity.initialize`.
@@ -265,13 +265,13 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         self._refuse_several(args)
         try:
             made = {id(each): self._make_engine(each) for each in args if self._is_for_engine(each)}
-            # A model first, so that its scheduler's optimizer is there when the scheduler comes.
+            # Engines first: accelerate then looks up a scheduler's optimizer among the prepared ones.
             return super().prepare(*[made.get(id(each), each) for each in args], device_placement=device_placement)
         finally:
             self._candidates = []
 
     def _refuse_several(self, args: Sequence[Any]) -> None:
-        """Of one model's optimizers."""
+        """Raise if several optimizers have parameters of one model."""
         optimizers = [each for each in args if self._is_for_engine(each)]
         groups = [{id(p) for group in each.param_groups for p in group["params"]} for each in optimizers]
         for model in [*self._candidates, *self._models]:
@@ -284,7 +284,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 )
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As accelerate's; the model was prepared before."""
+        """As accelerate's. The model must have been prepared before."""
         prepared = self._make_engine(optimizer) if self._is_for_engine(optimizer) else optimizer
         return super().prepare_optimizer(prepared, device_placement)
 
@@ -292,13 +292,13 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         """As accelerate's.
 
         Raises:
-            ConfigError: the config has one, too.
+            ConfigError: the config has a scheduler as well.
         """
         refuse_second(self.infinity_config, "scheduler", f"prepare got a {type(scheduler).__name__}")
         return super().prepare_scheduler(scheduler)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """As accelerate's; of a model that an engine holds, the engine knows device and precision."""
+        """As accelerate's. For a model that an engine holds, device and precision are the engine's."""
         engine = self.engine_of(model)
         if engine is None:
             return super().prepare_model(model, device_placement, evaluation_mode)
@@ -307,10 +307,12 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 "accelerate would compile the whole model", cure="Compile its blocks one by one before prepare"
             )
         if engine.config.compute_dtype is torch.float32:
-            # Else it would be wrapped as DDP does it; the engine averages gradients.
+            # With several processes, accelerate would wrap it in DDP. evaluation_mode avoids that: the engine averages.
             return super().prepare_model(model, False, evaluation_mode or self.num_processes > 1)
         if not any(each is model for each in self._models):
             self._models.append(model)
+            # 16-bit weights need inputs of their dtype. The script calls the model itself, not the engine, which would
+            # cast them.
             hook = functools.partial(_cast, engine.config.compute_dtype)
             model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         return model
@@ -324,6 +326,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         known = [*self._candidates, *self._models]
         for model in known:
             if self.engine_of(model) is None and any(id(parameter) in own for parameter in model.parameters()):
+                # Parameters of the optimizer that are not this model's: an engine has one model.
                 rest = own.difference(map(id, model.parameters()))
                 if any(id(parameter) in rest for other in known for parameter in other.parameters()):
                     raise ModelError(
@@ -342,21 +345,21 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         )
 
     def adopt(self, engine: Engine, *, defers_norms: bool = False) -> EngineOptimizer | None:
-        """From now on, this engine's model is known as held; returns its optimizer as accelerate's, if it has one.
+        """Add an engine. Returns its optimizer as accelerate's, if it has one.
 
-        ``defers_norms``: whether `clip_grad_norm_` may give a tensor that gets its value in the optimizer's step.
+        ``defers_norms``: whether `clip_grad_norm_` may return a tensor that gets its value in the optimizer's step.
         """
         self._engines.append(engine)
         return EngineOptimizer(engine, defers_norms=defers_norms) if engine.optimizer is not None else None
 
     def close(self, engine: Engine) -> None:
-        """Close an engine, and forget it."""
+        """Close an engine, and remove it."""
         if engine in self._engines:  # a Trainer makes another accelerator for each trial
             self._engines.remove(engine)
         engine.close()
 
     def free_memory(self, *objects: Any) -> Any:
-        """As accelerate's; the engines that `prepare` has made are closed: see `Engine.close`."""
+        """As accelerate's. Closes the engines that `prepare` has made: see `Engine.close`."""
         while self._made:
             engine = self._made.pop()
             if engine in self._engines:
@@ -366,6 +369,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     # ----------------------------------------------------------------------------------------------------------- the loop
 
     def _optimizer(self) -> EngineOptimizer | None:
+        # With several engines it is not known whose loss it is. accelerate's own `loss.backward()` then reaches each
+        # engine by the hooks of its parameters.
         found = [each for each in self._optimizers if isinstance(each, EngineOptimizer) and not each.engine.is_closed]
         return found[0] if len(found) == 1 else None
 
@@ -383,7 +388,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 optimizer.engine, "accelerator.backward()", loading="Call accelerator.load_state(...) first"
             )
         loss = loss / self.gradient_accumulation_steps
-        if others:  # as in a plain loop
+        if others:  # arguments that only torch's backward has
             optimizer.engine.scale(loss).backward(**kwargs)
         else:
             optimizer.backward(loss, is_last=self.sync_gradients, retain_graph=kwargs.get("retain_graph", False))
@@ -401,16 +406,17 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the gradients, and return their norm before.
 
-        Where the config says ``gradient_clipping``, the engine clips in the step, and this only returns the norm.
+        With ``gradient_clipping`` in the config, the engine clips in the step, and this only returns the norm.
 
         Raises:
-            ConfigError: the config says another norm.
+            ConfigError: the config has another limit.
         """
         optimizer = self._optimizer()
         if optimizer is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         limit = optimizer.engine.config.gradient_clipping
         is_infinite = max_norm == float("inf")
+        # `max_norm=inf` only asks for the norm. The engine clips in the step, to the limit of the config.
         if limit and not is_infinite and (limit != max_norm or norm_type != 2):
             raise ConfigError(
                 f"clip_grad_norm_ is called with {max_norm}, and config key 'gradient_clipping' is {limit}. Set them alike, or "
@@ -418,6 +424,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 key="gradient_clipping",
             )
         if optimizer.defers_norms and norm_type == 2 and (limit or is_infinite):
+            # The engine computes the norm in the step anyway. Here it would have to read all gradients once more.
             return optimizer.norm_to_come()
         found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if limit or is_infinite:
@@ -427,7 +434,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------------------------- saving
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's; models and optimizers that engines hold are written by these, streamed, to ``infinity`` in it."""
+        """As accelerate's. Engines write their models and optimizers, streamed, to ``infinity`` in its directory."""
         if any(isinstance(each, EngineOptimizer) and each.engine.is_closed for each in self._optimizers):
             logger.warning("accelerator.save_state: the states of an optimizer went with its engine, and are not saved")
         last = self.register_save_state_pre_hook(_drop_placeholders)  # after those of the script
@@ -438,7 +445,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             last.remove()
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """As accelerate's; what accelerate alone saved is loaded as well, and then is in memory for a moment."""
+        """As accelerate's. It also loads what accelerate alone has saved, which is in memory for a moment."""
         last = self.register_load_state_pre_hook(self._drop_loaded)  # after those of the script
         try:
             with self._without_engines():
@@ -450,6 +457,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     @contextlib.contextmanager
     def _without_engines(self) -> Iterator[None]:
         kept = self._all = self._models, self._optimizers
+        # accelerate would read the state dicts of these models and optimizers into memory.
         self._models = [each for each in self._models if self.engine_of(each) is None]
         self._optimizers = [each for each in self._optimizers if not isinstance(each, EngineOptimizer)]
         try:
@@ -458,7 +466,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             self._models, self._optimizers = kept
 
     def _save_engines(self, models: Any, weights: Any, output_dir: str) -> None:
-        # A script's hooks, which come next, write models in a way of their own, and drop the weights of each.
+        # The script's hooks run next, with all models. A hook may write a model itself, and remove its weights from the
+        # list by position: so engines' models have placeholders in it, which the last hook removes.
         models[:] = self._all[0]
         others = iter(list(weights))
         weights[:] = [_Placeholder() if self.engine_of(each) is not None else next(others) for each in models]
@@ -466,7 +475,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             save_engine(engine, output_dir, index)
 
     def _load_engines(self, found: Any, input_dir: str) -> None:
-        found[:] = self._all[0]  # for a script's hooks, which come next
+        found[:] = self._all[0]  # the script's hooks run next
         for index, engine in enumerate(self.engines):
             if checkpoint_in(input_dir, index).exists():
                 load_engine(engine, input_dir, index)
@@ -474,7 +483,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     def _drop_loaded(self, found: Any, input_dir: str) -> None:
         loaded = [each for index, each in enumerate(self.engines) if checkpoint_in(input_dir, index).exists()]
         others = [None, *(each for each in self.engines if each not in loaded)]
-        # accelerate goes on with these very lists, and knows a file by the position
+        # accelerate goes on with these list objects, and finds a model's file by its position in them
         found[:] = [each for each in found if self.engine_of(each) in others]
         self._optimizers[:] = [each for each in self._all[1] if getattr(each, "engine", None) in others]
 
@@ -485,7 +494,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """As accelerate's: safetensors under the model's own names; of a model that an engine holds, streamed."""
+        """As accelerate's: safetensors under the model's own names. An engine's model is streamed."""
         engine = self.engine_of(model)
         if engine is None or not safe_serialization:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)

@@ -1,7 +1,4 @@
-"""The engine's checkpoint inside a directory of a library's, and the durable run of which a library knows nothing.
-
-Knows the engine's calls; must not know the libraries.
-"""
+"""The engine's checkpoint inside a library's checkpoint directory, and durable runs below a library's training loop."""
 
 from __future__ import annotations
 
@@ -16,22 +13,22 @@ _FOLDER = "infinity"
 
 
 def checkpoint_in(directory: str | Path, index: int = 0) -> Path:
-    """Where the checkpoint of the so-many-th engine lies in a directory of a library's."""
+    """Path of the checkpoint of a script's engine number ``index``: ``infinity``, ``infinity_1``, ..."""
     return Path(directory) / (f"{_FOLDER}_{index}" if index else _FOLDER)
 
 
 def save_engine(engine: Engine, directory: str | Path, index: int = 0) -> None:
-    """Write the engine's checkpoint (weights, main weights, optimizer states) into a directory of a library's.
+    """Write the engine's checkpoint into a directory of a library's.
 
     Raises:
-        StorageError: the directory cannot take it.
+        StorageError: the directory cannot be written to or is full.
     """
     path = checkpoint_in(directory, index)
     engine.save_checkpoint(path.parent, tag=path.name, save_latest=False)
 
 
 def load_engine(engine: Engine, directory: str | Path, index: int = 0, *, only_module: bool = False) -> None:
-    """Go on from what `save_engine` wrote; random generators and positions of loaders are the library's business.
+    """Load what `save_engine` wrote, without random states and data positions: libraries restore those themselves.
 
     Raises:
         CheckpointError, ModelError, ValueError: as ``engine.load_checkpoint``.
@@ -43,16 +40,16 @@ def load_engine(engine: Engine, directory: str | Path, index: int = 0, *, only_m
 
 
 def has_resumed(engine: Engine) -> bool:
-    """Whether the engine is in the midst of a durable run: `initialize` has gone on from a commit, or it has trained since."""
+    """Whether the engine has a durable run that is past step 0."""
     return engine.config.infinity.durable is not None and engine.global_steps > 0
 
 
 def refuse_to_begin(engine: Engine, call: str, *, loading: str) -> None:
-    """Raise for a training that begins at step 0 of the library's, with an engine of which `has_resumed` is true.
+    """Raise if a library begins at step 0 with an engine that `has_resumed`.
 
     Args:
-        call: what begins it, for the message.
-        loading: how one of the library's checkpoints is loaded, for the cure.
+        call: the call that begins the training, for the message.
+        loading: how to load a checkpoint of the library's, for the cure.
 
     Raises:
         StepError: always.
@@ -66,7 +63,7 @@ def refuse_to_begin(engine: Engine, call: str, *, loading: str) -> None:
 
 
 def config_of(config: InfinityConfig, index: int) -> InfinityConfig:
-    """That of the so-many-th engine of a script: what it keeps for itself lies beside that of the first."""
+    """The config of engine number ``index``: run log, durable run and timeline get paths of their own."""
     if not index:
         return config
     infinity = config.infinity
@@ -81,6 +78,6 @@ def config_of(config: InfinityConfig, index: int) -> InfinityConfig:
 
 
 def only_evaluating(config: InfinityConfig) -> InfinityConfig:
-    """The config for an engine that trains nothing: without optimizer, and no durable run."""
+    """The config for an engine that only evaluates: without optimizer, scheduler and durable run."""
     changes = {"optimizer": None, "scheduler": None, "infinity.durable": False}
     return load_config(dict(config), overrides=changes) if config.infinity.durable or config.optimizer else config

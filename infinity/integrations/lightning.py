@@ -1,4 +1,4 @@
-# ruff: noqa: E402 - an older library than is needed has to be named before something of it is missed
+# ruff: noqa: E402 - the version is checked before other imports, which an older library may fail
 """Lightning (``import lightning``) on the engine: ``Trainer(strategy="infinity_stage_3_nvme")``, or `InfinityStrategy`."""
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The optimizer that Lightning has, over the engine's.
-
-Knows what Lightning asks of an optimizer and the engine's calls; must not know the strategy.
-"""
+"""The optimizer that Lightning gets: it calls the engine's backward and step."""
 
 from __future__ import annotations
 
@@ -19,38 +16,39 @@ class EngineOptimizer(Optimizer):
     """The optimizer that Lightning gets: its step is the engine's.
 
     Attributes:
-        engine: whose optimizer it is.
-        is_stepping: whether `step` has begun: a backward in its closure is the last one of the step.
+        engine: the engine of this optimizer.
+        is_stepping: whether `step` is running. A backward in its closure is the last one of the step.
     """
 
     def __init__(self, engine: Engine, *, averages_always: bool = False) -> None:
-        """``engine`` trains: it has an optimizer. ``averages_always``: each backward may be the last one of a step."""
-        # Not Optimizer.__init__: groups, states, defaults and hooks are those of the engine's, see `__getattr__`.
+        """``engine`` has an optimizer. ``averages_always``: average gradients over processes in each backward."""
+        # Not Optimizer.__init__: groups, states, defaults and hooks are the engine's optimizer's, see `__getattr__`.
         self.engine = engine
         self.is_stepping = False
         self._averages_always = averages_always
         self._has_backward = False
-        self._opt_called = True  # schedulers ask for it
+        self._opt_called = True  # torch's schedulers warn if their optimizer has made no step
 
     @classmethod
     def named_as(cls, optimizer: Optimizer) -> type[EngineOptimizer]:
-        """A class with the name of the user's: loggers show it."""
+        """A subclass with the name of the user's class, which loggers show."""
         return type(type(optimizer).__name__, (cls,), {})
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("engine", "optimizer"):  # not made yet, as in a copy; and who unwraps has come to the end
+        # A copy lacks "engine" at first, and this would call itself. Libraries unwrap while there is an "optimizer".
+        if name in ("engine", "optimizer"):
             raise AttributeError(name)
         return getattr(self.engine.optimizer, name)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """As the engine's optimizer has them."""
+        """Those of the engine's optimizer."""
         groups: list[dict[str, Any]] = self.engine.optimizer.param_groups
         return groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Groups that came later are added, the others get the values (``BaseFinetuning`` when it resumes).
+        """Set the values of groups, and add new groups. ``BaseFinetuning`` assigns groups when it resumes.
 
         Raises:
             ModelError: a group has other parameters than before.
@@ -75,26 +73,26 @@ class EngineOptimizer(Optimizer):
         self._has_backward = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the engine's optimizer does: what was frozen gets room (``BaseFinetuning``)."""
+        """As the engine's optimizer: frozen parameters get room for states (``BaseFinetuning``)."""
         self.engine.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the engine's optimizer has it."""
+        """As the engine's optimizer."""
         found: dict[str, Any] = self.engine.optimizer.state_dict()
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the engine's optimizer does."""
+        """As the engine's optimizer."""
         self.engine.optimizer.load_state_dict(state_dict)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backward of a micro-batch, whose loss is divided already."""
+        """Backward of a micro-batch. Lightning has divided the loss by the accumulation steps."""
         self.engine.set_gradient_accumulation_boundary(self.is_stepping or self._averages_always)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self._has_backward = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, with the last backward of the step, then the step; returns what the closure returns."""
+        """Run the closure, which calls the last backward, and then the engine's step. Returns the closure's result."""
         self.is_stepping = True
         try:
             with torch.enable_grad():
@@ -106,8 +104,8 @@ class EngineOptimizer(Optimizer):
             self.engine.set_gradient_accumulation_boundary(True)
             self.engine.step()
             self.engine.set_gradient_accumulation_boundary(None)
-        else:  # of a backward of the module's own, or none
+        else:  # the module has called `loss.backward()` itself, or no backward ran
             self.engine.optimizer.step()
         return found
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so schedulers take it for the one that they know
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers check it, and would wrap `step` again

@@ -1,7 +1,4 @@
-"""What Lightning calls a strategy, over the engine; for both of its packages.
-
-Knows what Lightning asks of a strategy and the engine's calls; must not know which package asks.
-"""
+"""A Lightning strategy that trains with the engine, for both packages: ``lightning`` and ``pytorch_lightning``."""
 
 from __future__ import annotations
 
@@ -41,9 +38,9 @@ from swapper.volumes.publish import Staging, exchange, remove_abandoned, sync_tr
 logger = logging.getLogger(__name__)
 
 _ParallelStrategy: Any = object
-"""Lightning's, which `strategy_for` puts behind the mixin: what that has of it, nobody knows here."""
+"""The mixin's base for the type checker. `strategy_for` adds Lightning's ``ParallelStrategy``."""
 _REST = "lightning.ckpt"
-"""In a checkpoint: what Lightning wants to have kept, without weights and states."""
+"""File in a checkpoint with Lightning's own entries, without weights and states."""
 NAMES: dict[str, dict[str, Any]] = {
     "infinity_stage_1": {"stage": 1},
     "infinity_stage_2": {"stage": 2},
@@ -56,24 +53,24 @@ _AS_DDP = """
 _get_process_group_backend barrier broadcast determine_ddp_device_ids distributed_sampler_kwargs num_nodes num_processes reduce
 root_device set_world_ranks setup_distributed
 """.split()  # noqa: SIM905 - read as a text
-"""What Lightning's ``DDPStrategy`` does between processes, and this one as well. Not a base: the loader of one process would be
-shuffled in another way."""
+"""Methods of Lightning's ``DDPStrategy`` that this one takes. As a base, it would shuffle a single process's loader
+in another way."""
 
 
 class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
-    """Stands before Lightning's ``ParallelStrategy``: the engine holds the module from `setup` to `teardown`.
+    """A strategy on the engine, which holds the module from `setup` to `teardown`.
 
-    ``Trainer(strategy=InfinityStrategy(config="ds_config.json"))``, or one of `NAMES`. Training, numbers and what hooks,
-    callbacks and loggers see are those of Lightning without it. A checkpoint is a directory, streamed and whole or not
-    there at all; ``ckpt_path=`` takes it. What ``configure_model`` makes is built on the drives. In `teardown` the trained
-    weights go back into the module, if they take half of the free memory at most: else save them before.
+    Use ``Trainer(strategy=InfinityStrategy(config="ds_config.json"))``, or one of `NAMES`. Numbers, and what hooks,
+    callbacks and loggers see, are those of Lightning without it. A checkpoint is a directory, which appears when it is
+    complete; ``ckpt_path=`` takes it. ``configure_model`` builds on the drives. `teardown` gives trained weights back
+    to the module if they take at most half of the free memory. Save larger ones before.
 
-    With several devices there is a process for each, which a launcher has started (torchrun, Slurm), or Lightning does.
-    Loaders are sharded and seeds set as by ``DDPStrategy``; the engine averages gradients, and clips. What Lightning does at
-    Slurm's signal (save, and requeue the job) it does before the next batch.
+    Several devices have a process each, started by a launcher (torchrun, Slurm) or by Lightning. Loaders are sharded
+    and seeds set as by ``DDPStrategy``; the engine averages and clips gradients. Slurm's signal (save, and requeue
+    the job) is handled before the next batch.
 
     Attributes:
-        engine: None outside.
+        engine: None before `setup` and after `teardown`.
     """
 
     engine: Engine | None = None
@@ -93,35 +90,35 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
     ) -> None:
         """
         Args:
-            config: the engine's; "auto", batch size and accumulation are filled from the Trainer. None: one is made of
-                the arguments that follow.
+            config: the engine's config. The Trainer fills in "auto", batch size and accumulation. None: made from the
+                next arguments.
             stage, offload: ZeRO stage, and "none", "cpu" or "nvme" for weights and states.
-            nvme_path: where to, with "nvme". None: ``infinity`` in the Trainer's ``default_root_dir``.
+            nvme_path: directory for "nvme". None: ``infinity`` in the Trainer's ``default_root_dir``.
             kwargs: of Lightning's ``ParallelStrategy``.
         """
         super().__init__(**kwargs)
         self._num_nodes = 1
         self._process_group_backend: str | None = None
-        self._timeout = timedelta(minutes=30)  # torch's
+        self._timeout = timedelta(minutes=30)  # torch's default
         self._config = config
         self._made_of = stage, offload, nvme_path
         self._directory: Path | None = None
-        """The checkpoint that the engine is to load, or has loaded."""
+        """Directory of the checkpoint to load, or that was loaded."""
         self._has_weights = False
-        """Whether the module has them already."""
+        """Whether Lightning or a callback has loaded the weights."""
         self._agreed: InfinityConfig | None = None
         self._has_trained = False
         self._has_loaded = False
         self._signals: list[int] = []
-        """Those that came, and which Lightning has not handled."""
+        """Received signals that Lightning has not handled yet."""
         self._left_out: dict[str, Any] = {}
-        """Stands for the weights in what Lightning wants to have saved."""
+        """In place of the weights, in the checkpoint that Lightning passes to `save_checkpoint`."""
 
     # ------------------------------------------------------------------------------------------------------- the processes
 
     @property
     def is_distributed(self) -> bool:
-        """Whether several processes train together: loaders are sharded then."""
+        """Whether several processes train together."""
         return bool(self.num_nodes * self.num_processes > 1)
 
     def _configure_launcher(self) -> None:
@@ -131,10 +128,10 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
-        """As Lightning's; several processes come together.
+        """As Lightning's. Several processes make their group here.
 
         Raises:
-            ConfigError: there are others than the Trainer counts.
+            ConfigError: the Trainer counts another number of processes.
         """
         if self.is_distributed:
             self.setup_distributed()
@@ -148,8 +145,9 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         super().setup_environment()
 
     def _defer_handlers(self) -> None:
-        """Lightning's handler for Slurm's signal, which saves, runs between batches: a signal comes in the midst of a step."""
+        """Run Lightning's handler for Slurm's signal between batches."""
         connector = self.lightning_module.trainer._signal_connector
+        # The handler saves a checkpoint. Python runs it between any two instructions, also in the middle of a step.
         vars(connector)["_slurm_sigusr_handler_fn"] = self._on_signal
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -164,27 +162,28 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients of a backward inside stay this process's own until the next one outside."""
+        """Do not average gradients of backwards in the block. The next backward after it averages all."""
         with self.engine.no_sync() if self.engine is not None else contextlib.nullcontext():
             yield
 
     # ---------------------------------------------------------------------------------------------------------- the config
 
     def infinity_config(self) -> InfinityConfig:
-        """What the Trainer and the config have agreed on.
+        """The config, merged with the Trainer's arguments.
 
         Raises:
             ConfigError: they contradict each other.
         """
         if self._agreed is None:
             self._agreed = self._agree(self.lightning_module.trainer)
-            if self._agreed.compute_dtype is not torch.float32:  # the engine casts what comes in, and scales losses
-                self._precision_plugin = self._pytorch.plugins.precision.Precision()  # which does nothing
+            if self._agreed.compute_dtype is not torch.float32:  # the engine casts inputs and scales losses
+                self._precision_plugin = self._pytorch.plugins.precision.Precision()  # does nothing
         return self._agreed
 
     def _agree(self, trainer: Any) -> InfinityConfig:
         source = self._config if self._config is not None else self._made(Path(trainer.default_root_dir))
         steps, precision = trainer.accumulate_grad_batches, str(self.precision_plugin.precision)
+        # "bf16-true" and "bf16-mixed" fill in an "auto" of bf16.enabled; "16-true" and "16-mixed" of fp16.enabled.
         narrow = {name: precision.startswith(prefix) for name, prefix in (("bf16", "bf16"), ("fp16", "16"))}
         clip_val, is_by_value = float(trainer.gradient_clip_val or 0), trainer.gradient_clip_algorithm == "value"
         by_norm, told = clip_val, "gradient_clip_val"
@@ -198,9 +197,9 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             *(Setting(f"{name}.enabled", on, "precision", must_match=False) for name, on in narrow.items()),
         ]
         config = agreed(source, settings, drops=["managed_gradient_accumulation"])
-        if clip_val and (
-            is_by_value or not self.is_distributed
-        ):  # Lightning clips, which has all processes get all gradients
+        # Lightning clips by value and, in a single process, by norm. The engine must not clip as well. With several
+        # processes, Lightning would gather all gradients in each of them, so the engine clips by norm in its step.
+        if clip_val and (is_by_value or not self.is_distributed):
             config = load_config(dict(config), overrides={"gradient_clipping": 0.0})
         if self.is_distributed:
             self._check_several()
@@ -237,7 +236,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Modules are built on the CPU, or on the drives; the engine brings to the device what is computed with."""
+        """Build modules on the CPU or on drives, not on the device. The engine moves what is needed."""
         if self.lightning_module is not None:
             self.infinity_config()
         with self.precision_plugin.tensor_init_context():
@@ -245,15 +244,15 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """``configure_model`` builds inside `infinity.Init`."""
+        """``configure_model`` runs inside `infinity.Init`."""
         with Init(config=self.infinity_config()):
             yield
 
     def model_to_device(self) -> None:
-        """The engine does."""
+        """No effect: the engine moves what is needed."""
 
     def setup(self, trainer: Any) -> None:
-        """As Lightning's; then the engine takes the module over, with its optimizer if there is one.
+        """As Lightning's. Then makes the engine, with the optimizer of ``configure_optimizers`` if there is one.
 
         Raises:
             InfinityError: as `infinity.initialize`.
@@ -261,6 +260,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         self.infinity_config()
         super().setup(trainer)
         if self.engine is None:
+            # `super().setup` calls `setup_optimizers`, but not for validate, test and predict.
             engine = self._make_engine(None)
             if self._directory is not None and not self._has_weights:
                 load_engine(engine, self._directory, only_module=True)
@@ -276,12 +276,12 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         for key, own in (("optimizer", self.optimizers), ("scheduler", self.lr_scheduler_configs)):
             if own:
                 refuse_second(self.infinity_config(), key, "Lightning has that of configure_optimizers")
-        if self.optimizers and self.optimizers[0].param_groups:  # not Lightning's own for "no optimizer"
+        if self.optimizers and self.optimizers[0].param_groups:  # Lightning's placeholder has no groups
             self._make_engine(self.optimizers[0])
 
     def _make_engine(self, optimizer: Optimizer | None) -> Engine:
         config = self.infinity_config()
-        if optimizer is None:  # nothing is trained now
+        if optimizer is None:  # validate, test or predict
             config = only_evaluating(config)
         engine, *_ = initialize(
             model=self.lightning_module, optimizer=optimizer, config=config, device=self.root_device
@@ -292,9 +292,10 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             own = EngineOptimizer.named_as(optimizer)(self.engine, averages_always=is_manual and self.is_distributed)
             if self.is_distributed:
                 plugin: Any = self.precision_plugin
+                # `_agree` leaves clipping to the engine here: see `_clip`.
                 vars(plugin)["clip_gradients"] = functools.partial(self._clip, plugin.clip_gradients)
             self.optimizers = [own]
-            for each in self.lr_scheduler_configs:  # callbacks tell by identity which optimizer is whose
+            for each in self.lr_scheduler_configs:  # callbacks compare optimizers by identity
                 vars(each.scheduler)["optimizer"] = own
         self.model = engine
         return engine
@@ -303,7 +304,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         """As Lightning's.
 
         Raises:
-            StepError: a durable run has gone on, and Lightning begins at step 0.
+            StepError: a durable run is past step 0, and Lightning begins at step 0.
         """
         super().on_train_start()
         if self.engine is not None and has_resumed(self.engine) and not self._has_loaded:
@@ -320,26 +321,27 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         super().on_train_end()
 
     def teardown(self) -> None:
-        """As Lightning's; before, the trained weights go back into the module."""
+        """As Lightning's. First, the trained weights go back into the module."""
         self._has_loaded, self._directory = False, None
         self._has_trained |= any(isinstance(each, EngineOptimizer) for each in self.optimizers)
         self.optimizers = []
         if self.engine is not None:
             engine, self.engine = self.engine, None
             self.model = self.lightning_module
-            engine.forget_step()  # what an exception has cut off: else its weights would not be whole
+            engine.forget_step()  # a step that an exception has ended; `close` needs complete weights
             engine.close()
         super().teardown()
 
     # ------------------------------------------------------------------------------------------------------------ the loop
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As Lightning's, by way of the engine; a module's own ``backward`` is left to it."""
+        """As Lightning's, with the engine's backward. A module's own ``backward`` is called unchanged."""
         module = self.lightning_module
-        is_plain = bool(args) or not kwargs.keys() <= {"retain_graph"}  # as in a loop without Lightning
+        is_plain = bool(args) or not kwargs.keys() <= {"retain_graph"}  # arguments that only torch's backward has
         own = next((each for each in self.optimizers if isinstance(each, EngineOptimizer)), None)
         if own is None or is_plain or type(module).backward is not self._pytorch.LightningModule.backward:
             return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[no-any-return]
+        # Lightning's plugins and hooks around backward call `module.backward(loss)`: for this call it is the engine's.
         module.__dict__["backward"] = functools.partial(own.backward)
         try:
             return super().backward(closure_loss, optimizer, **kwargs)  # type: ignore[no-any-return]
@@ -357,20 +359,20 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
     # -------------------------------------------------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: the engine saves weights."""
+        """A placeholder: the engine saves weights."""
         self._left_out = {}
         return self._left_out if self.engine is not None else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: the engine saves states."""
+        """Empty: the engine saves states."""
         return {} if self.engine is not None else super().optimizer_state(optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a directory: the engine's checkpoint, and what Lightning keeps besides. After ``fit``, a file without states."""
+        """Write a directory: the engine's checkpoint and Lightning's entries. After ``fit``, a file without states."""
         if self._has_trained and not self.optimizers and checkpoint.pop("optimizer_states", None) is not None:
-            # Not an empty list, with which a training would begin anew in silence.
+            # The key is removed: with an empty list, a resumed training would silently begin with new states.
             logger.warning(
                 "'%s' gets weights alone, and no training goes on from it: the optimizer's states have gone with fit. Save in "
                 "it, by ModelCheckpoint(save_last=True) for one",
@@ -382,12 +384,12 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         path = Path(self.broadcast(os.fspath(filepath)))
         is_interrupted = self.lightning_module.trainer.interrupted
         if is_interrupted:
-            self.engine.forget_step()  # what the exception has cut off
-        if checkpoint["state_dict"] is not self._left_out:  # there are others, and these elsewhere (WeightAveraging)
+            self.engine.forget_step()  # a step that the exception has ended
+        if checkpoint["state_dict"] is not self._left_out:  # WeightAveraging has replaced it, and moved it
             for key in [key for key, value in checkpoint.items() if value is self._left_out]:
                 checkpoint[key] = self.lightning_module.state_dict()
         staging, new = Staging(path.parent, path.name), ""
-        with contextlib.ExitStack() as opened:  # by rank 0 alone
+        with contextlib.ExitStack() as opened:  # rank 0 makes the files, all ranks save the engine
 
             def begin() -> None:
                 nonlocal new
@@ -397,10 +399,10 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
 
             def publish() -> None:
                 self.checkpoint_io.save_checkpoint(checkpoint, Path(new) / _REST)
-                self.checkpoint_io.teardown()  # AsyncCheckpointIO has only begun to write
+                self.checkpoint_io.teardown()  # waits for AsyncCheckpointIO
                 sync_tree(Path(new))
                 exchange(Path(new), path)
-                opened.close()  # what it replaces goes while the others wait
+                opened.close()  # removes the replaced checkpoint, while the other ranks still wait
 
             on_rank_0(world(), f"saving {path}", begin)
             new = self.broadcast(new)
@@ -409,14 +411,14 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             except StepError as error:
                 if not is_interrupted:
                     raise
-                logger.warning("'%s' is not saved: %s", path, error)  # the exception itself is what is to be seen
+                logger.warning("'%s' is not saved: %s", path, error)  # Lightning raises the exception itself next
                 return
             on_rank_0(world(), f"publishing {path}", publish)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What `save_checkpoint` wrote, without weights; or a file of Lightning's own."""
+        """Load Lightning's entries of a directory, without weights; or a file of Lightning's own."""
         path = Path(checkpoint_path)
-        remove_abandoned(path.parent)  # a killed save, which may have the name of what it was to replace
+        remove_abandoned(path.parent)  # may put back what a killed save was replacing
         self._has_loaded = True
         self._directory = path if path.is_dir() else None
         if self._directory is not None:
@@ -427,16 +429,18 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """What Lightning or a callback (WeightAveraging) has saved; the rest the engine loads, as soon as it is there."""
+        """Load weights that Lightning or a callback (WeightAveraging) has saved. The engine loads its own later."""
         self._has_weights = self._directory is None or bool(checkpoint["state_dict"])
         if self._has_weights:
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Weights and states; callbacks have added by now which groups had been added."""
+        """Load the engine's weights and states. By now callbacks have added the groups that were added in that run."""
         if self._directory is None:
             super().load_optimizer_state_dict(checkpoint)
         elif self.engine is not None and self.engine.optimizer is not None:
+            # The engine's checkpoint has the weights in training. WeightAveraging has loaded averaged ones, which must
+            # stay.
             weights = self.lightning_module.state_dict() if self._has_weights else None
             load_engine(self.engine, self._directory)
             if weights is not None:
@@ -451,6 +455,7 @@ def strategy_for(pytorch: Any) -> Any:
     bases = (InfinityStrategyMixin, pytorch.strategies.ParallelStrategy)
     made = type("InfinityStrategy", bases, {**own, **as_ddp})
     saving = pytorch.core.saving
+    # `load_from_checkpoint` has no hook for other formats, so its function that reads the file is replaced.
     vars(saving)["pl_load"] = functools.partial(_load_for_module, saving.pl_load)
     for name, options in NAMES.items():
         pytorch.strategies.StrategyRegistry.register(name, made, description=str(options), override=True, **options)
@@ -458,7 +463,7 @@ def strategy_for(pytorch: Any) -> Any:
 
 
 def _load_for_module(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``Module.load_from_checkpoint`` reads: of a directory of ours, with fp32 weights in memory."""
+    """For ``Module.load_from_checkpoint``: reads a directory of this strategy, with fp32 weights in memory."""
     if not isinstance(path, str | os.PathLike) or not (Path(path) / _REST).is_file():
         return load(path, *args, **kwargs)
     found = load(Path(path) / _REST, *args, **kwargs)
@@ -469,10 +474,10 @@ def _load_for_module(load: Callable[..., Any], path: Any, *args: Any, **kwargs: 
 
 
 def _check_replaceable(path: Path) -> None:
-    """See that a save replaces a checkpoint, and no directory of others.
+    """Check that a save replaces nothing but a checkpoint of this strategy.
 
     Raises:
-        StorageError: something else has its name.
+        StorageError: another directory has its name.
     """
     if path.is_dir() and not (path / _REST).is_file() and any(path.iterdir()):
         problem = "is a directory that is no checkpoint, and is not replaced"

@@ -1,11 +1,15 @@
 """A Trainer's accumulated micro-batches in the engine's vertical schedule, so that weights are read once per step.
 
-transformers hands out all batches of a step at once (``get_batch_samples``), then calls ``training_step`` with one after the
-other. Here the first of these calls runs ``training_step`` of all of them, each in a thread that takes turns with the others
-(see `infinity.vertical`): its ``accelerator.backward(loss)`` hands the loss to the engine, which runs the backwards. The later
-calls give back what these have returned. Whatever a subclass does in ``training_step`` or ``compute_loss`` is so done as ever,
-but in another order: the first parts of all micro-batches, then the blocks of the model, then the last parts. `_Attributes`
-sees to it that nothing which is assigned to the Trainer goes from one to another.
+A step with 3 micro-batches, as the Trainer calls it and as it runs here:
+
+    get_batch_samples      returns batches 0, 1, 2
+    training_step(0)       runs the Trainer's training_step of all three, each in its own thread (`infinity.vertical`):
+                           all embeddings, block 0 for all, block 1 for all, ..., all losses, then backward likewise
+    training_step(1)       returns the result of 1
+    training_step(2)       returns the result of 2
+
+A subclass's ``training_step`` and ``compute_loss`` run as before, but interleaved. `_Attributes` checks that no
+micro-batch sees what another one has assigned to the Trainer.
 """
 
 from __future__ import annotations
@@ -25,13 +29,12 @@ from infinity.vertical.arguments import is_same
 
 
 class MicroBatches:
-    """Stands before a Trainer's ``get_batch_samples`` and ``training_step`` while it trains."""
+    """Replaces a Trainer's ``get_batch_samples`` and ``training_step`` while it trains."""
 
     def __init__(self, trainer: Any, records: Collection[str]) -> None:
         """
         Args:
-            trainer: has not been trained with another one of these.
-            records: names of its attributes that its steps add to, and do not look at.
+            records: names of the Trainer's attributes that its steps only add to, such as lists of metrics.
         """
         self._trainer = trainer
         self._records = frozenset(records)
@@ -40,18 +43,19 @@ class MicroBatches:
         self._fetched: list[Any] = []
         self._is_short = False
         self._computed: list[tuple[Any, Any]] = []
-        """The batches whose turn in the Trainer's loop is to come, with what their steps have returned."""
+        """Pairs (batch, result) that are computed, and that the Trainer has yet to ask for."""
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""
         found = self._fetch(epoch_iterator, num_batches, *args, **kwargs)
         self._fetched = list(found[0])
         self._is_short = len(self._fetched) < num_batches
-        self._computed.clear()  # the Trainer has left its loop
+        self._computed.clear()  # of a step that the Trainer has left early
         return found
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; that of a step's first micro-batch computes all of them, if it can."""
+        """As the Trainer's. With a step's first micro-batch, it computes all of them if that is possible."""
+        # A later micro-batch of a step that is already computed.
         if self._computed:
             batch, returned = self._computed.pop(0)
             if batch is not inputs:
@@ -78,7 +82,7 @@ class MicroBatches:
         if obstacle is not None:
             optimizer.engine.on_ordinary_step(obstacle)
             return None
-        trainer.model.train()  # which each step does
+        trainer.model.train()  # as each training_step does
         returned: list[Any] = [None] * len(batches)
         before: list[_Attributes] = []
 
@@ -91,6 +95,8 @@ class MicroBatches:
 
         if optimizer.backward_together([functools.partial(run, index) for index in range(len(batches))]):
             return returned
+        # The vertical schedule was refused on the way. The caller runs the micro-batches one by one, so what these
+        # attempts have assigned is taken back.
         for attributes in before:
             attributes.restore()
         return None
@@ -108,10 +114,10 @@ class MicroBatches:
 
 
 class _Attributes:
-    """What a Trainer, its state and its control have as attributes now, but not what those hold."""
+    """A shallow snapshot of the attributes of a Trainer, its state and its control."""
 
     def __init__(self, trainer: Any, records: Collection[str]) -> None:
-        """``records``: see `MicroBatches`; of these, all that they hold is kept as well."""
+        """``records``: see `MicroBatches`. Their values are copied deeply."""
         self._homes = [
             (type(each).__name__, vars(each), dict(vars(each))) for each in (trainer, trainer.state, trainer.control)
         ]
@@ -119,7 +125,7 @@ class _Attributes:
         self._records = {name: copy.deepcopy(own[name]) if name in own else None for name in records}
 
     def check(self) -> None:
-        """Raise `NeverSupportedSchedule` if any has changed that is no record."""
+        """Raise `NeverSupportedSchedule` if an attribute other than the records has changed."""
         for name, now, before in self._homes:
             for key in {*now, *before} - self._records.keys():
                 if key not in now or key not in before or not is_same([before[key]], [now[key]]):
@@ -129,7 +135,7 @@ class _Attributes:
                     )
 
     def restore(self) -> None:
-        """All is as it was."""
+        """Restore the snapshot."""
         for _, now, before in self._homes:
             for key in [key for key in now if key not in before]:
                 del now[key]

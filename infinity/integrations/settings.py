@@ -1,7 +1,4 @@
-"""What a library's own arguments say beside a config: they fill what the config leaves open, and may not contradict it.
-
-Knows configs and pairs of names; must not know the libraries.
-"""
+"""Merges a library's arguments into a config: they fill in what the config leaves open, and must not contradict it."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from infinity.errors import ConfigError
 
 @dataclass(frozen=True)
 class Setting:
-    """One thing that config and library both say.
+    """A value that both the config and a library's argument can set.
 
     Attributes:
-        key: in the config, dotted.
-        value: what the library's argument says.
+        key: of the config, dotted.
+        value: of the argument.
         argument: its name, for messages.
-        is_always: whether it goes for a config without this key as well; else only where that says "auto".
-        must_match: whether another value in the config is a conflict.
+        is_always: use it also if the config lacks the key; otherwise only in place of "auto".
+        must_match: whether another value in the config is an error.
     """
 
     key: str
@@ -36,16 +33,15 @@ class Setting:
 
 
 GRADIENTS_STAY = Setting("infinity.update", "deferred", "update", is_always=True, must_match=False)
-"""For loops whose hooks may look at gradients in any step: none is used up by an update in backward."""
+"""For libraries whose hooks may read gradients before a step: no update in backward may use them up."""
 
 
 def agreed(source: ConfigSource, settings: Iterable[Setting], *, drops: Iterable[str] = ()) -> InfinityConfig:
-    """The config with what the library says in place of each "auto".
+    """The config, with the library's values in place of each "auto".
 
     Args:
         source: as for `infinity.load_config`.
-        settings: see `Setting`.
-        drops: blocks and keys, at the top, of what the library does in place of the engine.
+        drops: top-level keys to remove, because the library does what they say.
 
     Raises:
         ConfigError: config and library contradict each other, with all keys; or as `infinity.load_config`.
@@ -76,15 +72,14 @@ def agreed(source: ConfigSource, settings: Iterable[Setting], *, drops: Iterable
 
 
 def refuse_second(config: InfinityConfig, key: str, other: str) -> None:
-    """See that the config names no "optimizer" or "scheduler" where the script has made one.
+    """Check that the config has no "optimizer" or "scheduler" if the script has made one.
 
     Args:
-        config: the engine's.
         key: which of the two.
-        other: whose the script's is, for the message.
+        other: describes the script's, for the message.
 
     Raises:
-        ConfigError: it names one.
+        ConfigError: both have one.
     """
     section = getattr(config, key)
     if section is not None:
@@ -113,6 +108,7 @@ def _same(given: Any, wanted: Any) -> bool:
     if isinstance(given, bool) or isinstance(wanted, bool) or wanted is None:
         return given is wanted
     try:
+        # JSON may have 5e-05, "5e-5" or 1 where the library has 5e-5 or 1.0.
         return float(given) == float(wanted)
     except (TypeError, ValueError):
         return str(given) == str(wanted)

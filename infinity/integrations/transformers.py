@@ -4,9 +4,7 @@
     trainer = InfinityTrainer(model, args, train_dataset=data, infinity_config="ds_config.json")
     trainer.train()
 
-`InfinityTrainerMixin` does the same for what derives from ``Trainer``: ``class MyTrainer(InfinityTrainerMixin, SFTTrainer)``.
-
-Knows the Trainer, accelerate's side of it and the engine's calls; must not know what the engine is made of.
+`InfinityTrainerMixin` does it for subclasses of ``Trainer``: ``class MyTrainer(InfinityTrainerMixin, SFTTrainer)``.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ from infinity.optim.lr_schedules import build_scheduler
 from swapper.volumes.publish import Staging, make_directory, opener, remove, rename
 
 _Trainer: Any = object
-"""What stands behind the mixin: transformers' ``Trainer``, or a class that derives from it."""
+"""The mixin's base for the type checker. At run time it is used before a ``Trainer``."""
 _SCHEDULER, _STATE = "scheduler.pt", "trainer_state.json"
 
 
@@ -54,25 +52,25 @@ class _TrainersAccelerator(InfinityAccelerator):
 
 
 class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
-    """Stands before a ``Trainer`` among the bases, and has the engine train its model: the same numbers, bit for bit.
+    """A base class before a ``Trainer``: the engine trains the model, with the same numbers, bit for bit.
 
-    The engine is made when the training begins, or the first evaluation, and holds the model until ``engine.close()``; the
-    model stays the same object, so `evaluate`, `predict`, `save_model` and ``generate`` go on working. What the Trainer
-    saves is streamed: weights as ``save_pretrained`` writes them (adapters alone, of a PEFT model), and in the directory
-    ``infinity`` of each checkpoint main weights and optimizer states, in place of ``optimizer.pt``.
+    The engine is made when training or the first evaluation begins, and holds the model until ``engine.close()``. The
+    model stays the same object, so `evaluate`, `predict`, `save_model` and ``generate`` work as before. Weights are
+    saved as by ``save_pretrained``, streamed (of a PEFT model, its adapters). In each checkpoint, the directory
+    ``infinity`` has main weights and optimizer states, in place of ``optimizer.pt``.
 
-    With accumulation, the micro-batches of a step go through the model together, as config key ``infinity.schedule`` says
-    ("auto": where that saves reads and keeps all bits): see `infinity.integrations.micro_batches`.
+    With accumulation, the micro-batches of a step may go through the model together, by config key
+    ``infinity.schedule``: see `infinity.integrations.micro_batches`.
 
     Attributes:
-        engine: None before it is made. After its ``close()``, the model is as without one.
-        step_records: names of attributes that a subclass's ``training_step`` or ``compute_loss`` only adds to (metrics). With
-            others that they change, micro-batches go one after the other.
+        engine: None before it is made. After its ``close()``, the model is an ordinary one.
+        step_records: names of attributes that a subclass's ``training_step`` or ``compute_loss`` only adds to
+            (metrics). If they change other attributes, micro-batches run one after the other.
     """
 
     engine: Engine | None = None
     step_records: frozenset[str] = frozenset({"_metrics", "_total_train_tokens"})  # TRL's
-    gather_function: Any  # these three of the Trainer are set here
+    gather_function: Any  # attributes of the Trainer that are set here
     lr_scheduler: Any
     optimizer: Any
 
@@ -80,35 +78,36 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
         """
         Args:
             args, kwargs: of the Trainer.
-            infinity_config: the engine's config, path of a JSON file or a dict. What it leaves open or says "auto" to is
-                taken from ``TrainingArguments``: batch sizes, accumulation, clipping, ``bf16``, ``fp16``, and the
-                parameters of an "optimizer" or "scheduler" in it. Without a block "bf16", ``bf16=True`` is the Trainer's:
-                fp32 weights under autocast.
+            infinity_config: the engine's config: path of a JSON file, or a dict. ``TrainingArguments`` fill in what it
+                leaves open or "auto": batch sizes, accumulation, clipping, ``bf16``, ``fp16``, and the parameters of
+                its "optimizer" or "scheduler". Without a block "bf16", ``bf16=True`` is autocast over fp32 weights.
 
         Raises:
             ConfigError: config and ``TrainingArguments`` contradict each other.
         """
         self._infinity_source = infinity_config
-        self.__dict__["create_optimizer"] = self._create_engine  # before those of subclasses, too
+        self.__dict__["create_optimizer"] = self._create_engine  # on the object: found before a subclass's method
         super().__init__(*args, **kwargs)
 
     @property
     def _held_by(self) -> Engine | None:
-        """The engine that holds the model now."""
+        """The open engine; None if there is none."""
         return None if self.engine is None or self.engine.is_closed else self.engine
 
     # -------------------------------------------------------------------------------------------------- before the training
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's, with an accelerator that knows the engine."""
+        """As the Trainer's, with an `InfinityAccelerator`."""
         arguments = self.args
         _check(arguments)
-        arguments._setup_devices  # noqa: B018  # counts the GPUs; of several it would make nn.DataParallel
+        arguments._setup_devices  # noqa: B018  # sets _n_gpu: with several the Trainer would use nn.DataParallel
         arguments._n_gpu = min(arguments._n_gpu, 1)
         super().create_accelerator_and_postprocess()
         self.infinity_config = agreed(
             self._infinity_source, _settings(arguments), drops=["managed_gradient_accumulation", "scheduler"]
         )
+        # The Trainer has made a plain one by now. Its arguments come from `_build_accelerator_args`, and the function
+        # that uses it is made again.
         self.accelerator = _TrainersAccelerator(**self._accelerator_arguments, infinity_config=self.infinity_config)
         gather = self.gather_function
         options = gather.keywords if isinstance(gather, functools.partial) else {}
@@ -119,25 +118,26 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
         return dict(self._accelerator_arguments)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """The engine moves what is computed with; the whole model may be larger than the device."""
+        """No effect: the model may be larger than the device. The engine moves what is needed."""
 
     def _create_engine(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``create_optimizer`` is: the class's own, then the engine takes the model over, with the optimizer of that.
+        """In place of ``create_optimizer``: calls the class's own, and then makes the engine with its optimizer.
 
         Raises:
             InfinityError: as `infinity.initialize`.
         """
         engine, own, is_of_config = self._held_by, self.optimizer, self.infinity_config.optimizer is not None
+        # A second `train()`: the engine goes on, unless a subclass makes another optimizer.
         if isinstance(own, EngineOptimizer) and own.engine is engine:
             if not is_of_config:
                 type(self).create_optimizer(self, *args, **kwargs)
             if self.optimizer is own:
                 return own
-            self.accelerator.close(engine)  # a subclass has made another one
+            self.accelerator.close(engine)  # a subclass has made another optimizer
         else:
             if isinstance(own, EngineOptimizer):
-                self.optimizer = own.engine.passed_optimizer  # which `initialize` says begins anew
-            if engine is not None:  # a trial's, or one that only evaluated
+                self.optimizer = own.engine.passed_optimizer  # `initialize` logs that it begins anew
+            if engine is not None:  # of an earlier trial, or one that only evaluated
                 self.accelerator.close(engine)
             if not is_of_config or self.optimizer is not None:
                 type(self).create_optimizer(self, *args, **kwargs)
@@ -145,8 +145,9 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, or the config's, if that has a "scheduler"."""
+        """As the Trainer's. A "scheduler" in the config is used instead."""
         arguments = self.args
+        # Only now is the number of steps known, which replaces "auto" in the config's scheduler.
         if self.lr_scheduler is None and has_block(self._infinity_source, "scheduler"):
             settings = [
                 *_settings(arguments),
@@ -166,12 +167,13 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
         if evaluates:
             config = only_evaluating(config)
         has_whole_gradients = num_processes() == 1 or not config.zero_stage
-        # Who comes before the step gets clipped gradients, whose norm is known.
+        # A callback's `on_pre_optimizer_step` sees clipped gradients. So the Trainer has to clip before it, as usual,
+        # and the engine must not clip in the step. With ZeRO, no process has whole gradients before the step.
         clips_now = has_whole_gradients and any(map(_comes_before_steps, self.callback_handler.callbacks))
         if clips_now:
             config = agreed(load_config(dict(config), overrides={"gradient_clipping": 0.0}), [GRADIENTS_STAY])
         self.engine, *_ = initialize(model=self.model, optimizer=optimizer, config=config, device=arguments.device)
-        self._mixed_mesh_grads = False  # else the Trainer looks for it in all gradients
+        self._mixed_mesh_grads = False  # else the Trainer reads all gradients to find out
         adopted: EngineOptimizer | None = self.accelerator.adopt(self.engine, defers_norms=not clips_now)
         return adopted
 
@@ -185,7 +187,7 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
         return super().evaluation_loop(*args, **kwargs)
 
     def _prepare_input(self, data: Any) -> Any:
-        """As the Trainer's; numbers are in the dtype of 16-bit weights."""
+        """As the Trainer's. Floating-point inputs are cast to the dtype of 16-bit weights."""
         dtype = self.infinity_config.compute_dtype
         if isinstance(data, torch.Tensor) and data.is_floating_point() and dtype is not torch.float32:
             data = data.to(dtype)
@@ -194,17 +196,17 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
     # --------------------------------------------------------------------------------------------------- saving and resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. True goes on from the newest checkpoint that is whole: a kill may have left one that is not."""
+        """As the Trainer's. True resumes from the newest complete checkpoint, and skips what a killed process left."""
         if resume_from_checkpoint is True:
             directory = Path(self.args.output_dir)
             resume_from_checkpoint = newest_checkpoint(directory) or True
         if self._held_by is not None:
-            self._held_by.forget_step()  # what an exception has cut off
+            self._held_by.forget_step()  # gradients of a step that an exception has ended
         if self.args.gradient_accumulation_steps == 1 or self.infinity_config.infinity.schedule == "ordinary":
             return super().train(resume_from_checkpoint, *args, **kwargs)
         together, own = MicroBatches(self, self.step_records), self.__dict__
         own |= {"get_batch_samples": together.get_batch_samples, "training_step": together.training_step}
-        try:  # before those of subclasses, too
+        try:  # set on the object, they are found before a subclass's methods
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             del own["get_batch_samples"], own["training_step"]
@@ -219,7 +221,7 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         engine = self._held_by
-        if engine is None or state_dict is not None:  # weights of the script's own making
+        if engine is None or state_dict is not None:  # the script passes its own weights
             super()._save(output_dir, state_dict)
             return
         directory = Path(output_dir if output_dir is not None else self.args.output_dir)
@@ -228,14 +230,16 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
         engine.save_pretrained(directory)
 
     def _save_rest(self, directory: Path) -> None:
-        """All but weights: the configuration of the tokenizer, the arguments, and whatever a subclass writes."""
+        """Save everything but weights: tokenizer, arguments, and whatever a subclass writes."""
         own: dict[str, Any] = self.model.__dict__
+        # The Trainer's `_save` would write the weights with it. The rest is written aside first, so that no partly
+        # written file is left.
         own["save_pretrained"] = lambda *_, **__: None
         try:
             with Staging(directory, "rest") as staging:
                 aside = staging.path / "rest"
                 super()._save(os.fspath(aside), state_dict={})
-                remove(aside / SAFE_WEIGHTS_NAME)  # of no weights, if the model has no save_pretrained
+                remove(aside / SAFE_WEIGHTS_NAME)  # empty: for a model without save_pretrained
                 for path in [path for path in aside.rglob("*") if path.is_file()]:
                     place = directory / path.relative_to(aside)
                     make_directory(place.parent)
@@ -254,7 +258,7 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
                 torch.save(self.lr_scheduler.state_dict(), file)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not checkpoint_in(resume_from_checkpoint).exists():  # else the engine loads it, as soon as there is one
+        if not checkpoint_in(resume_from_checkpoint).exists():  # else `_load_optimizer_and_scheduler` does it
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -283,10 +287,10 @@ def _comes_before_steps(callback: TrainerCallback) -> bool:
 
 
 def newest_checkpoint(output_dir: Path) -> str | None:
-    """The directory of the newest of a Trainer's checkpoints that is whole; None if there is none."""
+    """Directory of a Trainer's newest complete checkpoint; None if there is none."""
     found = [path for path in output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     for path in sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
-        try:  # the Trainer writes it last
+        try:  # the Trainer writes this file last
             json.loads((path / _STATE).read_text())
         except (OSError, ValueError):
             continue
@@ -306,6 +310,8 @@ def _settings(arguments: TrainingArguments) -> list[Setting]:
             "per_device_train_batch_size * gradient_accumulation_steps * processes",
         ),
         Setting("gradient_clipping", float(arguments.max_grad_norm or 0), "max_grad_norm", is_always=True),
+        # bf16=True means 16-bit weights or autocast, whichever block the config has. The key of a missing block is not
+        # compared.
         Setting("bf16.enabled", bool(arguments.bf16), "bf16"),
         Setting("fp16.enabled", bool(arguments.fp16), "fp16"),
         Setting("torch_autocast.enabled", bool(arguments.bf16), "bf16"),
@@ -319,7 +325,7 @@ def _settings(arguments: TrainingArguments) -> list[Setting]:
 
 
 def _check(arguments: Any) -> None:
-    """Raise if the Trainer is to do what the engine does, or cannot be done with it."""
+    """Raise for arguments that do not work with an engine."""
     refused = {
         "deepspeed": "the config goes to infinity_config=",
         "fsdp": "with several processes, zero_optimization.stage of the config divides weights and states",

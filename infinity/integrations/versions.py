@@ -1,4 +1,4 @@
-"""Which versions of the libraries the integrations are for."""
+"""Checks the versions of the libraries that the integrations support."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from infinity.errors import LibraryError
 
 
 def require(library: str, least: str, extra: str, below: str | None = None) -> None:
-    """Raise `LibraryError` if ``library`` is not installed, older than ``least`` ("5.0"), or not ``below`` another.
+    """Raise `LibraryError` if ``library`` is missing, older than ``least`` ("5.0"), or not older than ``below``.
 
-    ``extra`` is that of this package which brings the library.
+    ``extra``: the extra of this package that installs the library.
     """
     try:
         found = importlib.metadata.version(library)

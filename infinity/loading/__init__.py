@@ -1,4 +1,4 @@
-"""How a model comes to be without being in memory: built by `Init`, on drives from the first parameter on.
+"""Builds and loads models that are larger than memory: `Init` and `load_pretrained` put their parameters on drives.
 
 Knows modules, parameters and mapped memory; must not know units or engines.
 """

@@ -1,6 +1,6 @@
-"""transformers' own loading, given tensors that are not in memory.
+"""transformers' own loading, with tensors that are not in memory. Needs transformers 5 or later.
 
-Knows transformers from version 5 on: its conversions of names and layouts, its ties, and how it makes what files lack.
+transformers converts names and layouts, ties weights, and initializes what the files lack.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from infinity.errors import CheckpointError, ModelError
 from infinity.loading.outcome import Outcome
 from infinity.loading.quantized_files import check_method
 
+# Arguments of `from_pretrained` that are refused -> the reason, or what to do instead.
 _MADE_ELSEWHERE = {
     "device_map": "infinity.initialize places it",
     "state_dict": "the files have one",
@@ -28,18 +29,18 @@ _MADE_ELSEWHERE = {
     ),
     **dict.fromkeys(("distributed_config", "tp_plan", "device_mesh"), "each process holds the whole model"),
 }
-_SCALED = ("float8", "float4")
+_SCALED = ("float8", "float4")  # parts of dtypes' names whose values need scales from another tensor
 
 
 def is_ours(model_or_class: Any) -> bool:
-    """Whether it is transformers' model, class, or Auto class."""
+    """Whether it is a model, class or Auto class of transformers 5. Other libraries have `from_pretrained`, too."""
     return hasattr(model_or_class, "from_pretrained") and (
         hasattr(model_or_class, "_finalize_model_loading") or hasattr(model_or_class, "_model_mapping")
     )
 
 
 def is_earlier(model_class: Any) -> bool:
-    """Whether it is a class of transformers before version 5, which loads by other private names."""
+    """Whether it is a class of transformers 4, which loads by other private functions."""
     is_of_library = str(getattr(model_class, "__module__", "")).startswith("transformers.")
     return is_of_library and importlib.metadata.version("transformers").startswith("4.")
 
@@ -47,12 +48,12 @@ def is_earlier(model_class: Any) -> bool:
 def load_class(
     model_class: Any, path: Path, tensors: Mapping[str, torch.Tensor], options: Mapping[str, Any]
 ) -> tuple[nn.Module, Outcome]:
-    """A new model.
+    """Make a model with these tensors.
 
     Args:
-        model_class: of transformers, or an Auto class.
+        model_class: a class or Auto class of transformers.
         path: a directory with a config.
-        tensors: the files'.
+        tensors: of the files, by name.
         options: for ``from_pretrained``.
     """
     for name in options.keys() & _MADE_ELSEWHERE.keys():
@@ -64,20 +65,23 @@ def load_class(
     model_config, rest = _read_config(model_class, path, dict(options))
     if getattr(model_config, "quantization_config", None) is not None:
         check_method(path, model_config.quantization_config)
-        vars(model_config).pop("quantization_config")  # `tensors` are plain ones
+        vars(model_config).pop("quantization_config")  # else transformers would expect quantized tensors
     chosen = _choose(model_class, model_config, path)
     of_text = model_config.sub_configs.get("text_config")
     if of_text is not None and model_class is not chosen and getattr(chosen, "config_class", None) == of_text:
-        model_config = model_config.get_text_config()  # as the Auto classes do
+        model_config = model_config.get_text_config()  # as the Auto classes do for a text model in a multimodal config
     with one_after_the_other(), _as_model_error(path):
+        # With `state_dict` and no path, it loads no file: these tensors become the parameters.
         model, info = chosen.from_pretrained(
             None,
             config=model_config,
             state_dict=dict(tensors),
+            # `Outcome.check` raises later, for everything that does not fit, in one error.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             **rest,
         )
+    # What `from_pretrained(path)` would set: the path, and generation settings.
     model.config._name_or_path = str(path)
     if model.can_generate():
         nothing = dict.fromkeys(("cache_dir", "proxies", "token", "revision", "trust_remote_code"))
@@ -97,7 +101,7 @@ def load_class(
 def load_module(
     model: Any, path: Path, tensors: Mapping[str, torch.Tensor], key_mapping: Mapping[str, str] | None
 ) -> Outcome:
-    """Weights for a model that is there; see `infinity.loading.load_pretrained`."""
+    """Load weights into a model that exists. See `infinity.loading.load_pretrained`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
 
@@ -112,11 +116,16 @@ def load_module(
         weight_mapping=mapping,
     )
     with one_after_the_other(), _as_model_error(path):
+        # The steps of `from_pretrained` after the model was made. There, every parameter is on meta at this point.
+        # Here, some may have values, which are kept if the files lack them.
         info, _ = model._load_pretrained_model(model, dict(tensors), None, load_config)
         mismatched = _shapes(info.mismatched_keys)
         kept = info.missing_and_mismatched() & has_values
+        # transformers initializes parameters without this mark.
         for name in kept:
             model.get_parameter_or_buffer(name)._is_hf_initialized = True
+        # Nothing was on meta: `_finalize_model_loading` would initialize what the files lack. Only ties and names are
+        # left to do.
         if has_values >= before.keys():
             model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
             model._adjust_missing_and_unexpected_keys(info)
@@ -125,6 +134,8 @@ def load_module(
             info.missing_keys.difference_update(kept)
             info.mismatched_keys.difference_update({each for each in info.mismatched_keys if each[0] in kept})
             model._finalize_model_loading(model, load_config, info)
+            # transformers may have made non-persistent buffers anew (rotary frequencies). The script's own are put
+            # back.
             for name in buffers.keys() & has_values:
                 owner, _, last = name.rpartition(".")
                 module = model.get_submodule(owner)
@@ -165,7 +176,8 @@ def _choose(model_class: Any, model_config: Any, path: Path) -> Any:
 
 @contextlib.contextmanager
 def one_after_the_other() -> Iterator[None]:
-    """transformers converts one parameter after the other, in this thread: its own threads would run ahead of memory."""
+    """Let transformers convert parameters one by one, in this thread."""
+    # Its threads read ahead of the conversion, without a limit on the memory that this takes.
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -180,7 +192,7 @@ def one_after_the_other() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_model_error(path: Path) -> Iterator[None]:
-    """transformers' own errors of conversions, with our name."""
+    """Turn errors of transformers' conversions into a `CheckpointError`."""
     try:
         yield
     except RuntimeError as error:
@@ -196,7 +208,7 @@ def _shapes(mismatched: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]
 
 
 def _of_another_kind(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
-    """Floating-point parameters that the files have as integers, or in a format that is nothing without its scales."""
+    """Floating-point parameters that the files have as integers, or in a format that needs scales."""
     odd = {name: value.dtype for name, value in tensors.items() if not _is_ordinary(value.dtype)}
     if not odd:
         return []
@@ -208,6 +220,7 @@ def _of_another_kind(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[tu
     there = model.state_dict(keep_vars=True)
     found = []
     for name, dtype in odd.items():
+        # The error should name the model's parameter: files may have another name for it.
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
         target = there.get(renamed)
         if target is not None and target.dtype != dtype and _is_ordinary(target.dtype):
@@ -220,7 +233,7 @@ def _is_ordinary(dtype: torch.dtype) -> bool:
 
 
 def _keep_objects(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Parameters that had values are the same objects, with the new ones; all train as they did."""
+    """Keep parameter objects that had values, with the new values in them. Keep ``requires_grad`` of all."""
     made: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in list(module._parameters.items()):
@@ -230,6 +243,8 @@ def _keep_objects(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
             if old.is_meta:
                 parameter.requires_grad_(old.requires_grad)
                 continue
+            # An optimizer of the script may hold the old object, so it gets the new memory. A tied parameter comes up
+            # once per name.
             if made.get(id(old)) is not parameter:
                 old.data = parameter.data
                 made[id(old)] = parameter

@@ -1,12 +1,13 @@
-"""`Init`: modules that are built inside it have their parameters on drives from the moment they get them.
+"""`Init`: modules that are built inside it have their parameters on drives as soon as they get them.
 
-A parameter stays what it is, an ordinary torch tensor on the CPU that can be read and written; only its memory is exchanged
-for a mapping of a nameless file. So whatever a module's code does with it gives the same bits as in memory.
+A parameter stays an ordinary torch tensor on the CPU. Only its memory is exchanged for a mapping of a nameless file, so
+modules compute the same bits as in memory.
 
-[Note: whose memory may be exchanged] Only memory that nobody else looks at. In ``self.weight = nn.Parameter(w)`` the local
-``w`` does, as long as it lives: such a parameter is moved later, with one of the next ones or when the ``with`` block ends.
-[Note: after the block] Conversions and copies of parameters that lie on drives lie there, too, until `initialize` takes the
-model over or it is gone.
+[Note: whose memory may be exchanged] Only memory that no other tensor uses. In ``self.weight = nn.Parameter(w)`` the
+local ``w`` uses it as long as it lives. Such a parameter is moved later: with one of the next ones, or when the block
+ends.
+[Note: after the block] Conversions and copies of parameters on drives (``model.half()``) are on drives as well, until
+`initialize` gets the model or it is garbage-collected.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from infinity.torch_internals.module_tensors import announce_made_tensors, annou
 
 logger = logging.getLogger(__name__)
 
+# Parameters to try again to move with each new one. More find a released `w` sooner, and cost more per parameter. What
+# is still in memory at the end of the block is moved then.
 _NUM_TRIED_AGAIN = 16
-"""With each new parameter, so many of the last ones."""
 
 
 class Init:
@@ -103,7 +105,7 @@ class Init:
             raise ConfigError(
                 "zero.Init: zero_quantized_nontrainable_weights would change the weights. Leave it at False"
             )
-        if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # as DeepSpeed does: transformers asks the group for its rank
+        if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # as DeepSpeed's Init; transformers asks for the rank
             init_distributed()
         self._tensors = _tensors_for(config if config is not None else config_dict_or_path, remote_device)
         if module is not None:
@@ -116,11 +118,12 @@ class Init:
             _active.stack.append(self)
             stack = ExitStack()
             if self._tensors is not None:
-                announce_made_tensors(_on_made_tensor)  # again: an `initialize` in between ends that
+                announce_made_tensors(_on_made_tensor)  # `initialize` since __init__ may have ended it
                 stack.enter_context(one_after_the_other())
             if self._dtype is not None:
                 stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self._dtype)
+            # One object may be entered several times, also nested.
             self._entered.append(stack)
         return self
 
@@ -135,20 +138,22 @@ class Init:
             self._try_again(len(self._placed))
             if self._tensors is not None:
                 write_out()
+        # Not after an inner block of the same object: its parameters may still be waiting to be moved.
         if self not in _active.stack:
             self._placed.clear()
 
     def place(self, parameter: torch.Tensor) -> None:
-        """Bring a tensor that a module gets to the drives, now or later."""
+        """Move a tensor that a module gets to the drives, now or later."""
         if self._tensors is None or not _is_plain(parameter):
             return
         self._tensors.move(parameter)
         self._try_again(_NUM_TRIED_AGAIN)
         if isinstance(parameter, nn.Parameter):
+            # Also if it was moved: `p.data = ...` may give it other memory in this block.
             self._placed.append(weakref.ref(parameter))
 
     def _try_again(self, num: int) -> None:
-        """Move those of the last parameters that could not be moved, or have got other memory since (``p.data = ...``)."""
+        """Move those of the last ``num`` parameters that are in memory."""
         for reference in self._placed[-num:] if num else ():
             parameter = reference()
             if parameter is not None and self._tensors is not None:
@@ -156,13 +161,14 @@ class Init:
 
 
 class _Active(threading.local):
-    """The blocks that this thread is in, the innermost last."""
+    """The `Init` blocks that this thread is in, the innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[Init] = []
 
 
 _active = _Active()
+# Shared by all threads; `_lock` guards both. Weak: an entry is removed with the last `Init` that uses it.
 _known: weakref.WeakValueDictionary[tuple[Path, ...], DriveTensors] = weakref.WeakValueDictionary()
 _logged: set[str] = set()
 _lock = threading.RLock()
@@ -170,7 +176,7 @@ _is_watching: list[Any] = []
 
 
 def _tensors_for(source: Any, remote_device: Any) -> DriveTensors | None:
-    """Where parameters go; None if that is memory."""
+    """Makes tensors in the config's directories; None if parameters go to memory."""
     device = remote_device.value if isinstance(remote_device, Enum) else remote_device
     if device not in (None, "none", "cpu", "nvme"):
         raise ConfigError(f'zero.Init: remote_device must be "nvme", "cpu", "none" or None, got {remote_device!r}')
@@ -179,7 +185,7 @@ def _tensors_for(source: Any, remote_device: Any) -> DriveTensors | None:
             raise ConfigError('zero.Init: remote_device="nvme" needs the config that names the drive. Pass config=')
         _log_once("no config is given")
         return None
-    # As long as nothing trains, batch sizes do not matter; DeepSpeed's does not ask for them.
+    # Batch sizes matter only to training, and DeepSpeed's Init does not check them.
     config = source if isinstance(source, InfinityConfig) else load_config(source, overrides=ANY_BATCH)
     directories = config.nvme_paths
     if device in ("none", "cpu"):
@@ -200,6 +206,7 @@ def _tensors_for(source: Any, remote_device: Any) -> DriveTensors | None:
                 remove_empty(made)
                 raise
             _known[directories] = tensors
+        # torch's global hook: registered once, and never removed. Outside of a block it does nothing.
         if not _is_watching:
             _is_watching.append(register_module_parameter_registration_hook(_on_parameter))
         announce_made_tensors(_on_made_tensor)
@@ -213,17 +220,18 @@ def _log_once(reason: str) -> None:
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """A module gets a parameter."""
+    """torch calls this when a module gets a parameter."""
     if _active.stack and parameter is not None:
         _active.stack[-1].place(parameter)
 
 
 def _on_made_tensor(made: torch.Tensor, source: torch.Tensor | None) -> None:
-    """A tensor takes a parameter's place, or is its copy."""
+    """Called for a tensor that replaces or copies the parameter ``source``. See [Note: after the block]."""
     if _active.stack:
         _active.stack[-1].place(made)
     elif source is not None and _is_plain(source) and (tensors := drives_of(source)) is not None and _is_plain(made):
         tensors.move(made)
+    # Nothing is on drives any more: stop listening.
     elif not has_drive_tensors() and not _known:
         announce_nothing()
 

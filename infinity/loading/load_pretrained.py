@@ -1,9 +1,8 @@
-"""`load_pretrained`: a model with the weights of some files, which are nowhere in memory yet.
+"""`load_pretrained`: a model with the weights of files, without reading them into memory.
 
-[Note: no copies] A tensor that the files hold as the model wants it becomes a parameter as it is, over a private mapping of
-the file. What has to be cast, merged, split or transposed first goes through transformers' own conversions, one parameter
-after the other, and their results lie in nameless files beside the states. So whatever becomes of names and layouts is
-transformers' business, and what memory is needed is the kernel's: pages that it can drop.
+[Note: no copies] A tensor that needs no conversion becomes a parameter as it is, over a private mapping of its file.
+transformers casts, merges, splits or transposes the others, one parameter after the other; their results are in
+nameless files beside the states. All of this memory is pages of files, which the kernel can drop.
 """
 
 from __future__ import annotations
@@ -89,6 +88,7 @@ def load_pretrained(
     resolved = load_config(config) if config is not None else None
     directories = resolved.nvme_paths if resolved is not None else ()
     make_directories(directories)
+    # Unpacks quantized files. What is not quantized stays a mapping of its file.
     quantized = plain_tensors(place, open_weights(place), _wanted_dtype(dtype, model_or_class), directories)
     tensors = quantized.tensors
     with large_results_on(directories):
@@ -101,6 +101,8 @@ def load_pretrained(
         else:
             renamed = _renamed(place, tensors, key_mapping or {})
             model, outcome = model_or_class, plain_module.load_module(model_or_class, renamed)
+    # A parameter that kept the unpacked tensor's memory has its packed bytes as well. Merged or cast ones have other
+    # memory, and are packed again by `initialize`.
     packed_at = quantized.packed_at()
     for parameter in model.parameters():
         source = packed_at.get(parameter.data_ptr())
@@ -116,7 +118,7 @@ def load_pretrained(
 
 
 def _wanted_dtype(dtype: torch.dtype | str | None, model_or_class: Any) -> torch.dtype | None:
-    """In which quantized weights of files are to be; None: as the files say."""
+    """The dtype to unpack quantized weights to; None: as the files say."""
     if isinstance(model_or_class, nn.Module):
         return next((each.dtype for each in model_or_class.parameters() if each.is_floating_point()), None)
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype

@@ -1,4 +1,4 @@
-"""What became of the tensors of some files and of a model."""
+"""What fits and what does not between the tensors of files and a model."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from infinity.errors import ModelError
 
 @dataclass(frozen=True)
 class Outcome:
-    """Names are the model's where it has them, else the files'."""
+    """Differences. Names are the model's, or the files' if the model has none."""
 
     missing: Sequence[str]
-    """What the model has and the files have not."""
+    """In the model, but not in the files."""
     unexpected: Sequence[str]
-    """What the files have and the model has not."""
+    """In the files, but not in the model."""
     mismatched: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]
     """Name, shape in the files, shape in the model."""
     of_another_kind: Sequence[tuple[str, str]]
-    """Floating-point tensors of the model for which the files hold something else, and its dtype."""
+    """Name and dtype in the files, of floating-point tensors of the model that are not so in the files."""
 
     def check(
         self, path: Path, *, ignore_missing: bool, ignore_unexpected: bool, ignore_mismatched: bool
     ) -> dict[str, Any]:
-        """All of it under transformers' names.
+        """Raise if tensors do not fit. Returns all differences under transformers' names.
 
         Raises:
-            ModelError: something is there that is not to be ignored.
+            ModelError: there is a difference that the caller does not ignore.
         """
         refused = Outcome(
             () if ignore_missing else self.missing,
@@ -67,8 +67,10 @@ class Outcome:
 
 
 def _on_prefixes(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
-    """What to do if all names in the files have one prefix (those of DDP or torch.compile), or lack one of the model's."""
+    """The cure if all names in the files have one prefix more (DDP, torch.compile), or lack one of the model's."""
     for longer, shorter, is_extra in ((unexpected, missing, True), (missing, unexpected, False)):
+        # Files of a DDP model: unexpected = ["module.a.weight", ...], missing = ["a.weight", ...]. The first missing
+        # name gives the prefix "module.", which all unexpected names have: the cure is key_mapping={"^module\\.": ""}.
         found = (name.removesuffix(each) for each in shorter[:1] for name in longer if name.endswith(f".{each}"))
         for prefix in found:
             if all(name.startswith(prefix) for name in longer):

@@ -1,7 +1,4 @@
-"""Weights for a module that is not transformers': its own names, its own shapes.
-
-Knows `nn.Module` and what ``load_state_dict`` means.
-"""
+"""Loads weights into a module that is not of transformers, without copying tensors that fit as they are."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from infinity.loading.outcome import Outcome
 
 
 def load_module(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outcome:
-    """Let parameters and buffers have these values, cast to their dtypes, in memory of their own and with their own strides.
+    """Give parameters and buffers these values, cast to their dtypes, with their own strides.
 
-    A tied parameter needs to be there under one of its names only. Modules' own ways to load (``_load_from_state_dict``,
-    extra states) are not used.
+    A tied parameter may be in the files under any one of its names. ``_load_from_state_dict`` of modules and extra
+    states are not used.
 
     Raises:
-        ModelError: a buffer on the meta device is not in the files, and nobody knows its values.
+        ModelError: a non-persistent buffer is on the meta device, so its values are unknown.
     """
     places = _places(model)
     wanted = {name: _value(module, last) for name, (module, last) in places.items()}
@@ -40,13 +37,16 @@ def load_module(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outcom
     made: dict[int, torch.Tensor] = {}
     loaded: set[int] = set()
     owners: dict[int, int] = {}
-    """Where memory of the files begins -> whose value it is."""
+    """Address of a storage of the files -> id of the parameter or buffer that has it."""
     for name, value in wanted.items():
         if name in tensors and name not in unfit:
             loaded.add(id(value))
+            # torch.save keeps aliases: two names may share one storage. Only the first becomes a parameter without a
+            # copy, or training one would change the other.
             is_free = owners.setdefault(tensors[name].untyped_storage().data_ptr(), id(value)) == id(value)
             _set(*places[name], value, tensors[name], made, is_free=is_free)
-    for name, value in wanted.items():  # the other names of tied ones
+    for name, value in wanted.items():
+        # A parameter on meta was replaced by a new object: its other names get the same one.
         if id(value) in made:
             module, last = places[name]
             values: dict[str, Any] = module._buffers if last in module._buffers else module._parameters
@@ -72,7 +72,7 @@ def _value(module: nn.Module, last: str) -> torch.Tensor:
 
 
 def _loses_values(new: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a cast from one to the other is more than rounding: between integers and others, and of imaginary parts."""
+    """Whether a cast loses more than rounding does: between integers and floats, or of imaginary parts."""
     if new.is_complex() or value.is_complex():
         return not (value.is_complex() and (new.is_complex() or new.is_floating_point()))
     return new.is_floating_point() != value.is_floating_point()
@@ -87,12 +87,13 @@ def _set(
     *,
     is_free: bool,
 ) -> None:
-    """What had a value stays the same object, under all its names. ``is_free``: no other value has the memory of ``found``."""
+    """Set one tensor. If it had values, it stays the same object. ``is_free``: no other one uses ``found``'s memory."""
     if not value.is_meta and last in module._buffers:
         with torch.no_grad():
-            value.copy_(found)  # what else looks at its memory sees it, as after load_state_dict
+            value.copy_(found)  # in place, as load_state_dict: others may view it
         return
     new = found.to(value.dtype)
+    # The strides that a copy of the parameter would have. The file has C order.
     wanted = torch.empty_like(value, device="meta")
     if new.stride() != wanted.stride() or (new is found and not is_free):
         new = torch.empty_like(wanted, device="cpu").copy_(new)

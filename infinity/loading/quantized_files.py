@@ -1,8 +1,7 @@
-"""Weights that a file holds quantized: what bitsandbytes and FP8 checkpoints have in place of a weight, as plain tensors.
+"""Reads weights that files have quantized by bitsandbytes or as FP8.
 
-Knows names and layouts in files; must not know models. Each weight comes back with its values, and with the packed bytes that
-they are (`infinity.packed.sources`): codes and scales of the file, which an engine with the same ``frozen_dtype`` stores as they
-are. Nothing is rounded a second time.
+Each weight gets its unpacked values, and the packed bytes that they came from (`infinity.packed.sources`). An engine
+with the same ``frozen_dtype`` stores these bytes as they are: nothing is rounded twice.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _OTHERS = {
     "_blocks": "MXFP4",
     ".weight_packed": "compressed-tensors",
 }
-"""Endings of names in formats that are not read."""
+"""Ends of names in formats that are not supported -> the format."""
 _METHODS = {"bitsandbytes": "bitsandbytes", "fp8": "FP8"}
-"""``quant_method`` in a config -> what is read."""
+"""``quant_method`` in a config -> the supported format."""
 _CURE = (
     "Take the model's unquantized weights (or a copy in bitsandbytes' NF4 or FP8) and pack them by infinity.frozen_dtype; or "
     "dequantize them with transformers (quantization_config with dequantize=True, or model.dequantize()) and save them"
@@ -40,10 +39,10 @@ _CURE = (
 
 @dataclass
 class QuantizedFiles:
-    """Tensors of files, in which quantized weights are plain ones.
+    """Tensors of files after unpacking.
 
     Attributes:
-        tensors: all by name, without scales and the like.
+        tensors: all weights by name, without the tensors of scales and codes.
         packed: name of a weight that was quantized -> its format and packed bytes.
     """
 
@@ -51,15 +50,15 @@ class QuantizedFiles:
     packed: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
 
     def packed_at(self) -> dict[int, tuple[str, torch.Tensor]]:
-        """The same by where the plain tensor's memory begins."""
+        """Address of the unpacked tensor -> the same."""
         return {self.tensors[name].data_ptr(): found for name, found in self.packed.items()}
 
 
 def check_method(path: Path, quantization: Any) -> None:
-    """Raise if the config of a model names a quantization that is not read.
+    """Check that a model's config names no unsupported quantization.
 
     Raises:
-        CheckpointError: names it.
+        CheckpointError: it does.
     """
     settings = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
     method = str(settings.get("quant_method", "unknown")).lower().removeprefix("quantizationmethod.")
@@ -73,16 +72,16 @@ def check_method(path: Path, quantization: Any) -> None:
 def plain_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, directories: Sequence[Path]
 ) -> QuantizedFiles:
-    """Unpack what is quantized; all else stays as it is.
+    """Unpack the quantized tensors. Other tensors stay as they are.
 
     Args:
         path: of the files, for messages.
-        tensors: what they hold, by name.
-        dtype: of the unpacked weights; None: bf16, or as bitsandbytes has noted it.
-        directories: where unpacked weights lie; in memory if there are none.
+        tensors: of the files, by name.
+        dtype: of the unpacked weights; None: the dtype that bitsandbytes has recorded, or bf16.
+        directories: unpacked weights are in files in them; in memory if there are none.
 
     Raises:
-        CheckpointError: a weight is quantized in a way that is not read, or its scales do not fit.
+        CheckpointError: the quantization of a weight is not supported, or its scales do not fit.
     """
     for name in tensors:
         for ending, method in _OTHERS.items():
@@ -110,7 +109,7 @@ _Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 def _refuse_others(path: Path, name: str, ending: str, method: str, tensors: Mapping[str, torch.Tensor]) -> None:
     scales = name.removesuffix(ending) + ("_scales" if ending.startswith("_") else ".scales")
     if ending == "_blocks" and scales not in tensors:
-        return  # some other tensor with such a name
+        return  # a tensor of another kind that ends with "_blocks"
     raise CheckpointError.of_weights(path, f"has '{name}', quantized by {method}, which is not read", cure=_CURE)
 
 
@@ -135,6 +134,14 @@ def _read_four_bits(
     weight, _, kind = state_name.partition(_STATE)
     tensors = found.tensors
     try:
+        # bitsandbytes stores a 4-bit weight "w" as these tensors:
+        #   w                    codes, 2 a byte, the first in the high half
+        #   w.absmax             a scale per block: fp32, or uint8 codes if the scales are quantized as well (double
+        #   quantization)
+        #   w.quant_map          the 16 levels
+        #   w.nested_absmax, w.nested_quant_map    of double quantization: a scale per nested_blocksize scales, and 256
+        #   levels
+        #   w.quant_state.bitsandbytes__nf4        JSON as bytes: shape, blocksize, dtype, nested_offset, ...
         state: dict[str, Any] = json.loads(bytes(tensors.pop(state_name).tolist()))
         codes, absmax = tensors[weight].reshape(-1), tensors.pop(f"{weight}.absmax")
         levels = tensors.pop(f"{weight}.quant_map")
@@ -144,7 +151,7 @@ def _read_four_bits(
             scales = nested[
                 torch.arange(absmax.numel(), dtype=torch.int64, device="cpu") // int(state["nested_blocksize"])
             ]
-            # Two roundings, as in bitsandbytes: of the product, and of the sum.
+            # Rounded twice, as in bitsandbytes: the product, and the sum.
             absmax = nested_levels[absmax.int()] * scales + torch.tensor(
                 state["nested_offset"], dtype=torch.float32, device="cpu"
             )
@@ -163,6 +170,8 @@ def _read_four_bits(
             f"has '{weight}' in blocks of {block} that do not make {shape}",
             cure="Fetch it again, or save it again",
         )
+    # Blocks of the file may be larger (128, 256, ...): each of ours of 64 weights in it gets the same scale. Codes are
+    # in the same order, so they are copied. The last record is filled up with zeros.
     num_blocks = -(-numel // NF4_BLOCK)
     stored = empty([num_blocks * NF4_RECORD_BYTES], torch.uint8)
     records = stored.view(-1, NF4_RECORD_BYTES)
@@ -180,6 +189,7 @@ def _read_four_bits(
 def _read_eight_bits(path: Path, name: str, found: QuantizedFiles, dtype: torch.dtype | None, empty: _Empty) -> None:
     weight = f"{name.removesuffix('.SCB')}.weight"
     scales = found.tensors.pop(name)
+    # Not 0: an old bitsandbytes has stored the codes in tiles for its kernels.
     order = found.tensors.pop(f"{name.removesuffix('.SCB')}.weight_format", None)
     codes = found.tensors.get(weight)
     is_by_rows = order is None or not order.any()
@@ -191,6 +201,7 @@ def _read_eight_bits(path: Path, name: str, found: QuantizedFiles, dtype: torch.
         )
     format_int8 = packed_format("int8")
     stored = empty([format_int8.num_bytes(codes.shape)], torch.uint8)
+    # A record of int8 is a row: SCB is its largest magnitude, in fp32, and then codes and padding.
     records = stored.view(len(codes), -1)
     records.zero_()
     records[:, :4] = scales.float().contiguous().view(torch.uint8).view(-1, 4)
@@ -216,6 +227,7 @@ def _read_fp8(path: Path, name: str, found: QuantizedFiles, dtype: torch.dtype |
     place = 0
     for row, start in enumerate(range(0, len(codes), FP8_TILE)):
         band = codes[start : start + FP8_TILE]
+        # 0x7F and 0xFF are the NaNs of e4m3fn, which has no infinities.
         if bool(((band.view(torch.uint8) & 0x7F) == 0x7F).any()):
             raise CheckpointError.of_weights(path, f"has NaN in '{weight}'", cure="Fetch it again")
         size = form.record_bytes(band.numel(), codes.shape)

@@ -1,8 +1,7 @@
-"""Files with weights, as Hugging Face and torch lay them out: found, checked, and looked at without being read.
+"""Opens files with weights, of Hugging Face or torch.save, as memory mappings.
 
-Knows names of files and the format's rules; must not know models. Nothing in a file is trusted: names in an index cannot
-lead out of the directory, lengths and offsets are checked by the library before a byte is looked at, and nothing in a pickle
-is run.
+Nothing in a file is trusted. Names in an index cannot lead out of the directory. safetensors checks lengths and offsets
+before a byte is used. Pickles are read without running anything.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ _WHOLE = "Fetch it again, or save it again"
 
 
 def open_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Look at a directory, as transformers does, or at one file.
+    """Open the weights of a directory, as transformers finds them, or of one file.
 
     Args:
         path: a directory with ``model.safetensors`` or ``pytorch_model.bin``, or shards and their index; or a file with
             tensors by name, as ``safetensors.torch.save_file`` or ``torch.save(model.state_dict(), ...)`` writes it.
 
     Returns:
-        All tensors by name, on the CPU. They lie in the files, and become memory page by page as they are looked at. What is
-        written to one stays in this process.
+        All tensors by name, on the CPU, over private mappings of the files: pages are read as they are used, and writes
+        stay in this process.
 
     Raises:
-        CheckpointError: a file is missing, cut off or broken; it is named.
+        CheckpointError: a file is missing, cut off or broken; the message names it.
     """
     tensors: dict[str, torch.Tensor] = {}
     files: dict[str, Path] = {}
@@ -82,7 +81,7 @@ def open_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _files(path: Path) -> Iterator[tuple[Path, Sequence[str]]]:
-    """Files, and the names that are known to be in each."""
+    """Pairs of a file and the names that an index lists for it."""
     if path.is_file():
         if path.name.endswith(".index.json"):
             yield from _sharded(path)
@@ -93,6 +92,7 @@ def _files(path: Path) -> Iterator[tuple[Path, Sequence[str]]]:
         raise CheckpointError.of_weights(
             path, "is not there", cure="Name a directory on this machine, or a file, with weights"
         )
+    # transformers' order: a single file before an index, safetensors before pickles.
     for name in (_SAFETENSORS, _PICKLES):
         if (path / name).is_file():
             yield path / name, ()
@@ -134,6 +134,7 @@ def _sharded(index: Path) -> Iterator[tuple[Path, Sequence[str]]]:
 
 def _open(file: Path) -> dict[str, torch.Tensor]:
     with file.open("rb") as opened:
+        # A safetensors file begins with 8 bytes of length, and then JSON.
         magic = opened.read(9)
     if file.suffix == ".safetensors" or magic[8:] == b"{":
         return _open_safetensors(file)
@@ -142,8 +143,8 @@ def _open(file: Path) -> dict[str, torch.Tensor]:
 
 def _open_safetensors(file: Path) -> dict[str, torch.Tensor]:
     try:
-        # It looks at the header only, and checks all of it. With "pt" it would map the file in a way that the kernel
-        # refuses where the file is larger than memory.
+        # This reads and checks only the header. With framework="pt" it would map the file in a way that the kernel
+        # refuses for a file larger than memory.
         with safe_open(file, framework="np"):
             pass
     except (SafetensorError, OSError) as error:
@@ -174,6 +175,7 @@ def _mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
             tensors[name] = torch.empty(entry["shape"], dtype=dtype, device="cpu")
             continue
         flat = torch.from_numpy(data[start + first : start + last])
+        # The format does not align tensors, and torch needs an aligned address.
         if flat.data_ptr() % dtype.itemsize:
             flat = flat.clone()
         tensors[name] = flat.view(dtype).view(entry["shape"])

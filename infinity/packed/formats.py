@@ -1,7 +1,7 @@
 """How the elements of one weight are stored packed: NF4, int8, fp8 and bf16, each with its definition in torch's terms.
 
-Knows values and stored bytes; must not know units, files or modules. A packed weight is a row of records, each with a scale (or
-several) and the codes that it belongs to, so that it can be unpacked from front to back in the memory that it is unpacked into.
+A packed weight is a row of records. Each record has its scales and then its codes. So a weight can be unpacked front to
+back, in the memory that its values will fill.
 
 | name | a record | a weight is |
 |---|---|---|
@@ -25,17 +25,18 @@ import torch
 from infinity.packed.blocks import APART, FP8_TILE, KIND_BF16, KIND_FP16, NF4_BLOCK, NF4_RECORD_BYTES
 from infinity.packed.nf4_levels import LEVELS, THRESHOLDS
 
+# Loading and packing a base under a budget of 40 MiB peaked at 54 MiB with parts of 4 MB: the C library's heap kept
+# them. With parts of 512 KB it is 44.5 MiB.
 _HOST_NUMEL = 1 << 17
-"""Elements that are packed at a time, at least a record: their fp32 copy stays in the processor's cache, and takes no memory
-that the C library would keep."""
+"""Elements that are packed at a time (at least a record): 512 KB of fp32, which stay in the processor's cache."""
 _DEVICE_NUMEL = 1 << 20
-"""Elements that a device unpacks at a time, at least a record."""
+"""Elements that a GPU unpacks at a time (at least a record): temporary tensors of 4 MiB in fp32 or int32."""
 _KINDS = {torch.bfloat16: KIND_BF16, torch.float16: KIND_FP16}
 COMPUTE_DTYPES = frozenset({*_KINDS, torch.float32})
 
 
 class Elements(Protocol):
-    """A 1-D tensor, or what gives parts of one."""
+    """A 1-D tensor, or an object that is sliced like one and makes its parts on demand."""
 
     def numel(self) -> int: ...
 
@@ -43,7 +44,7 @@ class Elements(Protocol):
 
 
 class NotFiniteError(ValueError):
-    """A weight that is to be packed has a NaN or an infinity."""
+    """A weight to be packed has a NaN or an infinity."""
 
 
 class PackedFormat(ABC):
@@ -52,25 +53,28 @@ class PackedFormat(ABC):
     name: ClassVar[str]
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Of a packed weight; a multiple of 4."""
+        """Bytes of a packed weight; a multiple of 4."""
         return self._part_bytes(math.prod(shape), shape)
 
     @abstractmethod
     def record_numel(self, shape: Sequence[int]) -> int:
-        """Weights of a whole record."""
+        """Number of weights in a full record."""
 
     @abstractmethod
     def record_bytes(self, numel: int, shape: Sequence[int]) -> int:
-        """Of a record with so many weights; a multiple of 4."""
+        """Bytes of a record with ``numel`` weights; a multiple of 4, so that fp32 scales are aligned."""
 
     def saves_memory(self, shape: Sequence[int], itemsize: int, padded_numel: int) -> bool:
-        """Whether a weight can be unpacked in place: from no record on are there more packed bytes than weights to come.
+        """Whether a weight can be unpacked in place: no record has more bytes than the weights that it becomes.
 
         Args:
             shape: of the parameter.
             itemsize: bytes of a weight in the compute dtype.
             padded_numel: elements of the memory that the weight fills.
         """
+        # In bf16 (itemsize 2), nf4 has 36 bytes for 64 weights of 128 bytes, so writing never overtakes reading. Its
+        # last record has 36 bytes for any number of weights: a weight of 8 elements with padded_numel = 64 fits, as 36
+        # <= 128. An int8 matrix with one column has 8 bytes a record and 2 a weight: it is not packed.
         record = self.record_numel(shape)
         whole, last = divmod(math.prod(shape), record)
         if whole and self.record_bytes(record, shape) > record * itemsize:
@@ -79,7 +83,7 @@ class PackedFormat(ABC):
         return math.prod(shape) > 0 and (not last or self.record_bytes(last, shape) <= left * itemsize)
 
     def pack(self, values: Elements, shape: Sequence[int], stored: torch.Tensor) -> None:
-        """Write ``stored`` (uint8, `num_bytes`) for ``values`` (1-D in C order, floating-point, on any device).
+        """Pack ``values`` (1-D in C order, floating-point, on any device) into ``stored`` (uint8, `num_bytes`).
 
         Raises:
             NotFiniteError: one of them is NaN or infinite.
@@ -101,12 +105,12 @@ class PackedFormat(ABC):
 
     @abstractmethod
     def _pack_part(self, values: torch.Tensor, shape: Sequence[int], stored: torch.Tensor) -> None:
-        """As `pack`, of whole records and the last one: fp32 on the CPU."""
+        """As `pack`, for some whole records, or up to the end. ``values``: fp32, 1-D, on the CPU."""
 
     def unpack(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
-        """The inverse of `pack`, rounded to the dtype of ``out`` (1-D, in C order, without gaps, on the device of ``stored``).
+        """Unpack into ``out``: 1-D, contiguous, on the device of ``stored``. Values are rounded to its dtype.
 
-        ``stored`` may lie in the memory of ``out``, as far behind its beginning as `saves_memory` allows for.
+        On the CPU, ``stored`` may be at the end of the memory of ``out`` if `saves_memory` is true.
         """
         if out.device.type == "cpu":
             self._unpack_on_cpu(stored, shape, out)
@@ -118,7 +122,7 @@ class PackedFormat(ABC):
 
     @abstractmethod
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
-        """By torch's operations, on the device of both. The memory is not shared."""
+        """Unpack with torch's operations, on a GPU. ``stored`` and ``out`` share no memory."""
 
 
 class Nf4(PackedFormat):
@@ -135,6 +139,7 @@ class Nf4(PackedFormat):
     def _pack_part(self, values: torch.Tensor, shape: Sequence[int], stored: torch.Tensor) -> None:
         from infinity.packed.kernels import kernels
 
+        # The kernel takes the same bytes twice: as codes (uint8), and as the scales between them (float32).
         packed = stored.numpy()
         if kernels().pack_nf4(values.numpy(), THRESHOLDS.numpy(), packed, packed.view("float32")) >= 0:
             raise NotFiniteError
@@ -148,13 +153,16 @@ class Nf4(PackedFormat):
             kernels().nf4_to_floats(packed, scales, code, out.numpy(), gap)
             return
         bits = _bits(out)
+        # A byte has two codes: the kernel writes their two weights in one 32-bit store.
         pairs = bits[: bits.size // 2 * 2].view("uint32")
         kernels().nf4_to_16bit(packed, scales, code, bits, pairs, gap, _KINDS[out.dtype])
 
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
-        pairs = torch.cartesian_prod(LEVELS, LEVELS).to(stored.device)  # byte -> two levels, the high half's first
-        for start in range(0, out.numel(), _DEVICE_NUMEL):  # numbers of codes are wide
+        # pairs[0x2F] = (LEVELS[2], LEVELS[15]): one lookup per byte.
+        pairs = torch.cartesian_prod(LEVELS, LEVELS).to(stored.device)  # [256, 2]
+        for start in range(0, out.numel(), _DEVICE_NUMEL):  # an index takes 4 bytes per code of half a byte
             part = out[start : start + _DEVICE_NUMEL]
+            # Records are independent, and _DEVICE_NUMEL is a multiple of 64: each part begins at a record.
             first, last = start // NF4_BLOCK, -(-(start + part.numel()) // NF4_BLOCK)
             records = stored[first * NF4_RECORD_BYTES : last * NF4_RECORD_BYTES].view(-1, NF4_RECORD_BYTES)
             scales = records[:, :4].contiguous().view(torch.float32)
@@ -190,8 +198,10 @@ class Int8(_OfRows):
         rows = values.view(-1, shape[-1])
         _check_finite(rows)
         largest = rows.abs().amax(dim=1, keepdim=True)
+        # A row of zeros: its codes are zeros, and not 0 * inf.
         factor = torch.where(largest > 0, 127.0 / largest, 0.0)
         records = stored.view(len(rows), -1)
+        # The stored scale is the row's largest magnitude, as in LLM.int8, where 127 is a part of unpacking.
         records[:, :4] = largest.view(torch.uint8)
         records[:, 4 : 4 + shape[-1]] = (rows * factor).round().to(torch.int8).view(torch.uint8)
 
@@ -207,6 +217,8 @@ class Int8(_OfRows):
         step = max(_DEVICE_NUMEL // columns, 1)
         for start in range(0, len(rows), step):
             codes = records[start : start + step, 4 : 4 + columns].contiguous().view(torch.int8)
+            # 7.874e-3 is 1/127 in fp32. The order of the products is that of the kernels: another one may differ in the
+            # last bit.
             rows[start : start + step] = codes.float() * scales[start : start + step] * 7.874015718698502e-3
 
 
@@ -227,8 +239,10 @@ class Fp8(_OfRows):
         for start in range(0, values.numel(), record):
             band = values[start : start + record].view(-1, columns)
             _check_finite(band)
+            # A band is up to 128 rows, so the largest magnitude of a column and then of 128 columns is that of a tile.
             tiles = band.abs().amax(dim=0).split(FP8_TILE)
             scales = torch.stack([tile.max() for tile in tiles]) / 448.0
+            # 448 is the largest e4m3 number. A tile of zeros gets the scale 1, as 0 / 0 is NaN.
             scales = torch.where(scales > 0, scales, 1.0)
             codes = (band / scales.repeat_interleave(FP8_TILE)[:columns]).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
             self.write_record(stored[place : place + self.record_bytes(band.numel(), shape)], scales, codes)
@@ -236,6 +250,8 @@ class Fp8(_OfRows):
 
     def write_record(self, record: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
         """Put the scales (fp32) and codes (e4m3, or their bits) of 128 rows together."""
+        # A band of a weight with 300 columns: 3 scales in 12 bytes, then 128 * 300 codes row by row, then zeros up to a
+        # multiple of 4.
         head = 4 * scales.numel()
         record[:head] = scales.contiguous().view(torch.uint8)
         record[head : head + codes.numel()] = codes.contiguous().view(torch.uint8).view(-1)
@@ -263,6 +279,7 @@ class Bf16(PackedFormat):
     name = "bf16"
 
     def record_numel(self, shape: Sequence[int]) -> int:
+        # Two weights, so that a record has a multiple of 4 bytes.
         return 2
 
     def record_bytes(self, numel: int, shape: Sequence[int]) -> int:
@@ -294,7 +311,7 @@ def _bits(tensor: torch.Tensor) -> Any:
 
 
 def _gap(stored: torch.Tensor, out: torch.Tensor) -> int:
-    """How many bytes ``stored`` begins behind ``out``, where both lie in one piece of memory; else `APART`."""
+    """Bytes from the beginning of ``out`` to that of ``stored``, if their memory overlaps; else `APART`."""
     begin, end = out.data_ptr(), out.data_ptr() + out.numel() * out.element_size()
     is_apart = stored.data_ptr() >= end or stored.data_ptr() + stored.numel() <= begin
     return APART if is_apart else stored.data_ptr() - begin

@@ -1,13 +1,10 @@
-"""Loops that pack and unpack weights, compiled by numba when they are first wanted.
+"""Loops that pack and unpack weights, compiled by numba at their first use. Each runs on one thread, without the GIL.
 
-Knows arrays of bits; must not know parameters, units or files. As in `infinity.numerics.kernels`, every kernel runs on one
-thread and releases the GIL.
-
-[Note: unpacking in place] A unit's packed bytes are read into the end of the memory that its weights are going to fill, and
-unpacked from front to back: no other memory is needed. Packed bytes are fewer than the weights that they become, from any
-point to the end, so writing never overtakes reading (`infinity.packed.stored_form` sees to that). Only the record that is being
-unpacked may lie under its own output, near the end of the memory; its codes are copied first then. ``gap`` says how many bytes
-the packed bytes begin behind the output; `APART` if they lie elsewhere.
+[Note: unpacking in place] A unit's packed bytes are read into the end of the memory that its weights will fill, and
+unpacked front to back, without other memory. From any record on, packed bytes are at most as many as the bytes of
+their weights, so writing never overtakes reading (`PackedFormat.saves_memory`). Near the end, a record's output may
+overlap the record itself: its codes are then copied first. ``gap`` is the number of bytes from the beginning of the
+output to that of the packed bytes; `APART` if they share no memory.
 """
 
 from __future__ import annotations
@@ -27,10 +24,10 @@ class PackedKernels(NamedTuple):
     """Compiled functions over 1-D arrays without gaps. Weights of two bytes are given as their bits, uint16.
 
     Attributes:
-        pack_nf4: `(values: float32, thresholds: float32, stored: uint8, scales: float32)`: writes ``stored``, of which ``scales``
-            is a view. Returns the index of the first value that is not finite, or -1.
+        pack_nf4: `(values: float32, thresholds: float32, stored: uint8, scales: float32)`: writes ``stored``, which
+            ``scales`` views. Returns the index of the first value that is not finite, or -1.
         nf4_to_16bit: `(stored: uint8, scales: float32, code: float32, out: uint16, pairs: uint32, gap, kind)`: writes
-            ``out``, of which ``pairs`` is a view.
+            ``out``, which ``pairs`` views.
         nf4_to_floats: `(stored, scales, code, out: float32, gap)`.
         int8_to_16bit, int8_to_floats: `(stored: uint8, scales: float32, out, row_numel, gap[, kind])`.
         fp8_to_16bit, fp8_to_floats: `(stored: uint8, scales: float32, out, row_numel, gap[, kind])`.
@@ -66,28 +63,34 @@ def kernels() -> PackedKernels:
 
 
 _force: Any = {"nogil": True, "error_model": "numpy", "forceinline": True}
-_LEAST_SCALE = np.float32(1e-38)
-_LARGEST = np.float32(3.4028235e38)
+_LEAST_SCALE = np.float32(1e-38)  # for a block of zeros: avoids 0 / 0
+_LARGEST = np.float32(3.4028235e38)  # the largest finite fp32 number
 
 
 @numba.njit(**_force)  # type: ignore[untyped-decorator]
 def _bf16(value: Any) -> Any:
     """The bits of a finite fp32 number as bf16, rounded to the nearest, ties to even."""
     u = np.uint32(bits_of(value))
+    # 0x7FFF is just under half of the 16 bits that are cut off. At a tie, the last kept bit adds the 1 that rounds an
+    # odd number up.
     return np.uint16((u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
 @numba.njit(**_force)  # type: ignore[untyped-decorator]
 def _fp16(value: Any) -> Any:
-    """The same as fp16."""
+    """The bits of a finite fp32 number as fp16, rounded to the nearest, ties to even; infinite from 65,520 on."""
     u = np.uint32(bits_of(value))
     sign = np.uint32((u >> np.uint32(16)) & np.uint32(0x8000))
     a = np.uint32(u & np.uint32(0x7FFFFFFF))
     if a >= np.uint32(0x47800000):  # 65,536 and more
         return np.uint16(sign | np.uint32(0x7C00))
-    if a < np.uint32(0x38800000):  # subnormal in fp16: the addition rounds at its last bit
+    # Below 2**-14. 0.5 has a last fraction bit of 2**-24, as fp16's subnormals have: adding 0.5 rounds to it in
+    # hardware.
+    if a < np.uint32(0x38800000):
         small = np.uint32(bits_of(float_of(np.int32(a)) + np.float32(0.5))) - np.uint32(0x3F000000)
         return np.uint16(sign | small)
+    # 112 = 127 - 15, the difference of the exponents' biases. 13 bits of the fraction are cut off, rounded as in
+    # `_bf16`.
     rounded = a - np.uint32(112 << 23) + np.uint32(0xFFF) + ((a >> np.uint32(13)) & np.uint32(1))
     return np.uint16(sign | (rounded >> np.uint32(13)))
 
@@ -100,15 +103,17 @@ def _pack_nf4(values: Any, thresholds: Any, stored: Any, scales: Any) -> Any:
         m = np.float32(0)
         for i in range(count):
             magnitude = abs(values[o + i])
+            # Also true for NaN, whose comparisons are all false.
             if not magnitude <= _LARGEST:
                 return o + i
             m = max(m, magnitude)
         m = max(m, _LEAST_SCALE)
+        # A record is 9 floats long: its scale is the first.
         scales[b * (NF4_RECORD_BYTES // 4)] = m
         inverse = np.float32(1) / m
         for i in range(NF4_BLOCK // 2):
             high, low = np.uint8(0), np.uint8(0)
-            if 2 * i < count:  # a last block that is not full is divided, as in bitsandbytes
+            if 2 * i < count:  # bitsandbytes divides in a last block that is not full
                 first = values[o + 2 * i] * inverse if count == NF4_BLOCK else values[o + 2 * i] / m
                 for k in range(15):
                     high += np.uint8(first > thresholds[k])
@@ -116,6 +121,7 @@ def _pack_nf4(values: Any, thresholds: Any, stored: Any, scales: Any) -> Any:
                 second = values[o + 2 * i + 1] * inverse if count == NF4_BLOCK else values[o + 2 * i + 1] / m
                 for k in range(15):
                     low += np.uint8(second > thresholds[k])
+            # Two weights a byte, the first in the high half. The code is the number of thresholds below the weight.
             stored[p + 4 + i] = (high << np.uint8(4)) | low
     return -1
 
@@ -124,17 +130,22 @@ def _nf4_to_16bit(stored: Any, scales: Any, code: Any, out: Any, pairs: Any, gap
     numel = out.size
     half = NF4_BLOCK // 2
     table = np.empty(16, np.uint32)
+    # A copy of a record's codes, for records that overlap their own output.
     local = np.empty(NF4_BLOCK // 2, np.uint8)
     for b in range((numel + NF4_BLOCK - 1) // NF4_BLOCK):
         scale = scales[b * (NF4_RECORD_BYTES // 4)]
-        for k in range(16):  # 16 roundings for 64 weights
+        for k in range(16):  # round 16 products instead of 64
             product = code[k] * scale
             table[k] = np.uint32(_bf16(product) if kind == KIND_BF16 else _fp16(product))
         o, p = b * half, b * NF4_RECORD_BYTES + 4
         count = min(NF4_BLOCK, numel - b * NF4_BLOCK)
+        # The record's codes start at byte gap + p of the output, and its weights end at byte 4 * (o + half). o counts
+        # pairs of 2-byte weights. Two blocks in place: 256 bytes of output, 72 packed bytes from gap = 184 on. Block 0:
+        # 184 + 4 >= 128, no overlap. Block 1: 184 + 40 < 256, so its codes are copied first.
         if count == NF4_BLOCK and gap + p >= 4 * (o + half):
             for i in range(half):
                 v = stored[p + i]
+                # Little-endian: the first weight is in the low 16 bits.
                 pairs[o + i] = table[v >> np.uint8(4)] | (table[v & np.uint8(15)] << np.uint32(16))
         else:
             for i in range(half):
@@ -156,6 +167,7 @@ def _nf4_to_floats(stored: Any, scales: Any, code: Any, out: Any, gap: Any) -> N
             table[k] = code[k] * scale
         o, p = b * NF4_BLOCK, b * NF4_RECORD_BYTES + 4
         count = min(NF4_BLOCK, numel - o)
+        # As in `_nf4_to_16bit`, with 4 bytes a weight.
         if count == NF4_BLOCK and gap + p >= 4 * (o + NF4_BLOCK):
             for i in range(half):
                 v = stored[p + i]
@@ -169,8 +181,8 @@ def _nf4_to_floats(stored: Any, scales: Any, code: Any, out: Any, gap: Any) -> N
                 out[o + i] = table[v & np.uint8(15) if i & 1 else v >> np.uint8(4)]
 
 
-_ONE_127TH = np.float32(7.874015718698502e-3)
-_TO_EXPONENT = np.float32(2.0**120)
+_ONE_127TH = np.float32(7.874015718698502e-3)  # LLM.int8's scale is a row's largest magnitude, which has the code 127
+_TO_EXPONENT = np.float32(2.0**120)  # 127 - 7: fp32's bias of exponents less e4m3's
 
 
 @numba.njit(**_force)  # type: ignore[untyped-decorator]
@@ -180,7 +192,8 @@ def _int8_value(code: Any, scale: Any) -> Any:
 
 @numba.njit(**_force)  # type: ignore[untyped-decorator]
 def _fp8_value(code: Any, scale: Any) -> Any:
-    # Exponent and fraction as those of a tiny fp32 number, times a power of two: exact, subnormals included.
+    # Exponent (4 bits) and fraction (3 bits), moved to their places in fp32, are a tiny number; a power of two makes up
+    # for the other bias. Exact, subnormals included. 0x38 (1.0): 7 << 23 is 2**-120, times 2**120 is 1.
     v = np.int32(code)
     magnitude = float_of(np.int32((v & np.int32(0x7F)) << np.int32(20))) * _TO_EXPONENT
     return float_of(bits_of(magnitude) | np.int32((v & np.int32(0x80)) << np.int32(24))) * scale
@@ -197,11 +210,13 @@ def _int8_row(codes: Any, scale: Any, out: Any, kind: Any) -> None:
 
 
 def _int8_to_16bit(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any, kind: Any) -> None:
+    # A record is one row: its scale, a byte per weight, and zeros up to a multiple of 4.
     record = 4 + (row_numel + 3) // 4 * 4
     local = np.empty(row_numel, np.uint8)
     for r in range(out.size // row_numel):
         scale = scales[r * record // 4]
         o, p = r * row_numel, r * record + 4
+        # The row's codes begin where its 2-byte output ends, or behind: no overlap. See [Note: unpacking in place].
         if gap + p >= 2 * (o + row_numel):
             _int8_row(stored[p : p + row_numel], scale, out[o : o + row_numel], kind)
         else:
@@ -255,7 +270,7 @@ def _fp8_to_16bit(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any, 
     local, factors = np.empty(row_numel, np.uint8), np.empty(across, np.float32)
     p = 0
     for r in range(out.size // row_numel):
-        if r % FP8_TILE == 0:  # the scales of a band of tiles lie before its codes
+        if r % FP8_TILE == 0:  # a record of 128 rows begins: padding, scales, codes
             p = (p + 3) // 4 * 4
             factors[:] = scales[p // 4 : p // 4 + across]
             p += 4 * across
@@ -287,6 +302,7 @@ def _fp8_to_floats(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any)
 
 
 def _widen(stored: Any, out: Any, gap: Any) -> None:
+    # 64 weights are copied before they are widened: in place, the output may overlap its own input.
     local = np.empty(64, np.uint16)
     for b in range((out.size + 63) // 64):
         o = b * 64

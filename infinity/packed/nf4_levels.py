@@ -1,7 +1,6 @@
 """The 16 levels of NF4, and the thresholds between them.
 
-Levels are those of "QLoRA: Efficient Finetuning of Quantized LLMs" (Dettmers et al., 2023), as bitsandbytes has them. A weight
-gets the lower of two levels if its quotient by the scale is at most the fp32 number in the middle between them.
+They are the levels of "QLoRA: Efficient Finetuning of Quantized LLMs" (Dettmers et al., 2023), as in bitsandbytes.
 """
 
 from __future__ import annotations
@@ -19,4 +18,4 @@ LEVELS = torch.tensor(
     device="cpu",
 )
 THRESHOLDS = (LEVELS[1:] + LEVELS[:-1]) / 2
-"""15 of them; the quotient that equals one gets the lower level."""
+"""The 15 middles between levels. A weight gets level k if k thresholds are below its quotient by the scale."""

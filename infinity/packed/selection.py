@@ -1,8 +1,7 @@
-"""Which weights of a model are stored packed, and in which format.
+"""Which weights of a model are stored packed, and in which format, by the config's ``frozen_dtype``.
 
-Knows modules, names and the config's ``frozen_dtype``. Frozen weights of linear layers are packed (``nn.Linear``, transformers'
-``Conv1D``, and tensors of experts: 3-D parameters of a module whose class name says so). Embeddings and what is tied to anything
-stay as they are, as do adapters, tiles, and weights whose elements do not lie in C order.
+Packed are frozen weights of ``nn.Linear`` and of transformers' ``Conv1D``, and 3-D parameters of modules whose class
+name has "expert". Not packed are embeddings, tied weights, adapters, tiles, and weights that are not in C order.
 """
 
 from __future__ import annotations
@@ -22,19 +21,14 @@ from infinity.units.layout import SLOT_GRANULE, round_up
 
 KEY = "infinity.frozen_dtype"
 FrozenDtype = str | tuple[tuple[str, str], ...]
-"""A format for all that can be packed, or pairs of a pattern and a format, of which the first that matches decides."""
+"""A format for all weights that can be packed; or pairs (pattern, format), of which the first that matches decides."""
 
 
 def packed_weights(model: nn.Module, frozen_dtype: FrozenDtype | None, compute_dtype: torch.dtype) -> dict[int, str]:
-    """``id`` of each parameter that is to be packed -> the name of its format.
-
-    Args:
-        model: as the engine is to take it over.
-        frozen_dtype: of the config; None: nothing is packed.
-        compute_dtype: of the engine.
+    """``id`` of each parameter to be packed -> the name of its format.
 
     Raises:
-        ConfigError: a pattern matches no parameter, or nothing that can be packed.
+        ConfigError: a pattern matches no parameter, or none that can be packed.
     """
     if frozen_dtype is None:
         return {}
@@ -43,9 +37,11 @@ def packed_weights(model: nn.Module, frozen_dtype: FrozenDtype | None, compute_d
     if isinstance(frozen_dtype, str):
         found = {key: frozen_dtype for key in names}
     else:
-        everything = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]  # a tied head has a name, too
+        everything = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]  # with tied heads
         for pattern, name in frozen_dtype:
             matching = [key for key, (fqn, _) in names.items() if _matches(fqn, pattern)]
+            # A pattern that matches nothing is probably a typing error. "bf16" may match weights that are not packed:
+            # that is how a pattern leaves some out.
             if not matching and not (name == "bf16" and any(_matches(fqn, pattern) for fqn in everything)):
                 raise _unmatched(pattern, everything)
             for key in matching:
@@ -54,8 +50,10 @@ def packed_weights(model: nn.Module, frozen_dtype: FrozenDtype | None, compute_d
 
 
 def _is_smaller(parameter: nn.Parameter, name: str, compute_dtype: torch.dtype) -> bool:
+    # 16-bit weights as bf16 would have as many bytes as before.
     if compute_dtype not in COMPUTE_DTYPES or (name == "bf16" and compute_dtype.itemsize == 2):
         return False
+    # Slots start at multiples of 64 elements, so a small weight may unpack into its padding as well.
     padded = round_up(parameter.numel(), SLOT_GRANULE)
     if parameter.dim() == 3 and not _ends_with_experts(parameter, name):
         return False
@@ -63,13 +61,15 @@ def _is_smaller(parameter: nn.Parameter, name: str, compute_dtype: torch.dtype) 
 
 
 def _ends_with_experts(parameter: nn.Parameter, name: str) -> bool:
-    """Whether no block or tile reaches into the next expert: numbers must not depend on whether experts are paged one by one."""
+    """Whether no block or tile reaches into the next expert."""
+    # An expert that is paged alone (`infinity.experts`) starts a block. Numbers must not depend on that, so blocks of a
+    # tensor of all experts must end with each expert.
     _, rows, columns = parameter.shape
     return {"nf4": rows * columns % NF4_BLOCK == 0, "fp8_e4m3": rows % FP8_TILE == 0}.get(name, True)
 
 
 def _packable(model: nn.Module) -> dict[int, tuple[str, nn.Parameter]]:
-    """``id`` -> name and parameter of what can be packed."""
+    """``id`` -> FQN and parameter, of all parameters that can be packed."""
     is_of_base = is_base(model) if is_adapted(model) else lambda parameter: not parameter.requires_grad
     of_experts = {
         id(tile) for module in model.modules() if isinstance(module, ExpertTiles) for tile in module.experts()
@@ -78,6 +78,7 @@ def _packable(model: nn.Module) -> dict[int, tuple[str, nn.Parameter]]:
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            # Counts every place that has the parameter: one that is tied, to an embedding for example, has two.
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
             is_linear = _is_linear_weight(module, name, parameter)
             is_expert = id(module) in of_experts or _holds_experts(module, parameter)
@@ -89,10 +90,12 @@ def _packable(model: nn.Module) -> dict[int, tuple[str, nn.Parameter]]:
 def _is_plain(parameter: nn.Parameter) -> bool:
     if type(parameter) is not nn.Parameter or parameter.requires_grad or not parameter.is_contiguous():
         return False
+    # fp64 would be rounded, and float8 weights have scales of their own.
     return parameter.is_floating_point() and parameter.element_size() in (2, 4)
 
 
 def _is_linear_weight(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    # By name: transformers is not imported for it. GPT-2 has `Conv1D`, a linear layer with a transposed weight.
     is_linear = isinstance(module, nn.Linear) or any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
     return is_linear and name == "weight" and parameter.dim() == 2
 
@@ -103,7 +106,9 @@ def _holds_experts(module: nn.Module, parameter: nn.Parameter) -> bool:
 
 
 def _matches(fqn: str, pattern: str) -> bool:
-    """Whether a pattern means a parameter: by its name or its module's, with or without what PEFT puts around those."""
+    """Whether a pattern matches a parameter's name or its module's, with or without PEFT's wrappers."""
+    # "base_model.model.lm_head.base_layer.weight" matches "lm_head": without PEFT's parts and ".weight", and with any
+    # prefix.
     plain = fqn.replace(".base_layer.", ".").replace(".original_module.", ".")
     names = {fqn, plain, plain.removesuffix(".weight")}
     return any(fnmatch.fnmatchcase(name, form) for name in names for form in (pattern, f"*.{pattern}"))

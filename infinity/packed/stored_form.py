@@ -1,14 +1,12 @@
-"""Where the weights of a unit lie where it rests, if some of them are packed.
-
-Pure arithmetic on a layout; knows no files.
+"""How the weights of a unit are stored if some of them are packed. Pure arithmetic on the unit's layout.
 
     flat buffer  | trainable | frozen, plain |          frozen, to be packed           |
     stored form  | trainable | frozen, plain | padding | packed weights |              4096-byte blocks
                  ^ byte for byte             ^ `raw_bytes`
 
-Trainable weights come first in both, so updates read and write chunks as if nothing were packed. Packed bytes are read into the
-end of the flat buffer (`landing`) and unpacked from front to back (see [Note: unpacking in place] in ``packed/kernels.py``):
-the padding lies before them, so that the last of them is the last byte of the flat buffer.
+Trainable weights come first in both, so updates read and write chunks as if nothing were packed. Packed bytes are read
+into the end of the flat buffer (`landing`) and unpacked front to back: see [Note: unpacking in place] in
+``packed/kernels.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from infinity.units.layout import SEGMENT_GRANULE_BYTES, Slot, UnitLayout, round
 
 @dataclass(frozen=True)
 class PackedSlot:
-    """A packed weight: ``start`` is its first byte behind `StoredForm.raw_bytes`."""
+    """A packed weight. ``start`` counts bytes from `StoredForm.raw_bytes` on."""
 
     slot: Slot
     format: PackedFormat
@@ -31,11 +29,11 @@ class PackedSlot:
     num_bytes: int
 
     def of(self, packed: torch.Tensor) -> torch.Tensor:
-        """Its bytes among all packed ones of the unit."""
+        """Its bytes in ``packed``: all packed bytes of the unit, from `StoredForm.raw_bytes` on."""
         return packed[self.start : self.start + self.num_bytes]
 
     def values(self, memory: torch.Tensor) -> torch.Tensor:
-        """Its weights in a flat buffer (uint8): 1-D, in C order."""
+        """A view of its weights in a flat buffer (uint8): 1-D, in C order."""
         spec = self.slot.spec
         start = self.slot.offset_bytes
         return memory[start : start + self.slot.numel * spec.dtype.itemsize].view(spec.dtype)
@@ -49,8 +47,8 @@ class StoredForm:
     """How one unit is stored.
 
     Attributes:
-        raw_bytes: the flat buffer's first bytes, which are stored as they are.
-        packed_bytes: what follows them; 0 if nothing is packed.
+        raw_bytes: number of bytes at the start of the flat buffer that are stored as they are.
+        packed_bytes: number of bytes that follow, padding included; 0 if nothing is packed.
         slots: the packed weights, in the order of memory.
     """
 
@@ -61,6 +59,10 @@ class StoredForm:
         formats = [packed_format(slot.spec.packed or "") for slot in slots]
         sizes = [each.num_bytes(slot.spec.shape) for each, slot in zip(formats, slots, strict=True)]
         self.packed_bytes = round_up(sum(sizes), SEGMENT_GRANULE_BYTES)
+        # The padding comes first, so that the last packed byte is the last byte of the flat buffer. Two nf4 weights of
+        # 64 * 64 elements, after 8192 raw bytes, in bf16: 2 * 64 * 36 = 4608 packed bytes, in 8192 stored ones. The
+        # padding has 3584, the weights start at 3584 and 5888. In the flat buffer, the 16384 bytes from 8192 on are
+        # theirs: `landing` is its last 8192 bytes.
         start = self.packed_bytes - sum(sizes)
         found = []
         for slot, each, size in zip(slots, formats, sizes, strict=True):
@@ -70,11 +72,11 @@ class StoredForm:
 
     @property
     def num_bytes(self) -> int:
-        """Of all of it; a multiple of 4096."""
+        """Bytes of the stored unit; a multiple of 4096."""
         return self.raw_bytes + self.packed_bytes
 
     def landing(self, memory: torch.Tensor) -> torch.Tensor:
-        """Where in a flat buffer (uint8) packed bytes lie to be unpacked in place."""
+        """The end of a flat buffer (uint8), from which packed bytes are unpacked in place."""
         return memory[memory.numel() - self.packed_bytes :]
 
     def unpack(self, packed: torch.Tensor, memory: torch.Tensor) -> None:

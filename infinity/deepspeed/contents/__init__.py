@@ -1,4 +1,1 @@
-"""What the modules of DeepSpeed's names contain: optimizers by its names, timers, messages.
-
-Which of these is in which module says ``infinity.deepspeed.modules``.
-"""
+"""Contents of the modules with DeepSpeed's names. `infinity.deepspeed.modules` puts them into the modules."""

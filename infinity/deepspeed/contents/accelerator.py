@@ -1,4 +1,4 @@
-"""``get_accelerator()``: the compute device as scripts for DeepSpeed ask for it. For scripts; the engine does not use it."""
+"""``get_accelerator()``: DeepSpeed's interface to the compute device, for scripts. The engine does not use it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _TENSORS = {
     "IntTensor": torch.int32,
     "LongTensor": torch.int64,
 }
-"""What makes tensors of a dtype on the device, by DeepSpeed's names."""
+"""Name of a constructor of tensors -> its dtype."""
 
 
+# DeepSpeed's interface has names that torch.cuda has deprecated.
 _EARLIER_NAMES = {
     "memory_cached": "memory_reserved",
     "max_memory_cached": "max_memory_reserved",
@@ -42,14 +43,11 @@ _ON_A_CPU: dict[str, Callable[..., Any]] = {
     "get_rng_state": lambda *_: torch.get_rng_state(),
     "set_rng_state": lambda state, *_: torch.set_rng_state(state),
 }
-"""What the functions of ``torch.cuda`` do where there is no GPU."""
+"""Functions of ``torch.cuda`` -> what they do without a GPU."""
 
 
 class Accelerator:
-    """Answers of the current GPU if there is one, else of the CPU, by DeepSpeed's names.
-
-    What it does not know is looked up in ``torch.cuda`` or ``torch.cpu``.
-    """
+    """The current GPU, or the CPU without one. Other names are looked up in ``torch.cuda`` or ``torch.cpu``."""
 
     def __init__(self) -> None:
         self._name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,7 +60,7 @@ class Accelerator:
         name = _EARLIER_NAMES.get(name, name)
         if name in _ON_A_CPU:
             function = _ON_A_CPU[name] if self._name == "cpu" else getattr(torch.cuda, name)
-            # The device is ``device_index`` to DeepSpeed; None, the current one, is torch's default.
+            # DeepSpeed's argument `device_index` is torch's first one. None is left out: it means the current device.
             return lambda *args, **named: function(*(each for each in (*args, *named.values()) if each is not None))
         found = None if name.startswith("_") else getattr(self._namespace, name, None)
         if found is None:
@@ -83,7 +81,7 @@ class Accelerator:
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """On a GPU a context manager that makes it the current one."""
+        """The device. On a GPU, a context manager that makes it the current one."""
         return torch.device(self.device_name(device_index)) if self._name == "cpu" else torch.cuda.device(device_index)
 
     def current_device(self) -> Any:
@@ -95,17 +93,17 @@ class Accelerator:
         return f"cuda:{torch.cuda.current_device()}" if self._name == "cuda" else "cpu"
 
     def device_count(self) -> int:
-        """Number of GPUs; on a CPU, of the machine's processes, as their launcher says."""
+        """Number of GPUs. On a CPU, the number of processes on this machine, by the launcher's variables."""
         on_cpu = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1
         return torch.cuda.device_count() if self._name == "cuda" else int(on_cpu)
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Of weights that are trained."""
+        """Dtypes of trainable weights."""
         narrow = [(torch.float16, self.is_fp16_supported()), (torch.bfloat16, self.is_bf16_supported())]
         return [torch.float32, *(dtype for dtype, is_supported in narrow if is_supported)]
 
     def communication_backend_name(self) -> str:
-        """Of ``torch.distributed``."""
+        """The backend of ``torch.distributed``."""
         return "nccl" if self._name == "cuda" else "gloo"
 
     def random(self) -> Any:
@@ -113,7 +111,7 @@ class Accelerator:
         return torch.random
 
     def default_generator(self, device_index: int = 0) -> torch.Generator:
-        """That of a device."""
+        """The random generator of a device."""
         return torch.cuda.default_generators[device_index] if self._name == "cuda" else torch.default_generator
 
     def is_bf16_supported(self) -> bool:
@@ -125,14 +123,14 @@ class Accelerator:
         return True
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the GPU, or of host memory as far as this process may use it."""
+        """Bytes of GPU memory, or of host memory within this process's limits."""
         if self._name == "cuda":
             return torch.cuda.get_device_properties("cuda" if device_index is None else device_index).total_memory
         whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min([whole, *(limit.limit_bytes for limit in memory_limits())])
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Those of them that nobody uses."""
+        """Bytes of it that are free."""
         return torch.cuda.mem_get_info(device_index)[0] if self._name == "cuda" else free_bytes()
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
@@ -164,7 +162,7 @@ class Accelerator:
             torch.cuda.nvtx.range_pop()
 
     def lazy_call(self, callback: Callable[[], Any]) -> None:
-        """Call it, when the device is ready."""
+        """Initialize the GPU, and call ``callback``."""
         if self._name == "cuda":
             torch.cuda.init()
         callback()

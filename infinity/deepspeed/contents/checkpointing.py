@@ -1,6 +1,6 @@
-"""DeepSpeed's module ``checkpointing``: activation checkpointing as scripts call it, by torch's own.
+"""DeepSpeed's module ``checkpointing``: activation checkpointing, by ``torch.utils.checkpoint``.
 
-Activations are not divided among processes: what scripts say of that is taken without effect.
+Activations are not divided among processes: arguments for that have no effect.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from infinity.distributed.meshes import current_mesh
 
 _TRACKED = "model-parallel-rng"
 _configured = SimpleNamespace(keeps_on_cpu=False, is_made=False)
-"""What `configure` was told last."""
+"""Set by `configure`."""
 
 
 class CudaRNGStatesTracker:
-    """Random states of the current device by name, to draw from them in between. On a CPU, of its generator."""
+    """Named random states of the current device (on a CPU, of its generator), as in Megatron."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -36,15 +36,15 @@ class CudaRNGStatesTracker:
         self.seeds_ = set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """All of them, by name: a new dict of the same states."""
+        """A new dict: name -> state."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """What `get_states` gave."""
+        """Set what `get_states` returned."""
         self.states_ = states
 
     def add(self, name: str, seed: int) -> None:
-        """A state that begins with ``seed``.
+        """Add a state that begins with ``seed``.
 
         Raises:
             ValueError: the name or the seed is taken.
@@ -59,7 +59,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = _TRACKED) -> Iterator[None]:
-        """Inside the ``with`` block random numbers come from the named state, which goes on where it ended.
+        """Draw random numbers from the named state in the ``with`` block. The state advances.
 
         Raises:
             KeyError: there is none of that name.
@@ -71,7 +71,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def _drawing(self, name: str) -> Iterator[None]:
-        """Draw from the named state, if there is one, and keep under that name what is reached at the end of the block."""
+        """Draw from the named state, if it exists. Store the state at the end of the block under that name."""
         accelerator = get_accelerator()
         before = accelerator.get_rng_state()
         if name in self.states_:
@@ -87,14 +87,14 @@ _tracker = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The one of this process. Its states are replayed in backward by `checkpoint`."""
+    """The tracker of this process. `checkpoint` replays its states in backward."""
     return _tracker
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the current device, and the tracked state for model parallel regions with ``seed + 2718`` + the tensor rank.
 
-    That is of `configure`'s ``mpu_``, or of the last `infinity.initialize`. All processes call it.
+    The tensor rank is that of the last `infinity.initialize`. All processes call this.
     """
     _tracker.reset()
     get_accelerator().manual_seed(seed)
@@ -108,15 +108,18 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
 
 
 def _part_seed(seed: int) -> int:
+    # 2718: Megatron's constant. Ranks of a tensor-parallel group get different dropout in divided layers.
     return seed + 2718 + current_mesh().place.tensor
 
 
 def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which draws from the same tracked states whenever it is called, as the first time."""
+    """Wrap a function so that each further call draws from the tracked states as they were before the first call."""
     states, has_run = _tracker.get_states(), False
 
     def run(*args: Any) -> Any:
         nonlocal has_run
+        # The first call is forward, whose states must advance. A later one is the recomputation in backward. torch
+        # restores only its own generators.
         if not has_run:
             has_run = True
             return function(*args)
@@ -139,7 +142,7 @@ def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], *, use_reen
 def _by_position(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The same call without keywords: torch's reentrant checkpointing carries gradients to positional arguments only."""
+    """The same call with positional arguments only: others get no gradient from torch's reentrant checkpointing."""
     if not kwargs:
         return function, args
     names, num_positional = list(kwargs), len(args)
@@ -152,11 +155,7 @@ def _by_position(
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``, keep its arguments only, and call it once more in backward (``torch.utils.checkpoint``, reentrant).
-
-    Args:
-        function: from tensors and others to a tensor, or a tuple of tensors and others.
-        args, kwargs: its arguments; tensors among them, by keyword as well, get their gradients.
+    """Call ``function`` by reentrant ``torch.utils.checkpoint``: only arguments are kept, and backward calls it again.
 
     Random states, those of `get_cuda_rng_tracker` included, and autocast are the same both times.
     """
@@ -164,16 +163,16 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `checkpoint`, by torch's non-reentrant way, which works where no input needs a gradient as well."""
+    """As `checkpoint`, but non-reentrant: it also works if no input requires a gradient."""
     return _checkpoint(*_by_position(function, args, kwargs), use_reentrant=False)
 
 
 class CheckpointFunction:
-    """For scripts that call DeepSpeed's autograd function itself: its ``apply`` is `checkpoint`."""
+    """DeepSpeed's autograd function, for scripts that call its ``apply``: that is `checkpoint`."""
 
     @staticmethod
     def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-        """As `checkpoint`; everything that ``run_function`` returns is put into ``all_outputs``, too."""
+        """As `checkpoint`. Appends the outputs to ``all_outputs``."""
         outputs = checkpoint(run_function, *args)
         all_outputs += [outputs] if isinstance(outputs, torch.Tensor) else outputs
         return outputs
@@ -189,15 +188,12 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say how `checkpoint` works from now on. What is not given is taken from ``deepspeed_config``, or off.
+    """Configure `checkpoint`. Arguments that are None come from ``deepspeed_config``, or are off.
 
     Args:
-        mpu_: taken as DeepSpeed takes it, without effect: `model_parallel_cuda_manual_seed` goes by ``mesh_param``.
-        deepspeed_config: a config as `infinity.load_config` takes it; its block ``activation_checkpointing`` counts.
-        partition_activations, contiguous_checkpointing, num_checkpoints: without effect: they divide activations between
-            processes.
-        checkpoint_in_cpu: inputs wait in pinned host memory for backward. On a CPU they are there anyway.
-        synchronize, profile: without effect: torch.profiler tells how long functions take.
+        deepspeed_config: as for `infinity.load_config`. Its block ``activation_checkpointing`` is used.
+        checkpoint_in_cpu: keep inputs in pinned host memory until backward. No effect on a CPU.
+        mpu_, partition_activations, contiguous_checkpointing, num_checkpoints, synchronize, profile: no effect.
 
     Raises:
         ConfigError: the config cannot be read.
@@ -213,12 +209,12 @@ def is_configured() -> bool:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Taken without effect: activations are not divided among processes."""
+    """No effect: activations are not divided among processes."""
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Taken without effect: there are no contiguous buffers."""
+    """No effect: there are no contiguous buffers."""
 
 
 def reset() -> None:
-    """Without effect: there are no buffers between forward and backward but autograd's own."""
+    """No effect: there are no contiguous buffers."""

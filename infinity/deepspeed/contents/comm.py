@@ -1,7 +1,7 @@
-"""DeepSpeed's module ``comm``: torch's functions, in the group that there is, or in one that the first exchange makes.
+"""DeepSpeed's module ``comm``: functions of ``torch.distributed``. The first exchange makes a process group if needed.
 
-What DeepSpeed's functions take for its log of exchanges (``prof``, ``log_name``, ``debug``) is without effect. `barrier`,
-`get_rank` and `get_world_size` make no group: a script may call them before `init_distributed`.
+DeepSpeed's arguments ``prof``, ``log_name`` and ``debug`` have no effect. `barrier`, `get_rank` and `get_world_size`
+make no group: a script may call them before `init_distributed`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _torchs(name: str, **torchs_names: str) -> Callable[..., Any]:
     def function(*args: Any, **given: Any) -> Any:
         kwargs = {torchs_names.get(key, key): value for key, value in given.items() if key not in _OF_THE_LOG}
         init_distributed()
-        if name == "all_gather_into_tensor":  # gloo knows no scalars there; NCCL counts elements, and so do scripts
+        if name == "all_gather_into_tensor":  # gloo refuses 0-d tensors, NCCL does not
             args, kwargs = tuple(map(_in_one_dimension, args)), {key: _in_one_dimension(v) for key, v in kwargs.items()}
         return call_torch(name, *args, **kwargs)
 
@@ -51,6 +51,7 @@ def _in_one_dimension(value: Any) -> Any:
 
 
 all_gather = _torchs("all_gather")
+# DeepSpeed's own names beside torch's: `allgather_fn`, `inference_all_reduce`, `reduce_scatter_fn`.
 all_gather_into_tensor = allgather_fn = _torchs("all_gather_into_tensor", tensor="input_tensor")
 all_gather_object = _torchs("all_gather_object")
 all_reduce = inference_all_reduce = _torchs("all_reduce")

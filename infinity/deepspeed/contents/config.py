@@ -18,24 +18,25 @@ _NAMES = TABLE["config"]
 
 
 class DeepSpeedConfig(Mapping[str, Any]):
-    """A config that was read, by the names of DeepSpeed's attributes (``zero_config.stage``, ``fp16_enabled``, ...).
+    """A config with DeepSpeed's attributes (``zero_config.stage``, ``fp16_enabled``, ...).
 
-    As a mapping it is the JSON. Attributes can be set, as of any object; an engine goes by what `initialize` was given.
+    As a mapping it is the JSON. Setting attributes does not change an engine.
     """
 
     def __init__(self, config: ConfigSource, mpu: Any = None, mesh_device: Any = None) -> None:
         """
         Args:
             config: the path of a file, or the config as a dict or text.
-            mpu, mesh_device: say how many processes have data of their own, by DeepSpeed's names.
+            mpu, mesh_device: give the number of processes with their own data.
 
         Raises:
             ConfigError: config key, value and cure.
         """
         read = load_config(config, world_size=_num_data_ranks(mpu, mesh_device), check_storage=False)
-        root: Any = validate(tidy(read.source, Findings()))  # keys of the table of inert ones have no types
+        root: Any = validate(tidy(read.source, Findings()))  # inert keys have no types
         self._param_dict = dict(read.source)
         self.world_size = read.world_size
+        # Attributes that show a key of the JSON, and attributes that the engine's config has under the same name.
         for key, name in _NAMES["attributes"].items():
             setattr(self, name, getattr(root, key))
         for name in _NAMES["decided"]:
@@ -72,6 +73,7 @@ def _num_data_ranks(mpu: Any, mesh_device: Any) -> int | None:
 
 def _of_precision(read: InfinityConfig, root: RootBlock) -> dict[str, Any]:
     scaling = {name: getattr(root.fp16, key) for key, name in _NAMES["loss_scaling"].items()}
+    # The config has the exponent (`initial_scale_power`), DeepSpeed's loss scaler takes the scale.
     scaling["init_scale"] = 2 ** scaling["init_scale"]
     has_dtype = "communication_data_type" in root.model_fields_set
     return {
@@ -94,6 +96,8 @@ def _of_precision(read: InfinityConfig, root: RootBlock) -> dict[str, Any]:
 def _of_zero(read: InfinityConfig, root: RootBlock) -> dict[str, Any]:
     block = root.zero_optimization
     values = {name: getattr(block, name) for name in type(block).model_fields}
+    # DeepSpeed's attributes have no prefix: `stage3_max_live_parameters` of the JSON is
+    # `zero_config.max_live_parameters`.
     values |= {name.removeprefix("stage3_"): value for name, value in values.items()} | {"stage": read.zero_stage}
     values |= {name: None for name in ("offload_param", "offload_optimizer") if name not in block.model_fields_set}
     return {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from enum import Enum, IntEnum
 
 VERSION = "0.19.8+infinity"
-"""That of the DeepSpeed whose names these are; the metadata of the stand-in says it as well."""
+"""The version of DeepSpeed whose names are provided. The stand-in's metadata has the same."""
 
-# Texts by themselves: DeepSpeed's print as classes of ``str`` and `Enum` do.
+# `type=str`: members compare equal to texts, and print as DeepSpeed's do.
 OffloadDeviceEnum = Enum("OffloadDeviceEnum", {"none": "none", "cpu": "cpu", "nvme": "nvme"}, type=str)
 _STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 OffloadStateTypeEnum = Enum("OffloadStateTypeEnum", [(name, name) for name in _STATES], type=str)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""DeepSpeed's module ``utils.zero_to_fp32``: the fp32 weights of a checkpoint of ours, as scripts ask for them after a training.
+"""DeepSpeed's module ``utils.zero_to_fp32``: fp32 weights of a checkpoint of this engine.
 
 ``python -m infinity export`` writes them without holding them in memory.
 """
@@ -30,23 +30,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class LazyTensor:
-    """A tensor that is read when it is asked for."""
+    """A tensor of a checkpoint that is read by `contiguous`."""
 
     saved: SavedTensor
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tensor."""
+        """Shape of the tensor."""
         return torch.Size(self.saved.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """fp32, if its elements are floating-point numbers of more than 8 bits."""
+        """fp32 for floating-point tensors of more than 8 bits, else the saved dtype."""
         dtype = self.saved.dtype
         return torch.float32 if dtype.is_floating_point and not is_float8(dtype) else dtype
 
     def contiguous(self) -> torch.Tensor:
-        """It, read and checked, on the CPU.
+        """Read and check the tensor. Returns it on the CPU.
 
         Raises:
             CheckpointError: it is damaged.
@@ -57,21 +57,21 @@ class LazyTensor:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: Any = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
-    """The weights and buffers of a checkpoint: fp32 main weights, and what is frozen as fp32.
+    """The weights and buffers of a checkpoint, as fp32.
 
     Args:
         checkpoint_dir: where `Engine.save_checkpoint` has written to.
         tag: which checkpoint; None: the newest.
-        exclude_frozen_parameters: has to be False: a checkpoint does not say which those are.
+        exclude_frozen_parameters: must be False: a checkpoint does not record which parameters are frozen.
         lazy_mode: give a `LazyTensor` for each; False: tensors on the CPU.
 
     Returns:
         FQN -> tensor, for ``load_state_dict``. A tied weight is one tensor under all of its names.
 
     Raises:
-        CheckpointError: there is none, or it is damaged; one of DeepSpeed's is first to be converted by
+        CheckpointError: there is none, or it is damaged. Convert DeepSpeed's own checkpoints first, by
             ``python -m infinity import-deepspeed``.
-        ConfigError: frozen parameters are to be left out.
+        ConfigError: ``exclude_frozen_parameters`` is true.
     """
     if exclude_frozen_parameters:
         raise ConfigError.value(
@@ -84,6 +84,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     lazy = {
         fqn: LazyTensor(saved) for group in ("parameters", "buffers") for fqn, saved in checkpoint.of(group).items()
     }
+    # The same object under all names of a tied weight: `_read` and the shards below go by identity.
     lazy |= {fqn: lazy[first] for fqn, first in checkpoint.beside.tied.items() if first in lazy and fqn not in lazy}
     return dict(lazy) if lazy_mode else _read(lazy)
 
@@ -121,19 +122,21 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         ConfigError: frozen parameters are to be left out.
         StorageError: the directory cannot take the safetensors.
     """
+    # 1 << 62: no limit, so one file.
     output, limit = Path(output_dir), parse_bytes(max_shard_size) if max_shard_size is not None else 1 << 62
     lazy = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
     if safe_serialization:
         CheckpointExport(Checkpoint.open(checkpoint_dir, tag), output, dtype=torch.float32).write(limit)
         return
     make_directory(output)
-    tied: dict[LazyTensor, list[str]] = {}  # what is tied comes together, and counts once
+    tied: dict[LazyTensor, list[str]] = {}  # tied names go into the same file, and count once
     for fqn, tensor in lazy.items():
         tied.setdefault(tensor, []).append(fqn)
     shards = [[fqn for tensor in shard for fqn in tied[tensor]] for shard in cut(tied, limit, _num_bytes)]
     names = [f"pytorch_model-{number:05}-of-{len(shards):05}.bin" for number in range(1, len(shards) + 1)]
     names = names if len(names) > 1 else ["pytorch_model.bin"]
     for name, shard in zip(names, shards, strict=True):
+        # torch.save needs all tensors of a file in memory at once.
         with open(output / name, "wb", opener=opener) as file:
             torch.save(_read({fqn: lazy[fqn] for fqn in shard}), file)
     if len(names) > 1:
@@ -149,12 +152,12 @@ def write_script(directory: Path) -> None:
         make_directory(directory)
         with open(directory / "zero_to_fp32.py", "w", opener=opener) as file:
             file.write(_SCRIPT)
-    except OSError as error:  # the checkpoint is complete without
+    except OSError as error:  # the checkpoint itself is complete
         logger.warning("zero_to_fp32.py was not written (%s). infinity export does the same", error)
 
 
 def main() -> None:
-    """What that script does."""
+    """The command line of that script."""
     parser = argparse.ArgumentParser(description="writes the fp32 weights of a checkpoint as pytorch_model.bin")
     parser.add_argument("checkpoint_dir", help="directory of the checkpoints")
     parser.add_argument("output_dir", help="directory of the files; made if it is missing")
@@ -165,22 +168,22 @@ def main() -> None:
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
-    """One small file for ``torch.load``, in which Lightning looks up the ZeRO stage.
+    """Write a small file for ``torch.load``, from which Lightning reads the ZeRO stage. Returns its path in a list.
 
     Args:
         checkpoint_dir: folder of the checkpoint itself, with the tag.
 
     Raises:
-        CheckpointError: it is none of ours, or damaged.
+        CheckpointError: it is not a checkpoint of this engine, or damaged.
     """
     Checkpoint(Path(checkpoint_dir))
     return [_written("optimizer", {"optimizer_state_dict": {"zero_stage": 3}})]
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """A small file for ``torch.load``: what the script has saved beside weights and states, as ``client_state``.
+    """Write a small file for ``torch.load`` with the checkpoint's ``client_state``. Returns its path.
 
-    It is gone when the process ends. ``checkpoint_dir``, and what is raised, as in `get_optim_files`.
+    Arguments and errors as in `get_optim_files`. The file is removed at the end of the process.
     """
     return _written("model", Checkpoint(Path(checkpoint_dir)).training_state()["client_state"] or {})
 
@@ -202,11 +205,12 @@ def _written(name: str, content: dict[str, Any]) -> str:
 
 @functools.cache
 def _scratch() -> tempfile.TemporaryDirectory[str]:
+    # Cached, so that it is removed at the end of the process, and not before.
     return tempfile.TemporaryDirectory(prefix="infinity-")
 
 
 def _read(lazy: dict[str, LazyTensor]) -> dict[str, torch.Tensor]:
-    """What is tied is one tensor."""
+    """Read all tensors. A tied weight is read once."""
     tensors = {each: each.contiguous() for each in dict.fromkeys(lazy.values())}
     return {fqn: tensors[each] for fqn, each in lazy.items()}
 

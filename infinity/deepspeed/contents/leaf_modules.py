@@ -1,5 +1,4 @@
-"""DeepSpeed's module ``utils.z3_leaf_module``. The marks are kept and mean nothing: what a module calls in another order each
-time is fetched all the same."""
+"""DeepSpeed's module ``utils.z3_leaf_module``. Marks are kept, but have no effect."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """False: no parameter is treated in another way."""
+    """False: marks have no effect."""
     return False
 
 
@@ -61,10 +60,10 @@ def set_z3_leaf_modules_by_name(
     """Mark modules by their names in ``model.named_modules()``.
 
     Returns:
-        The modules, and the names that there are not.
+        The modules, and the names that the model does not have.
 
     Raises:
-        ValueError: there are such names, and ``raise_if_not_found``.
+        ValueError: the model does not have a name, and ``raise_if_not_found`` is true.
     """
     return _mark_named(model, module_names, str.__eq__, flag, raise_if_not_found)
 
@@ -95,6 +94,7 @@ def _mark(model: nn.Module, classes: Sequence[Any], flag: bool, raise_if_not_fou
 def _mark_named(
     model: nn.Module, wanted: Sequence[str], fits: Callable[[str, str], Any], flag: bool, raise_if_not_found: bool
 ) -> tuple[list[nn.Module], list[str]]:
+    # `fits(name, each)`: `str.__eq__` for names, `str.endswith` for suffixes.
     named = dict(model.named_modules())
     found = {name: module for each in wanted for name, module in named.items() if fits(name, each)}
     missing = [each for each in wanted if not any(fits(name, each) for name in named)]

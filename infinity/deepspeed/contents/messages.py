@@ -1,4 +1,4 @@
-"""What scripts log through DeepSpeed."""
+"""Logging functions of DeepSpeed's, for scripts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from infinity.distributed.process_groups import process_rank
 
 logger = logging.getLogger("infinity.script")
-"""The script's own: as with DeepSpeed, what it says from INFO on goes to the standard output."""
+"""For the script's messages. As in DeepSpeed, those of INFO and above go to stdout."""
 logger.setLevel(logging.INFO)
 logger.propagate = False
 logger.addHandler(logging.StreamHandler(sys.stdout))
@@ -22,7 +22,7 @@ log_levels: dict[str, int] = {
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log, if ``ranks`` has this process, or is None or has -1."""
+    """Log on the given ranks. None, or -1 in it: on all."""
     rank = process_rank()
     if ranks is None or {rank, -1} & set(ranks):
         logger.log(level, "[Rank %d] %s", rank, message)
@@ -54,7 +54,7 @@ def get_log_level_from_string(log_level_str: str) -> int:
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Let ``custom_logger``, or `logger`, say what is of that level or above.
+    """Set the level of ``custom_logger``, or of `logger`, and of its handlers.
 
     Raises:
         ValueError: there is no such level.

@@ -1,4 +1,4 @@
-"""Functions of DeepSpeed's that have nothing to do with engines, and that scripts borrow."""
+"""DeepSpeed's helper functions that scripts use without an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PART_SIZES = (
     "get_pipe_parallel_world_size",
     "get_pipeline_model_parallel_world_size",
 )
-"""What an ``mpu`` may answer to, DeepSpeed's and Megatron's names."""
+"""Methods of an ``mpu`` that give numbers of parts, by the names of DeepSpeed and Megatron."""
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -34,6 +34,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group = parser.add_argument_group("DeepSpeed", "the config of infinity-offload, in DeepSpeed's format")
     group.add_argument("--deepspeed", default=False, action="store_true", help="a flag for the script's own use")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of a JSON config")
+    # DeepSpeed still accepts these older names.
     group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
     return parser
@@ -42,6 +43,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def set_random_seed(seed: int) -> None:
     """Seed python's, NumPy's and torch's generators."""
     random.seed(seed)
+    # NumPy takes seeds of 32 bits, torch of 64 with a sign.
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed % (1 << 63))
 
@@ -53,15 +55,17 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
         parameters: a tensor, or several.
         max_norm: largest norm.
         norm_type: of which kind.
-        mpu: without effect where each process has the whole model.
+        mpu: no effect if each process has the whole model.
 
     Returns:
         The norm before.
 
     Raises:
-        ConfigError: processes have different parts of the model, of which each would be clipped by a norm of its own.
+        ConfigError: processes have different parts of the model. Each part would be clipped by its own norm.
         AccessError: as reading ``param.grad`` does.
     """
+    # An mpu has those that its version knows. One size above 1 means that each process sees only a part of the
+    # gradients.
     sizes = [getattr(mpu, name)() for name in _PART_SIZES if callable(getattr(mpu, name, None))]
     if max(sizes, default=1) > 1 or (mpu is not None and current_mesh().is_divided):
         raise ConfigError(
@@ -72,7 +76,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 
 
 def see_memory_usage(message: str, force: bool = False, **_: Any) -> None:
-    """With ``force``, log what is used of the GPU's and the machine's memory, in GiB; of several processes the first does."""
+    """With ``force``, the first process logs the used memory of its GPU and of the machine, in GiB."""
     if force and process_rank() == 0:
         memory, accelerator = psutil.virtual_memory(), get_accelerator()
         logger.info(
@@ -97,7 +101,7 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 
 
 def instrument_w_nvtx(func: Any) -> Any:
-    """``func`` as it is: the timeline (see the config's block "infinity") shows what an engine does."""
+    """Returns ``func``: config key ``infinity.timeline`` shows what an engine does."""
     return func
 
 
@@ -117,17 +121,17 @@ def OnDevice(dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> 
 
 
 def clone_tensors_for_torch_save(item: Any, *args: Any, **kwargs: Any) -> Any:
-    """``item`` as it is: a tensor of ours has no larger storage that ``torch.save`` would write with it."""
+    """Returns ``item``: its tensors do not share a larger storage, which ``torch.save`` would write as well."""
     return item
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether an engine, or `infinity.deepspeed.zero.Init`, has it."""
+    """Whether an engine or `infinity.deepspeed.zero.Init` holds the parameter."""
     return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Any, *_: Any, **__: Any) -> Any:
-    """``fn`` as it is. transformers puts a function of its own around this one while it builds a model."""
+    """Returns ``fn``. transformers replaces this function while it builds a model."""
     return fn
 
 
@@ -135,20 +139,20 @@ _orig_torch_arange = torch.arange
 
 
 def has_moe_layers(m: Any) -> tuple[bool, int]:
-    """(False, 0): there is no layer of DeepSpeed's for experts."""
+    """(False, 0): DeepSpeed's MoE layer does not exist here."""
     return False, 0
 
 
 def is_moe_param(param: Any) -> bool:
-    """Whether a script says by ``param.allreduce = False`` that it is an expert's, which only some processes have."""
+    """Whether ``param.allreduce`` is False, which marks a parameter of DeepSpeed's MoE layer."""
     return not getattr(param, "allreduce", True)
 
 
 def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
-    """A list of the groups as they are: without experts of DeepSpeed's there is nothing to split off.
+    """The groups as a list, unchanged: DeepSpeed's MoE layer does not exist here.
 
     Raises:
-        ModelError: one has a parameter of such an expert.
+        ModelError: a group has a parameter of such a layer.
     """
     groups: list[Any] = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     for group in groups:

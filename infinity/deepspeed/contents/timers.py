@@ -1,4 +1,4 @@
-"""``engine.timers``: the script's own stop watches, by name."""
+"""``engine.timers``: stop watches for scripts, by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infinity.deepspeed.contents.messages import logger
 
 
 class Timer:
-    """Adds up the times between `start` and `stop`. On a GPU they are those of the Python code, not of its kernels."""
+    """Adds up times between `start` and `stop`. It does not wait for a GPU's kernels."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -44,7 +44,7 @@ class Timer:
         self._laps.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """Milliseconds of all laps, that of the present one so far included; then forget them, unless told not to."""
+        """Milliseconds of all laps, the running one included. ``reset``: then forget them."""
         is_running = self._started_at is not None
         if is_running:
             self.stop()
@@ -61,7 +61,7 @@ class Timer:
 
 
 class Timers:
-    """``timers("name")`` makes a timer when it is first asked for."""
+    """``timers("name")`` returns the timer of that name, and makes it at its first use."""
 
     def __init__(self) -> None:
         self._timers: dict[str, Timer] = {}
@@ -74,14 +74,14 @@ class Timers:
         return self._timers
 
     def log(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True, **_: Any) -> None:
-        """Log the milliseconds of those that there are, divided by ``normalizer``."""
+        """Log the milliseconds of the existing timers among ``names``, divided by ``normalizer``."""
         found = [name for name in names if name in self._timers]
         parts = [f"{name}: {self._timers[name].elapsed(reset) / normalizer:.2f}" for name in found]
         logger.info("time (ms) | %s", " | ".join(parts))
 
 
 class ThroughputTimer:
-    """``engine.tput_timer``: what scripts tell it is taken, and the engine's own report says how fast it goes."""
+    """``engine.tput_timer``: accepts the script's calls. Its speed comes from the engine's own report."""
 
     def __init__(self, speed: Callable[[], float | None]) -> None:
         """``speed``: samples per second of the last step; None if there is none."""

@@ -13,7 +13,7 @@ from infinity.loop.gathered_parameters import GatheredParameters as GatheredPara
 from infinity.units.parameter import ZeroParamStatus as ZeroParamStatus
 
 MiCS_Init = Init
-"""Weights are divided in `infinity.initialize`, among all processes with the same part of the model."""
+"""The same as `Init`: `infinity.initialize` divides weights among all processes with the same part of the model."""
 
 
 class ZeroParamType(Enum):
@@ -25,7 +25,7 @@ class ZeroParamType(Enum):
 
 
 def register_external_parameter(module: Any, parameter: Any) -> None:
-    """Not needed: a parameter is fetched whoever uses it."""
+    """No effect: a parameter is fetched whichever module uses it."""
 
 
 def unregister_external_parameter(module: Any, parameter: Any) -> None:
@@ -34,5 +34,5 @@ def unregister_external_parameter(module: Any, parameter: Any) -> None:
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """Inside the ``with`` block, ``model`` as it is: it generates with paged weights, and nothing is gathered for it."""
+    """Returns ``model`` as it is: it generates with paged weights, without gathering."""
     yield model

@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed has written, read without DeepSpeed and turned into ours.
+"""Reads checkpoints that DeepSpeed has written, without DeepSpeed, and converts them.
 
 Knows DeepSpeed's files; must not know engines, models or tiers.
 """

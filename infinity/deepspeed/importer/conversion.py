@@ -1,4 +1,4 @@
-"""Turns a checkpoint that DeepSpeed wrote into one of ours, a few MiB at a time."""
+"""Converts a checkpoint of DeepSpeed's into one of this engine, in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from infinity.deepspeed.importer.pickles import COPY_ALL, ONE_STATE_DICT, FoundT
 from infinity.errors import CheckpointError, InfinityError
 from infinity.metrics.progress import progress
 
+# Names of DeepSpeed's files: bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt, zero_pp_rank_3_mp_rank_00_model_states.pt
+# (stage 3), mp_rank_00_model_states.pt (stages 1 and 2). Groups: data-parallel rank, model-parallel rank.
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_model_states\.pt")
 _UNIVERSAL = "zero"
 _STATE = "optimizer_state.pt"
 _LATEST = ("latest", "latest_universal")
-_PART_NUMEL = 1 << 20
+_PART_NUMEL = 1 << 20  # elements that are cast and written at a time: 4 MiB of fp32
 _OTHER_CONTENTS = (
     *(LookupError, TypeError, ValueError, AttributeError),
     *(ArithmeticError, RuntimeError, MemoryError, StopIteration),
 )
-"""What code raises that meets values of other types and sizes than it was written for."""
+"""What the importer may raise for files with other contents than DeepSpeed writes."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
         source: the checkpoint that was read.
-        folder: the one that was written.
-        num_tensors: in it.
-        num_bytes: of their elements.
+        folder: the checkpoint that was written.
+        num_tensors, num_bytes: of the written tensors.
         version: of the DeepSpeed that wrote the source.
-        num_steps: after how many.
-        left_out: what of the source has no place in ours.
+        num_steps: of the training so far.
+        left_out: descriptions of what could not be converted.
     """
 
     source: Path
@@ -54,22 +55,23 @@ class Converted:
 def convert(
     source: str | Path, target: str | Path, *, tag: str | None = None, skips_unknown: bool = False
 ) -> Converted:
-    """Write a checkpoint that ``engine.load_checkpoint(target)`` goes on from. Nothing of DeepSpeed is imported or run.
+    """Convert a checkpoint of DeepSpeed's for ``engine.load_checkpoint(target)``. No code of DeepSpeed is run.
 
     Args:
-        source: directory that DeepSpeed's ``save_checkpoint`` wrote to, or a checkpoint's own: of ZeRO stage 1, 2 or 3,
-            of any number of ranks, or a universal one.
+        source: directory that DeepSpeed's ``save_checkpoint`` wrote to, or a checkpoint itself: of ZeRO stage 1, 2 or
+            3, of any number of ranks, or a universal one.
         target: made if it is missing; the checkpoint in it has the source's tag.
-        tag: which one of the source; None: its latest.
-        skips_unknown: whether to leave out what holds objects of classes that are neither torch's nor DeepSpeed's.
+        tag: which checkpoint of the source; None: its latest.
+        skips_unknown: leave out entries with objects of classes that are neither torch's nor DeepSpeed's.
 
     Raises:
-        CheckpointError: the source is damaged, not whole, or of a kind that cannot be taken over.
-        StorageError: the target cannot take it.
+        CheckpointError: the source is damaged or incomplete, or its kind cannot be converted.
+        StorageError: the target cannot be written to or is full.
     """
     files = find(Path(source), tag)
     with progress("checking", sum(path.stat().st_size for path in files.all), is_shown=True) as note:
         for path in files.all:
+            # All files first: a damaged one is found before anything is written.
             check(path, note)
     try:
         model, tensors, training_state, left_out = _contents(files, skips_unknown=skips_unknown)
@@ -93,6 +95,7 @@ def convert(
             writer = saved.open_array(each.spec)
             for piece in each.pieces:
                 for start in range(0, piece.numel(), _PART_NUMEL):
+                    # A view of the mapped file: only this part is read into memory.
                     part = piece[start : start + _PART_NUMEL].to(each.spec.dtype).contiguous()
                     writer.write(part)
                     note(part.nbytes)
@@ -101,7 +104,7 @@ def convert(
 
 
 def _contents(files: Files, *, skips_unknown: bool) -> tuple[ModelStates, list[FoundTensor], dict[str, Any], list[str]]:
-    """The model's states, all tensors, everything else, and what is left out."""
+    """Model states, all tensors, the training state, and descriptions of what is left out."""
     model = ModelStates(files.model, skips_unknown=skips_unknown)
     states: OptimizerStates | UniversalStates
     if files.universal is not None:
@@ -122,12 +125,14 @@ def _contents(files: Files, *, skips_unknown: bool) -> tuple[ModelStates, list[F
 
 
 def _of_optimizer(groups: Sequence[Mapping[str, Any]], scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What is no large tensor, see the format's description.
+    """The optimizer's entries of training.json, see docs/reference/checkpoint-format.md.
 
     Args:
-        groups: whose members are FQNs.
-        scalars: FQN of a trained parameter with states -> those that are one number.
+        groups: with FQNs as "params".
+        scalars: FQN of a trained parameter with states -> its states that are not per element.
     """
+    # torch numbers parameters through all groups: groups [a, b], [c] get names {0: a, 1: b, 2: c} and params [0, 1],
+    # [2].
     names = dict(enumerate(fqn for group in groups for fqn in group["params"]))
     ids = iter(names)
     return {
@@ -138,18 +143,18 @@ def _of_optimizer(groups: Sequence[Mapping[str, Any]], scalars: Mapping[str, Map
     }
 
 
-# ------------------------------------------------------------------------------------------------- where everything lies
+# ---------------------------------------------------------------------------------------------------- finding the files
 
 
 @dataclass(frozen=True)
 class Files:
-    """Where everything lies.
+    """Files of a checkpoint.
 
     Attributes:
         folder: of the checkpoint, named like its tag.
-        model: the model's states: one file, or in stage 3 one of each rank, in their order.
-        optimizer: the optimizer's states of each rank, in their order; empty for a universal checkpoint.
-        universal: folder of a universal checkpoint's tensors; None for the others.
+        model: files of model states: one, or in stage 3 one for each rank, in order.
+        optimizer: files of optimizer states, one for each rank, in order; empty for a universal checkpoint.
+        universal: folder of a universal checkpoint's tensors; None for another one.
     """
 
     folder: Path
@@ -159,25 +164,26 @@ class Files:
 
     @property
     def all(self) -> list[Path]:
-        """Each of them, the universal checkpoint's tensors as well."""
+        """All files, those of a universal checkpoint's tensors included."""
+        # Checked like the others. Of a universal checkpoint, each parameter has files of its own.
         tensors = sorted(self.universal.rglob("*.pt")) if self.universal is not None else []
         return [*self.model, *self.optimizer, *tensors]
 
     @property
     def optimizer_state(self) -> Path:
-        """What a universal checkpoint has of the optimizer besides tensors."""
+        """The file with a universal checkpoint's groups."""
         return self.folder / _UNIVERSAL / _STATE
 
 
 def find(directory: Path, tag: str | None = None) -> Files:
-    """Find a checkpoint.
+    """Find the files of a checkpoint.
 
     Args:
-        directory: where ``save_checkpoint`` wrote to, or the checkpoint's own.
-        tag: which one; None: the one that ``latest`` names, and else ``latest_universal``.
+        directory: where ``save_checkpoint`` wrote to, or the checkpoint itself.
+        tag: which checkpoint; None: the one that ``latest`` names, or ``latest_universal``.
 
     Raises:
-        CheckpointError: there is none, files are missing, or it is of a kind that cannot be taken over.
+        CheckpointError: there is none, files are missing, or its kind cannot be converted.
     """
     folder = _folder(directory, tag)
     names = sorted(path.name for path in folder.iterdir())
@@ -233,6 +239,7 @@ def _refuse_parallel(folder: Path, names: Sequence[str]) -> None:
     for name in names:
         found = _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
         kind = None
+        # DeepSpeed's file names tell: layer_0_expert_3_..., layer_00-..., mp_rank_01_...
         if "expert" in name:
             kind = "a mixture of experts over several ranks (MoE)"
         elif name.startswith("layer_"):

@@ -1,4 +1,4 @@
-"""Reads the files of the model's states: names, shapes, buffers, frozen parameters, scheduler, counters."""
+"""Reads DeepSpeed's ``..._model_states.pt``: names, shapes, buffers, frozen parameters, scheduler, counters."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from infinity.deepspeed.importer.pickles import (
 from infinity.errors import CheckpointError
 from infinity.numerics.chunk_format import WEIGHT
 
+# Keys that DeepSpeed writes itself. All others are the script's `client_state`, which is in the same dict.
 _OWN = frozenset(
     """
     module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments
@@ -33,21 +34,21 @@ _NOT_TAKEN = {"data_sampler": "the state of curriculum learning", "random_ltd": 
 
 
 class ModelStates:
-    """The model's states of all ranks; they have been compared.
+    """The model states of all ranks, compared with each other.
 
     Attributes:
-        shapes: of the trained parameters, as the optimizer's states have them: one mapping for each of its flat tensors.
-        ds_config: the configuration of the run; empty if the checkpoint has none.
-        version: DeepSpeed's.
-        num_ranks: how many files there are: 1, or in stage 3 the world size.
+        shapes: FQN -> shape of trained parameters: a mapping for each flat tensor of the optimizer's states, in order.
+        ds_config: the config of the run; empty if the checkpoint has none.
+        version: of DeepSpeed.
+        num_ranks: number of files: 1, or in stage 3 the world size.
         num_steps: of the training so far.
-        tied: further FQN of a parameter -> the one that has the tensor.
+        tied: other FQN of a tied parameter -> the FQN that has the tensor.
     """
 
     def __init__(self, paths: Sequence[Path], *, skips_unknown: bool) -> None:
         """
         Raises:
-            CheckpointError: files cannot be read, disagree, or are of a model that was divided.
+            CheckpointError: files cannot be read or differ, or the model was divided by tensor or pipeline parallelism.
         """
         self._paths = paths
         self._ranks: list[dict[str, Any]] = [_read(path, skips_unknown=skips_unknown) for path in paths]
@@ -59,6 +60,7 @@ class ModelStates:
         self.num_ranks = len(paths)
         self.num_steps = int(first["global_steps"])
         self.tied = {str(fqn): str(of) for fqn, of in (first.get("shared_params") or {}).items()}
+        # Files of another save, or of another model, in the same directory.
         for path, other in zip(paths, self._ranks, strict=True):
             for key in ("param_shapes", "global_steps", "ds_version"):
                 if other.get(key) != first.get(key):
@@ -71,9 +73,11 @@ class ModelStates:
         return None if found is None else without_records(dict(found))[0]
 
     def counters(self) -> dict[str, int]:
-        """Steps, micro-batches and samples so far. DeepSpeed does not save how many micro-batches there were."""
+        """Steps, micro-batches and samples so far."""
         accumulation = self.ds_config.get("gradient_accumulation_steps")
         samples = int(self._first.get("global_samples", 0))
+        # DeepSpeed does not save the number of micro-batches. With "auto" in the config it is computed: 6400 samples in
+        # 100 steps are 64 a step; with micro-batches of 8 on 2 ranks, 64 / 16 = 4 micro-batches a step.
         if not isinstance(accumulation, int):
             size = self.ds_config.get("train_micro_batch_size_per_gpu")
             per_step = samples // max(self.num_steps, 1)
@@ -87,7 +91,7 @@ class ModelStates:
         }
 
     def client_state(self) -> tuple[dict[str, Any], list[str]]:
-        """What the script had added; and what has no place in ours."""
+        """The script's ``client_state``, and descriptions of what cannot be converted."""
         kept, dropped = without_records({key: value for key, value in self._first.items() if key not in _OWN})
         left_out = [f"the script's '{name}', which holds objects of classes that are not run" for name in dropped]
         left_out += [what for key, what in _NOT_TAKEN.items() if self._first.get(key) is not None]
@@ -105,6 +109,8 @@ class ModelStates:
         found = [FoundTensor.whole("buffers", fqn, WEIGHT, value) for fqn, value in module.items() if fqn in buffers]
         frozen: Mapping[str, Sequence[int]] = first.get("frozen_param_shapes") or {}
         found += [self._frozen(fqn, _sizes(shape)) for fqn, shape in frozen.items()]
+        # What is left in a state dict of one file: parameters that no optimizer had, and that are not frozen. Files of
+        # stage 3 have empty placeholders for them.
         known = {*buffers, *self.tied, *trained, *frozen}
         for fqn, value in module.items():
             if fqn not in known and isinstance(value, torch.Tensor) and self.num_ranks == 1 and value.numel():
@@ -114,6 +120,8 @@ class ModelStates:
     def _frozen(self, fqn: str, shape: tuple[int, ...]) -> FoundTensor:
         numel, pieces = math.prod(shape), []
         left = numel
+        # Each rank has an equal part of a frozen parameter, padded at the end: 10 elements on 4 ranks are parts of 3,
+        # 3, 3 and 3, of which the last has 1.
         for path, rank in zip(self._paths, self._ranks, strict=True):
             fragment = (rank.get("frozen_param_fragments") or {}).get(fqn)
             if not isinstance(fragment, torch.Tensor):
@@ -143,6 +151,7 @@ def _read(path: Path, *, skips_unknown: bool) -> dict[str, Any]:
         if found.get(key):
             raise CheckpointError(path, "it is of a mixture of experts (MoE)", cure="There is no way to take it over")
     dimensions = found.get("checkpoint_parallel_dimensions") or {}
+    # A file has mp_world_size, the degrees of all kinds of parallelism, or both.
     if found.get("mp_world_size", 1) != 1 or any(degree != 1 for degree in dimensions.values()):
         raise CheckpointError(
             path, f"its model was divided by tensor or pipeline parallelism: {dict(dimensions)}", cure=ONE_STATE_DICT

@@ -1,10 +1,15 @@
-"""Reads the optimizer's states of ZeRO stages 1 to 3, fp32 weights and moments cut up over ranks, or of a universal checkpoint.
+"""Reads fp32 weights and optimizer states of DeepSpeed: of ZeRO stages 1 to 3, cut up over ranks, or universal.
 
-[Note: how ZeRO cuts] In stages 1 and 2, the parameters of a group lie one after the other in one flat tensor, padded at its
-end and, in newer versions, behind each parameter. It is cut into equal parts, one of each rank, so a parameter may lie on
-several; each rank's file says which range of its part belongs to which parameter. In stage 3, each parameter is cut into
-equal parts by itself, the last ones padded, and a rank's parts lie one after the other in a flat tensor of a sub-group; a
-group has several of these, in order. The moments lie as the weights do.
+[Note: how ZeRO cuts] Two parameters a (10 elements) and b (6), on 4 ranks:
+
+    stages 1, 2: one flat tensor a b of 16 elements, cut into equal parts. A rank's file has the ranges of its part.
+        rank 0: a[0:4]   rank 1: a[4:8]   rank 2: a[8:10] b[0:2]   rank 3: b[2:6]
+    stage 3: each parameter is cut by itself, into parts of 3 and 2, padded (.) at the end.
+        A rank's flat tensor has its parts of a and b.
+        rank 0: a[0:3] b[0:2]   rank 1: a[3:6] b[2:4]   rank 2: a[6:9] b[4:6]   rank 3: a[9:10] . . . .
+
+In stages 1 and 2, the flat tensor is padded at its end, and by newer versions behind each parameter. In stage 3, a
+group may have several flat tensors (sub-groups). The optimizer's moments are cut as the weights are.
 """
 
 from __future__ import annotations
@@ -24,22 +29,22 @@ from infinity.numerics.chunk_format import WEIGHT
 from infinity.torch_internals.pickles import Record
 
 _MECHANICS = frozenset(["params", "step", "foreach", "fused", "capturable", "differentiable", "bias_correction"])
-"""Of a group: what it consists of, and how a device is to compute; no hyperparameters."""
+"""Keys of a group that are not hyperparameters."""
 _ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
 _ERRORS_OF_ONE_BIT = {"worker_error", "server_error"}
 _KEY = "optimizer_state_dict"
 _WEIGHTS = "fp32"
-"""The file of a universal checkpoint's weights."""
+"""Name of the file with a parameter's weights in a universal checkpoint."""
 _CONVERT = "Convert the checkpoint again, with deepspeed's ds_to_universal"
 
 
 class OptimizerStates:
-    """Of all ranks; they have been compared."""
+    """The optimizer states of all ranks, compared with each other."""
 
     def __init__(self, paths: Sequence[Path], model: ModelStates, *, skips_unknown: bool) -> None:
         """
         Raises:
-            CheckpointError: files cannot be read, disagree, or cannot be taken over.
+            CheckpointError: files cannot be read, differ, or cannot be converted.
         """
         self._paths, self._model = paths, model
         self._ranks = [_read(path, skips_unknown=skips_unknown) for path in paths]
@@ -49,6 +54,7 @@ class OptimizerStates:
         check_optimizer(paths[0], model.ds_config)
         for path, rank in zip(paths, self._ranks, strict=True):
             for key in ("partition_count", "ds_version"):
+                # The directory may have files of two saves.
                 if rank.get(key) != self._ranks[0].get(key):
                     self._disagree(path, f"its '{key}' is")
             if stage_of(path, rank, model.ds_config) != self.stage:
@@ -56,6 +62,7 @@ class OptimizerStates:
             if [len(each) for each in self._base(rank, path)["param_groups"]] != [len(each) for each in self._groups]:
                 self._disagree(path, "its groups are")
         count = self._ranks[0].get("partition_count", len(paths))
+        # One number per group, or one for all.
         num_ranks = max(count) if isinstance(count, list) else int(count)
         if num_ranks != len(paths) or (self.stage == 3 and model.num_ranks != num_ranks):
             raise CheckpointError(
@@ -79,15 +86,16 @@ class OptimizerStates:
         return groups_of(self._paths[0], self._groups, self._model.shapes)
 
     def tensors(self) -> tuple[list[FoundTensor], dict[str, dict[str, Any]]]:
-        """fp32 weights and element-wise states; and per FQN those states that are one number.
+        """fp32 weights and element-wise states; and FQN -> states that are one number.
 
         Raises:
-            CheckpointError: a parameter has more or fewer elements than its shape.
+            CheckpointError: the pieces of a parameter are not as many elements as its shape.
         """
         pieces: dict[tuple[str, str], list[torch.Tensor]] = {}
         scalars: dict[str, dict[str, Any]] = {}
         for rank, path in enumerate(self._paths):
             for index, flat, state in self._flat(rank):
+                # Per flat tensor, as "step": all parameters in it have the same.
                 numbers = {name: each for name, each in state.items() if not _is_flat(each)}
                 for fqn, start, numel in self._ranges(rank, index):
                     for kind, values in {WEIGHT: flat, **state}.items():
@@ -96,12 +104,13 @@ class OptimizerStates:
                         if start < 0 or start + numel > flat.numel():
                             problem = f"'{fqn}' would end at element {start + numel} of {flat.numel()}"
                             raise CheckpointError(path, problem, cure=OF_ONE_SAVE)
-                        if start + numel > values.numel():  # stages 1 and 2 leave out what fills up the last one
+                        if start + numel > values.numel():  # moments may lack the padding, but no element
                             raise CheckpointError(
                                 path,
                                 f"its optimizer keeps '{kind}', which is not one number per element (an 8-bit one?)",
                                 cure=ONLY_WEIGHTS,
                             )
+                        # Ranks come in order, so a parameter's pieces do as well.
                         pieces.setdefault((fqn, kind), []).append(values[start : start + numel])
                     if state:
                         self._check_scalars(path, fqn, scalars.setdefault(fqn, numbers), numbers)
@@ -136,10 +145,12 @@ class OptimizerStates:
         return base
 
     def _flat(self, rank: int) -> Iterator[tuple[int, torch.Tensor, Mapping[str, Any]]]:
-        """Number, weights and states of each flat tensor of a rank."""
+        """Index, weights and states of each flat tensor of a rank."""
         path, saved = self._paths[rank], self._ranks[rank]
         flats = saved.get("fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups")
         base = self._base(saved, path)
+        # DeepSpeed's base optimizer has flat tensors as its parameters: one per group (stages 1, 2) or sub-group (stage
+        # 3).
         ids = [key for group in base["param_groups"] for key in group["params"]]
         if not isinstance(flats, list) or len(flats) != len(self._model.shapes) or len(ids) != len(flats):
             raise CheckpointError(
@@ -161,7 +172,7 @@ class OptimizerStates:
             yield index, flat.reshape(-1), state
 
     def _ranges(self, rank: int, index: int) -> Iterator[tuple[str, int, int]]:
-        """FQN, first element and number of elements of each parameter's part in a flat tensor of a rank."""
+        """FQN, first element and number of elements, of each parameter's part in a flat tensor of a rank."""
         if self.stage != 3:
             mappings = self._ranks[rank].get("param_slice_mappings")
             if not mappings:
@@ -177,23 +188,24 @@ class OptimizerStates:
         for fqn, shape in self._model.shapes[index].items():
             numel = math.prod(shape)
             part = -(-numel // len(self._paths))
+            # Without the padding. In the example above, rank 3 has of a: max(min(3, 10 - 9), 0) = 1, and of b:
+            # max(min(2, 6 - 6), 0) = 0.
             yield fqn, start, max(min(part, numel - rank * part), 0)
             start += part
 
 
 class UniversalStates:
-    """The folder ``zero`` of a universal checkpoint."""
+    """The folder ``zero`` of a universal checkpoint: a folder for each FQN, with files fp32.pt, exp_avg.pt, ..."""
 
     def __init__(self, folder: Path, states: Path, model: ModelStates, *, skips_unknown: bool) -> None:
         """
         Args:
-            folder: that of the parameters' folders.
-            states: the file of what is no tensor.
-            model: names and shapes.
-            skips_unknown: as `read` takes it.
+            folder: ``zero``.
+            states: the file with the groups.
+            skips_unknown: see `read`.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: ``states`` cannot be read.
         """
         self._folder, self._path, self._model, self._skips_unknown = folder, states, model, skips_unknown
         check_optimizer(states, model.ds_config)
@@ -209,10 +221,10 @@ class UniversalStates:
         return groups_of(self._path, self._states["param_groups"], self._model.shapes)
 
     def tensors(self) -> tuple[list[FoundTensor], dict[str, dict[str, Any]]]:
-        """fp32 weights and element-wise states; and per FQN those states that are one number.
+        """fp32 weights and element-wise states; and FQN -> states that are one number.
 
         Raises:
-            CheckpointError: one is missing, or has more or fewer elements than its shape.
+            CheckpointError: one is missing, or has another number of elements than its shape.
         """
         found: list[FoundTensor] = []
         scalars: dict[str, dict[str, Any]] = {}
@@ -225,6 +237,7 @@ class UniversalStates:
                 for name, path in files.items():
                     value = read(path, skips_unknown=self._skips_unknown)
                     value = value["param"] if isinstance(value, dict) and "param" in value else value
+                    # A 0-d tensor of a parameter that is not 0-d is one number for all elements.
                     if name == "step" or (isinstance(value, torch.Tensor) and not value.dim() and shape):
                         numbers[name] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
                         continue
@@ -241,7 +254,7 @@ class UniversalStates:
         return FoundTensor(ArraySpec.of("parameters", fqn, kind, shape, torch.float32), [value.reshape(-1)])
 
     def _step(self, index: int) -> dict[str, Any]:
-        """Of stage 3, the files of parameters have no step."""
+        """The step from the groups: converted from stage 3, parameters have no file for it."""
         group = next(each for each in self._states["param_groups"] if index in each["params"])
         state = (self._states.get("optimizer_state_dict") or {}).get("state", {}).get(index, {})
         step = state.get("step", group.get("step", self._states.get("base_optimizer_state_step")))
@@ -251,15 +264,15 @@ class UniversalStates:
 def groups_of(
     path: Path, groups: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Sequence[int]]]
 ) -> list[dict[str, Any]]:
-    """Groups with the FQNs of their parameters as "params", out of those of the base optimizer.
+    """Groups with hyperparameters, and FQNs as "params".
 
     Args:
         path: of the file, for messages.
-        groups: the base optimizer's; each of their members stands for one mapping of ``shapes``.
+        groups: of the base optimizer. Its parameter ``i`` is the flat tensor of ``shapes[i]``.
         shapes: see `ModelStates`.
 
     Raises:
-        CheckpointError: they are not as many, or Adam's moments are not corrected as torch does.
+        CheckpointError: their numbers differ, or Adam has bias_correction=False.
     """
     ids = [key for group in groups for key in group["params"]]
     if sorted(ids) != list(range(len(shapes))):
@@ -275,15 +288,17 @@ def groups_of(
                 cure="Load its weights alone: the states of such an Adam are not converted",
             )
         settings = {name: value for name, value in group.items() if name not in _MECHANICS}
+        # A flat tensor is one parameter of the base optimizer, and many of the model.
         found.append({**settings, "params": [fqn for key in group["params"] for fqn in shapes[key]]})
     return found
 
 
 def loss_scale_of(scaler: Any) -> dict[str, float]:
-    """What our rule of the loss scale goes on from. ``scaler``: DeepSpeed's, or None."""
+    """The state of this engine's loss scale. ``scaler``: DeepSpeed's, or None."""
     if not isinstance(scaler, Record):
         return {"dynamic": False, "scale": 1.0, "patience": 1, "num_finite": 0}
     facts = scaler.state
+    # Steps since the last overflow: after an overflow at iteration 4, cur_iter = 7 means that 5 and 6 were finite.
     num_finite = int(facts.get("cur_iter", 0)) - int(facts.get("last_overflow_iter", -1)) - 1
     hysteresis_left = int(facts.get("cur_hysteresis", 1))
     scale, is_dynamic = float(facts["cur_scale"]), bool(facts.get("dynamic", True))
@@ -291,13 +306,14 @@ def loss_scale_of(scaler: Any) -> dict[str, float]:
 
 
 def stage_of(path: Path, states: Mapping[str, Any], ds_config: Mapping[str, Any]) -> int:
-    """ZeRO's.
+    """The ZeRO stage of a file.
 
     Raises:
-        CheckpointError: it is none of those that there are.
+        CheckpointError: it is not 1, 2 or 3.
     """
     stage = states.get("zero_stage", (ds_config.get("zero_optimization") or {}).get("stage"))
     if isinstance(stage, Record):
+        # DeepSpeed pickles its enum: a call of the class with the number.
         (stage,) = stage.arguments or (None,)
     if stage not in (1, 2, 3):
         raise CheckpointError(path, f"its ZeRO stage is {stage!r}", cure="Give a checkpoint of stage 1, 2 or 3")
@@ -305,10 +321,10 @@ def stage_of(path: Path, states: Mapping[str, Any], ds_config: Mapping[str, Any]
 
 
 def check_optimizer(path: Path, ds_config: Mapping[str, Any]) -> None:
-    """Refuse those whose state is more than what each element has.
+    """Check that the optimizer's states can be converted.
 
     Raises:
-        CheckpointError: it is a 1-bit one.
+        CheckpointError: it is a 1-bit optimizer, or was divided by MiCS.
     """
     name = str((ds_config.get("optimizer") or {}).get("type", ""))
     if name.lower() in _ONE_BIT:
@@ -324,9 +340,9 @@ def _one_bit(path: Path, name: str) -> CheckpointError:
 
 
 def _with_step(groups: Sequence[Mapping[str, Any]], key: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """States, with the step that fused optimizers keep in the group."""
+    """States with "step" as an fp32 tensor. DeepSpeed's fused optimizers keep it in the group."""
     group = next(each for each in groups if key in each["params"])
-    state = {name: each for name, each in state.items() if each is not None}  # SGD's, before there is a momentum
+    state = {name: each for name, each in state.items() if each is not None}  # SGD's momentum before the first step
     if state and "step" not in state and "step" in group:
         state = {**state, "step": group["step"]}
     step = state.get("step")

@@ -1,7 +1,6 @@
 """DeepSpeed's files, read as data: see [Note: foreign pickles] in ``infinity.torch_internals.pickles``.
 
-No class is imported, neither DeepSpeed's nor anybody else's. Tensors are views of the mapped file: their memory is the page
-cache, which the system takes back when it needs it.
+No class is imported. Tensors are views of the mapped file, in the page cache, which the system can drop.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ ONE_STATE_DICT = "Save the weights with DeepSpeed's own tools as one state dict,
 OF_DEEPSPEED = "Give a checkpoint that DeepSpeed wrote"
 """Cures."""
 _OWN = "deepspeed."
-_BLOCK_BYTES = 8 << 20
+_BLOCK_BYTES = 8 << 20  # read at a time for checksums
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class FoundTensor:
     """One tensor.
 
     Attributes:
-        spec: as it is to be saved; the pieces may have another dtype, all of whose values this one has.
-        pieces: mapped 1-D tensors which, one after the other, are its elements in C order.
+        spec: of the array to be written. Pieces may have a narrower dtype.
+        pieces: mapped 1-D tensors that follow each other in C order.
     """
 
     spec: ArraySpec
@@ -45,19 +44,19 @@ class FoundTensor:
 
     @classmethod
     def whole(cls, group: str, fqn: str, kind: str, value: torch.Tensor) -> FoundTensor:
-        """One that lies in one piece."""
+        """A tensor in one piece."""
         return cls(ArraySpec.of(group, fqn, kind, value.shape, value.dtype), [value.reshape(-1)])
 
 
 def read(path: Path, *, skips_unknown: bool = False) -> Any:
-    """What the file holds; tensors are mapped, and `Record` stands for DeepSpeed's objects.
+    """The contents of a file. Tensors are mapped, and a `Record` is in place of each object of DeepSpeed's.
 
     Args:
         path: of the file.
-        skips_unknown: whether `Record` may stand for other classes as well.
+        skips_unknown: whether a `Record` may replace objects of other classes as well.
 
     Raises:
-        CheckpointError: it is truncated, no such file, or names classes that are not DeepSpeed's.
+        CheckpointError: the file is missing or truncated, or has objects of classes that are not DeepSpeed's.
     """
     if not path.is_file():
         raise CheckpointError(path, "it is missing", cure=COPY_ALL)
@@ -75,12 +74,13 @@ def check(path: Path, note: Note = silent) -> None:
 
     Args:
         path: of the file.
-        note: told of bytes that have been read.
+        note: gets the number of bytes that were read since its last call.
 
     Raises:
-        CheckpointError: it is not what was written.
+        CheckpointError: the file is damaged.
     """
     try:
+        # torch.save writes a zip file, in which each member has a crc32. Reading a member to its end compares it.
         with zipfile.ZipFile(path) as archive:
             for member in archive.infolist():
                 if member.compress_type != zipfile.ZIP_STORED:
@@ -93,7 +93,7 @@ def check(path: Path, note: Note = silent) -> None:
 
 
 def without_records(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The entries that hold no `Record` anywhere, and the names of the others."""
+    """The entries without a `Record` anywhere in them, and the names of the others."""
     kept = {name: value for name, value in values.items() if not _has_record(value)}
     return kept, [name for name in values if name not in kept]
 

@@ -1,9 +1,8 @@
 """A package ``deepspeed`` that stands in for DeepSpeed, see `infinity.as_deepspeed`.
 
-A folder with that package and its metadata comes first on ``sys.path``, so that ``importlib.metadata`` and
-``importlib.util.find_spec`` see it as well, and processes that are started from here by ``multiprocessing``. The environment
-gets what DeepSpeed's launcher leaves in it for a single process (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), which
-the libraries look for.
+A folder with that package and its metadata comes first on ``sys.path``. So ``importlib.metadata``,
+``importlib.util.find_spec`` and processes of ``multiprocessing`` find it as well. The environment gets the variables
+that DeepSpeed's launcher sets for a single process, which libraries read.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from infinity.errors import LibraryError
 SITE = Path(__file__).with_name("site")
 """The folder that comes first on ``sys.path``."""
 _LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""Port 0: any that is free, since nobody else has to find it."""
+"""Port 0: any free one. A single process needs no other to find it."""
 
 
 def install() -> None:
@@ -37,11 +36,13 @@ def install() -> None:
         raise LibraryError.imported_before(f"another 'deepspeed' is loaded, from {where}", "it was imported")
     if str(SITE) in sys.path:
         return
+    # accelerate looks for DeepSpeed once, when it is imported.
     if loaded is None and "accelerate" in sys.modules:
         raise LibraryError.imported_before(
             "accelerate is loaded, and has seen that there is no DeepSpeed", "accelerate or transformers"
         )
-    if untold_size() is None:  # or each of several would train alone, as this one says
+    # Not if a launcher with other variables has started several processes: with WORLD_SIZE=1 each would train alone.
+    if untold_size() is None:
         for name, value in _LAUNCHED.items():
             os.environ.setdefault(name, value)
     sys.path.insert(0, str(SITE))
@@ -61,17 +62,17 @@ _LAUNCHER = (
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError as error:  # what a package above it imports may be missing as well: let that be told
+    except ModuleNotFoundError as error:  # not if an import in a parent package fails: its own error is more precise
         return not f"{module}.".startswith(f"{error.name}.")
 
 
 def run(words: Sequence[str]) -> None:
-    """Run the script or module that the first words name, with the others as its arguments.
+    """Run a script or module with arguments, as ``python SCRIPT ...`` and ``python -m MODULE ...`` do.
 
     Processes that it starts have the stand-in, too (``PYTHONPATH``).
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: there is no such script or module.
     """
     is_module = words[:1] == ["-m"]
     rest = list(words[1:] if is_module else words)
@@ -87,5 +88,6 @@ def run(words: Sequence[str]) -> None:
     if is_module:
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
+        # As `python SCRIPT` does; behind the stand-in, which stays first.
         sys.path.insert(1, str(Path(rest[0]).resolve().parent))
         runpy.run_path(rest[0], run_name="__main__")

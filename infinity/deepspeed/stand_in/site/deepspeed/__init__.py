@@ -1,6 +1,6 @@
-"""`deepspeed`, as far as scripts and libraries need it: everything is `infinity.deepspeed`'s.
+"""`deepspeed`, as far as scripts and libraries need it: all names are those of `infinity.deepspeed`.
 
-On ``sys.path`` only where somebody asked for it, see `infinity.as_deepspeed`.
+It is on ``sys.path`` only after `infinity.as_deepspeed`.
 """
 
 import sys
@@ -16,5 +16,6 @@ globals().update({name: value for name, value in vars(deepspeed).items() if "ver
 modules.install(sys.modules[__name__])
 __getattr__ = explained(__name__)
 
-# What an autograd function's backward gets of a weight that it has saved is no parameter here, but has its values (TRL asks).
+# TRL reads `ds_status` of weights that an autograd function has saved. In its backward these are ordinary tensors here,
+# with their values: always available.
 setattr(torch.Tensor, "ds_status", ZeroParamStatus.AVAILABLE)  # noqa: B010
