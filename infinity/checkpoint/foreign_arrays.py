@@ -50,14 +50,15 @@ class ForeignTensor(SavedTensor):
             array = _opened(self.folder / self.path)
             if (tuple(array.shape), array.dtype.name) != (self.shape, STORED_AS[name_of(self.dtype)]):
                 raise ValueError(f"it has the shape {array.shape} and dtype {array.dtype}, and the manifest others")
-        # Along each dimension, parts end at borders of zarr's chunks, or a chunk on a border would be decompressed
-        # twice. With our parts of (1, 512, 1024) and zarr's chunks of (1, 200, 1024), it reads (1, 400, 1024) at a
-        # time.
-        whole = [
-            part - part % size if part > size else part for part, size in zip(self.chunk, array.chunks, strict=True)
-        ]
+        # Our parts are whole in all dimensions but one, so that each is contiguous. Along that one they end at borders of
+        # zarr's chunks, or a chunk on a border would be decompressed twice. With our parts of (1, 512, 1024) and zarr's
+        # chunks of (1, 200, 1024), it reads (1, 400, 1024) at a time.
+        part_shape = list(self.chunk)
+        for axis, (size, part) in enumerate(zip(self.shape, self.chunk, strict=True)):
+            if array.chunks[axis] < part < size:
+                part_shape[axis] -= part % array.chunks[axis]
         first = 0
-        for region in dataclasses.replace(self, chunk=tuple(whole)).regions():
+        for region in dataclasses.replace(self, chunk=tuple(part_shape)).regions():
             with _reading(self.folder / self.path):
                 values = torch.from_numpy(np.array(array[region]).reshape(-1)).view(self.dtype)
             yield first, values

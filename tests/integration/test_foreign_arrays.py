@@ -73,6 +73,23 @@ def test_zarr_reads_every_dtype_and_shape_and_they_are_read_back(
         assert _bytes(tensor.read()) == _bytes(tensors[tensor.fqn])
 
 
+@pytest.mark.parametrize("chunk_bytes", [64, 256, 1 << 20])
+@pytest.mark.parametrize("num_parts", [2, 3, 5])
+def test_chunks_of_zarr_that_cut_any_dimension_are_read_in_order(
+    num_parts: int, chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", chunk_bytes)
+    shapes = [(17,), (4, 10), (10, 4), (7, 19), (3, 5, 11), (6, 1, 13), (2, 3, 4, 5)]
+    tensors = {f"of.{'x'.join(map(str, shape))}": torch.arange(math.prod(shape)).view(shape) for shape in shapes}
+    folder = _written(tmp_path, tensors)
+    group: Any = zarr.open_group(folder / "tensors.zarr", mode="r+")
+    for name, value in tensors.items():
+        chunks = tuple(-(-size // num_parts) for size in value.shape)
+        group.create_array(f"buffers/{name}/weight", data=value.numpy(), chunks=chunks, overwrite=True)
+    for tensor in seal(folder).tensors:
+        assert torch.equal(tensor.read(), tensors[tensor.fqn]), (tensor.shape, chunks)
+
+
 def _bytes(value: torch.Tensor) -> bytes:
     return bytes(value.contiguous().reshape(-1).view(torch.uint8).numpy()) if value.numel() else b""
 
