@@ -5,10 +5,9 @@ comparison. With blocks 1 and 2, the moments of forward are:
 
     0  embedding     1  block 1     2  between them     3  block 2     4  norm, head, loss
 
-Backward goes through the same moments from 4 to 0. A unit's `first_moments` entry is the moment at which forward
-touched it
-first: a backward before that moment's end may need it. The head alone has 4, so its sum is complete after 4. If the
-embedding is the head too, its entry is 0, and its sum is complete at the very end.
+Backward goes through the same moments from 4 to 0. A unit's entry in `first_moments` is the moment at which forward
+touched it first. Its gradients are complete when backward has ended that moment. The head alone has 4, so its sum is
+complete after 4. If the embedding is also the head, its entry is 0, and its sum is complete at the very end.
 """
 
 from __future__ import annotations
