@@ -286,7 +286,7 @@ class Unit:
 
     def release_gathered(self, gathered: object) -> None:
         """End a `hold_gathered`, also one that was cut off. Unbinds the unit if nobody else uses it."""
-        # It is not in the list if it was ended before, or if an interrupt came before the append: then nothing is to end.
+        # Not in the list if it was ended before, or if an interrupt came before the append.
         others = [other for other in self.gathered if other is not gathered]
         if len(others) < len(self.gathered):
             self.gathered = others
