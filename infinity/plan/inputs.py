@@ -105,7 +105,6 @@ class PlanInputs:
         budget = config.infinity.host_memory_budget
         routed = routed_experts(model)
 
-        # Called again below with another update mode; all else is the same.
         ask = functools.partial(
             Request.of,
             model=model,

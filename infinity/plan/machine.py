@@ -91,7 +91,6 @@ def together(rooms: Sequence[Room]) -> int | None:
         sharing = [room for room in rooms if room.file_system == file_system]
         capacities = [room.directory.capacity_bytes for room in sharing]
         known = [each for each in capacities if each is not None]
-        # Capacities limit the sum only if every directory has one.
         limits = [sum(known)] if len(known) == len(capacities) else []
         if (free := sharing[0].free_bytes) is not None:
             limits.append(free + sum(room.held_bytes for room in sharing))

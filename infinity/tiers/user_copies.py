@@ -35,7 +35,7 @@ class UserCopies:
         self._collected = _Collected()
         self._watched: list[tuple[weakref.ref[torch.Tensor], int, str]] = []
         """Copies that ``state_dict()`` returned, their version then, and their parameters' FQNs."""
-        self._has_warned = False  # one warning per engine
+        self._has_warned = False
 
     @contextmanager
     def new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Iterator[NewCopy]:

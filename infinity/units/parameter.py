@@ -184,7 +184,7 @@ class _HeldParameter(nn.Parameter):
 
 
 def _guarded(*arguments: Any) -> Any:
-    return _operate(*arguments)  # looked up when called: it is defined below
+    return _operate(*arguments)
 
 
 # A property that gives torch's "no override" to threads whose call holds an engine, and `_guarded` to all others. A

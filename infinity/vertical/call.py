@@ -185,7 +185,7 @@ class BlockCall:
             self._record_written_buffers()
         else:
             self._buffer_values = None
-        self._random = None if random.is_unchanged() else random  # no need to restore it if nothing was drawn
+        self._random = None if random.is_unchanged() else random
         outputs = self._leave(tree, given, result)
         returned = result.build(outputs)
         del result, given
