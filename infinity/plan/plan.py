@@ -22,7 +22,7 @@ from infinity.plan.volumes import Retention, megabytes, resting_bytes
 
 @dataclass(frozen=True)
 class Plan:
-    """What the engine will do with memory and drives. Sizes are bytes. Predictions are for one optimizer step in the
+    """What the engine will do with memory and drives. Sizes are in bytes. Predictions are for one optimizer step in the
     steady state, in which every parameter gets a gradient."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
@@ -89,7 +89,8 @@ class Plan:
 
     @functools.cached_property
     def resting_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes stored per tier ("device", "host", "nvme") and kind: see `infinity.plan.volumes.resting_bytes`."""
+        """Bytes stored per tier ("device", "host", "nvme") and kind: "weights", "remainders" or "main weights",
+        "states", "gradients"."""
         return resting_bytes(self.sizes, self.request, self.placement)
 
     # ----------------------------------------------------------------------------------------------------- predictions

@@ -159,7 +159,7 @@ class Unit:
         """Slot index -> its weights before a user's write, where no other copy exists: from `save_before` until the
         write is stored."""
         self.stored_checksums: dict[int, tuple[int, int]] = {}
-        """Index of a frozen slot -> crc32c before and after its stored weights, once a checkpoint has computed it: until
+        """Index of a frozen slot -> crc32c before and after its stored weights, as a checkpoint has computed it: until
         other weights are stored. Without it, each save would read a frozen base of 70B parameters."""
         self.has_been_written = False
         """Whether a user has ever written to a weight, as counted by torch's versions."""
