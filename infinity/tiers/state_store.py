@@ -271,8 +271,10 @@ class PagedStateStore:
         return self._staging_pool.lease(owner=owner)
 
     def read_ahead(self, unit: Unit, chunk: Chunk) -> bool:
-        """Start to read a record that will be opened soon, if enough staging buffers are left. Returns whether it
-        did."""
+        """Start to read a record that will be opened soon, if enough staging buffers are left.
+
+        Returns False if it has to be tried again later.
+        """
         records, key = self._records[unit.index], (unit.index, chunk.index)
         if chunk.index < records.num_in_memory:
             return True

@@ -454,13 +454,13 @@ def _make(tensor: Any, kind: type) -> None:
 
 
 def bind_view(view: PagedView, values: torch.Tensor) -> None:
-    """``view`` is an ordinary tensor over ``values`` until `unbind_view`."""
+    """Turn ``view`` into an ordinary tensor over ``values`` for one operation, until `unbind_view`."""
     _make(view, torch.Tensor)
     set_plain_data(view, values)
 
 
 def unbind_view(view: torch.Tensor) -> None:
-    """The counterpart of `bind_view`."""
+    """Turn ``view`` into a `PagedView` without memory again."""
     empty(view)
     _make(view, PagedView)
 
