@@ -1,5 +1,6 @@
-"""(model, config, machine) -> Plan: what is stored where, how the budgets are divided, what a step will move, and its time.
+"""(model, config, machine) -> Plan: what is stored where, how budgets are divided, the bytes that a step moves, and its
+time.
 
-An engine and `infinity plan` begin with `inputs`, so both say the same. Pure: knows shapes, sizes and speeds, and imports nothing
-that moves bytes or measures; `infinity.machine` does.
+Engines and `infinity plan` both begin with `inputs`, so they predict the same. Pure: knows shapes, sizes and speeds. It
+must not import anything that moves bytes or measures; `infinity.machine` does.
 """

@@ -1,6 +1,6 @@
-"""What a plan is made from: the model cut into units, and what its placement has to know. Engines and `infinity plan` begin here.
+"""The inputs of a plan: the model cut into units, and their sizes. Engines and `infinity plan` begin here.
 
-The model may be on the meta device: only its shapes are looked at.
+The model may be on the meta device, since only shapes are used.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from infinity.units.unit import Unit, is_float8, spec_of
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What is decided before anything is opened.
+    """What is decided before any file is opened or memory allocated.
 
     Attributes:
-        units: the model, cut.
-        updater: the optimizer, on slices.
-        names: for each unit's index, the names of the states that its records have room for.
+        units: the model's units.
+        updater: runs the optimizer on slices of parameters.
+        names: unit index -> names of the states in its records.
         with_states: (unit, slot) of every parameter with room for states.
-        spans: of each unit's trainable segment, the elements whose states this process has: from, to.
+        spans: for each unit, the elements [start, stop) of its trainable segment whose states this process keeps.
         sizes: of the units.
         request: what the config asks for.
-        guess: the order of need before the first micro-batch is recorded.
+        guess: the expected order of units in a micro-batch, until one has been recorded.
+        budget_source: where the host memory budget comes from, in words.
     """
 
     config: InfinityConfig
@@ -76,26 +77,27 @@ class PlanInputs:
         is_alone: bool = True,
         bandwidth: Bandwidth | None = None,
     ) -> PlanInputs:
-        """Cut a model, and take down what its placement has to know.
+        """Cut a model into units, and compute their sizes.
 
         Args:
-            model, config, wrapped_optimizer: what is to be trained, how, and by which optimizer.
-            free_memory: of the host's memory, what is taken where the config leaves that open.
-            uses_host_memory: whether the device computes in host memory.
-            device_free_bytes: of a device that has its own.
-            shards: which part of the states is this process's; None: all of them.
-            divides_weights: whether weights that do not stay in memory are divided as the states are.
+            model, config, wrapped_optimizer: what is trained, how, and by which optimizer.
+            free_memory: gives the budget if the config has none.
+            uses_host_memory: whether the CPU computes.
+            device_free_bytes: free memory of a GPU.
+            shards: which part of the states this process keeps; None: all.
+            divides_weights: whether weights that are not resident are divided as well (stage 3).
             is_alone: whether no other process averages gradients with this one.
-            bandwidth: of the drives; None if nobody knows it.
+            bandwidth: of the drives; None if unknown.
 
         Raises:
-            ConfigError, OptimizerNotPageableError: the optimizer does not go with how its states are to be kept.
+            ConfigError, OptimizerNotPageableError: the optimizer does not support how its states are stored.
         """
         shards = shards or Shards()
         updater = SliceUpdater(wrapped_optimizer)
         check_state_format(StateFormat(config.infinity.state_dtype), wrapped_optimizer, updater)
         check_parts(wrapped_optimizer, updater, config.zero_stage, is_divided=shards.is_divided)
-        # What came into the model since the wrapped optimizer was made stays an ordinary parameter.
+        # A parameter that was added to the model after the optimizer was wrapped is not in it, and gets no unit
+        # (below).
         packed = packed_weights(model, config.infinity.frozen_dtype, config.compute_dtype)
         with_states = _with_states(model, wrapped_optimizer, packed)
         units = make_units(model, config, with_states, lambda parameter: parameter in wrapped_optimizer, packed)
@@ -140,27 +142,29 @@ class PlanInputs:
         )
         if not (uses_host_memory and config.infinity.update_is_open):
             return found
-        # Where nothing waits for a drive, updates beside the model only take its cores: they are faster after it.
+        # If a step moves no bytes, updates in backward hide no I/O, and only take cores from the model. On a CPU they
+        # are faster after backward, with all cores. The config leaves the choice open (`update_is_open`).
         in_step = dataclasses.replace(config, infinity=dataclasses.replace(config.infinity, update="step"))
         after = dataclasses.replace(found, config=in_step, request=ask(in_step))
         return after if after.stays_in_memory() else found
 
     def stays_in_memory(self) -> bool:
-        """Whether the budget holds weights, states and gradients, so that a step moves nothing."""
+        """Whether weights, states and gradients all fit into the budget, so that a step moves no bytes."""
         request = self.request
+        # A cheap test first: most models are much larger than the budget, and `place` simulates.
         least = sum(request.record_bytes(unit) + unit.weight_bytes for unit in self.sizes)
         if least > request.budget_bytes:
             return False
         try:
             placement, _ = self.place()
-        except ConfigError:  # as the other request will be, if it has to be
+        except ConfigError:  # if the other update mode is refused as well, the caller's `place` raises
             return False
         on_drives = placement.weights_on_nvme(len(self.units)) or placement.spills
         kept = zip(self.sizes, placement.states_in_memory, strict=True)
         return not on_drives and all(unit.state_numel == numel for unit, numel in kept)
 
     def place(self) -> tuple[Placement, str | None]:
-        """Divide the budgets; also gives why steps go in the ordinary order, None if they go vertically.
+        """Divide the budgets. See `place_for_schedule` for the second result.
 
         Raises:
             BudgetTooSmallError, ConfigError: what the config asks for cannot be had.
@@ -170,12 +174,12 @@ class PlanInputs:
     def tracker(
         self, placement: Placement, reason_against: str | None, room_bytes: RoomBytes, bandwidth: Bandwidth | None
     ) -> PlanTracker:
-        """What keeps the plan of a placement.
+        """Make the plan of a placement, in its tracker.
 
         Args:
-            placement, reason_against: what `place` gave.
-            room_bytes: says what directories have room for.
-            bandwidth: of the drives; None if nobody knows it.
+            placement, reason_against: the results of `place`.
+            room_bytes: returns how many bytes fit into directories.
+            bandwidth: of the drives; None if unknown.
         """
         retention, durable = self.volumes(placement).retention, self.config.infinity.durable
         if retention is not None and durable is not None:
@@ -199,7 +203,7 @@ class PlanInputs:
         return PlanTracker(plan)
 
     def volumes(self, placement: Placement) -> Volumes:
-        """What is opened on drives with a placement."""
+        """The volumes that a placement needs on drives."""
         return Volumes.of(self.config, self.sizes, self.request, placement)
 
 
@@ -213,18 +217,20 @@ def make_units(
     """Cut a model into units.
 
     Args:
-        model, config: which model, and what decides about units.
-        grouped: the parameters in the optimizer's groups, which get room for states: frozen ones as well, since they may be
-            thawed, but for constants that stay in fp64. None: all that require a gradient.
-        takes: whether a parameter comes into a unit.
-        packed: ``id`` of each parameter that is to be packed where it gets no room -> its format.
+        model, config: the model, and the options that decide about units.
+        grouped: parameters of the optimizer's groups, which get room for states. None: all that require a gradient.
+        takes: whether a parameter gets a unit.
+        packed: ``id`` of a parameter -> the format in which it is stored if it gets no room for states.
     """
     by_name = {fqn: parameter for fqn, parameter in model.named_parameters() if takes(parameter)}
     trained = [p for p in by_name.values() if p.requires_grad] if grouped is None else list(grouped)
-    # With fp32, plain torch casts nothing: constants in fp64 keep their digits, unless all of the model came in fp64.
+    # With fp32, plain torch casts nothing, so frozen fp64 constants in an fp32 model keep their dtype. A model that is
+    # fp64 throughout is converted, as the config asks for fp32.
     keeps_double = config.compute_dtype == torch.float32 and any(
         (parameter.requires_grad or not trained) and parameter.dtype != torch.float64 for parameter in by_name.values()
     )
+    # Frozen parameters in a group get room as well: a script may thaw them later, and a layout cannot grow. Float8 and
+    # fp64 constants cannot be trained here, so they get none.
     with_states = {
         id(parameter)
         for parameter in trained
@@ -258,7 +264,9 @@ def make_units(
 def _with_states(
     model: nn.Module, wrapped_optimizer: WrappedOptimizer, packed: Collection[int]
 ) -> Sequence[nn.Parameter]:
-    """What gets room for states: all but the weights under adapters and those that are packed, unless these have it already."""
+    """The parameters that get room for states."""
+    # Not base weights under adapters, which nobody thaws, and not packed ones, which cannot be updated. If the
+    # optimizer has states for them already, there must be room for those.
     is_left_out = is_base(model)
     return [
         p
@@ -268,22 +276,23 @@ def _with_states(
 
 
 def _state_names(unit: Unit, wrapped_optimizer: WrappedOptimizer, updater: SliceUpdater) -> dict[str, None]:
-    """Of the states that a unit's records have room for: those of its parameters' groups, or of all where one is in none."""
+    """Names of the states in a unit's records: those of its parameters' groups. A dict as an ordered set."""
+    # Groups may have other states: SGD with momentum has one, without it none. A record has the states of all of them.
     groups = wrapped_optimizer.param_groups
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
     trained = [p for slot, p in zip(unit.layout.slots, unit.parameters, strict=True) if slot.spec.is_trainable]
     found = {group_of.get(id(parameter)) for parameter in trained}
     indices = sorted(index for index in found if index is not None)
-    if None in found:  # one has left its group, and may come into any
+    if None in found:  # a parameter in no group: a script may add it to any of them later
         indices += range(len(groups))
     return dict.fromkeys(name for index in indices for name in updater.state_names(index))
 
 
 def experts_of_config(model: nn.Module, config: InfinityConfig) -> list[tuple[str, nn.Module, list[str]]]:
-    """What of the model is paged expert by expert, as the config says: see `infinity.units.experts.fused_experts`.
+    """The experts that are paged one by one, as the config says: see `infinity.units.experts.fused_experts`.
 
     Raises:
-        ConfigError: it asks for what several processes do not do yet, or where adapters add to all experts at once.
+        ConfigError: the config asks for it, and several processes train, or adapters add to all experts at once.
     """
     choice, is_alone = config.infinity.experts, config.world_size == 1
     asks = choice in ("by_expert", "touched_only")

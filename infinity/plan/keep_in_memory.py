@@ -1,7 +1,7 @@
-"""What stays in host memory, so that it is never read or written: weights, gradients, optimizer state.
+"""Selects what stays in host memory, so that a step does not read or write it. Pure arithmetic.
 
-Pure arithmetic on sizes. By I/O bytes saved per byte of memory: weights first (a unit's 2 bytes per parameter save 6 in a
-step of one micro-batch), then gradients, then states (2 per byte). Each kind takes what fits, in a fixed order: so more
+In order of I/O bytes saved per byte of memory: weights (2 bytes per parameter save 6 in a step of one micro-batch: two
+reads and a write), then gradients, then states (2 per byte). Each kind takes what fits, in a fixed order, so more
 memory never saves less.
 """
 
@@ -23,10 +23,11 @@ class GradientPlacement:
     by_size: Sequence[int]
     """All units with gradients, the largest first."""
     runs: tuple[tuple[int, int], ...]
-    """Of `by_size`, those in memory: from, to."""
+    """Ranges [start, stop) of `by_size` that stay in memory."""
     scratch_bytes: int
+    """For gradients that are spilled: they are summed here before they are written."""
     num_bytes: int
-    """Those in memory and the scratch."""
+    """Gradients in memory, and the scratch."""
     saved_bytes: int
 
     @property
@@ -41,14 +42,13 @@ class GradientPlacement:
 
 
 def order_of_weights(units: Sequence[UnitSize], request: Request) -> list[int]:
-    """Units in the order in which their weights are kept: most saved per byte, then the largest; equals spread evenly.
+    """Units in the order in which their weights are kept: most saved per byte first, then the largest.
 
-    Experts that are used now and then come last.
-
-    Ranks that divide weights have shards of different sizes, and one order: what counts is what all of them save.
+    Equal units are spread evenly over the model. Routed experts come last, as not every micro-batch needs them.
     """
 
     def gain(index: int) -> tuple[bool, float, int]:
+        # Without the size of this rank's shard: sizes differ between ranks, and all of them must choose the same order.
         unit = replace(units[index], weight_shard_bytes=None)
         return unit.is_routed, -request.saved_by_weights(unit) / max(unit.weight_bytes, 1), -unit.weight_bytes
 
@@ -56,10 +56,9 @@ def order_of_weights(units: Sequence[UnitSize], request: Request) -> list[int]:
 
 
 def select_weights(sizes: Sequence[int], order: Sequence[int], room_bytes: int) -> tuple[list[int], int]:
-    """The units of ``order`` whose weights fit into the room, one after the other, and the room that is left.
-
-    ``sizes``: of each unit, bytes of weights that would stay.
-    """
+    """The units that fit into ``room_bytes``, tried in ``order``, and the room that is left; ``sizes``: bytes by
+    unit."""
+    # First fit: a unit that is too large is skipped, and smaller ones behind it are still tried.
     taken: list[int] = []
     for index in order:
         if sizes[index] <= room_bytes:
@@ -69,15 +68,22 @@ def select_weights(sizes: Sequence[int], order: Sequence[int], room_bytes: int) 
 
 
 def select_gradients(units: Sequence[UnitSize], request: Request, capacity_bytes: int) -> Iterator[GradientPlacement]:
-    """All sensible ways to use ``capacity_bytes`` for main gradients."""
+    """Yield sensible ways to use ``capacity_bytes`` for main gradients."""
+    # Gradients that are spilled need a scratch as large as the largest of them. So one choice is made for each size of
+    # a unit: that is the largest spilled one, all larger units stay in memory, and of the others as many as fit.
+    # Worked example, one byte per element: units of 8, 4, 2 and 1, capacity 12.
+    #   largest spilled 8: scratch 8, of the room of 4 the unit of 4 takes all. In memory: 4
+    #   largest spilled 4: scratch 4, the unit of 8 stays, no room is left.     In memory: 8, which is better
+    #   largest spilled 2: scratch 2 + 8 + 4 is too much
     numels = {index: unit.trainable_numel for index, unit in enumerate(units) if unit.trainable_numel}
     itemsize, scratch_itemsize = request.gradient_itemsize, request.scratch_itemsize
-    moved = 2 * request.gradient_moves * itemsize
+    moved = 2 * request.gradient_moves * itemsize  # bytes per element that a spilled gradient moves: written and read
     by_size = sorted(numels, key=lambda index: -numels[index])
     rising = [-numels[index] for index in by_size]
     sums = [0, *accumulate(numels[index] for index in by_size)]
     total = sums[-1]
-    # Ranks that divide states exchange one of the others while the next one comes: see `infinity.gradients.reducer`.
+    # Ranks that divide states exchange one spilled unit while the next one is summed: see `infinity.gradients.reducer`.
+    # They use two scratches if there is room.
     is_divided = has_shards(units)
     if total * scratch_itemsize <= capacity_bytes:
         yield GradientPlacement(by_size, ((0, len(by_size)),), 0, total * scratch_itemsize, moved * total)
@@ -89,7 +95,8 @@ def select_gradients(units: Sequence[UnitSize], request: Request, capacity_bytes
         room = (capacity_bytes - scratch_bytes) // itemsize - sums[place]
         if room >= 0:
             runs, kept = [(0, place)], sums[place]
-            # Of the others what fits, one after the other. What a run leaves is less than half of what it found.
+            # First fit by binary search, as there may be thousands of units: jump to the first unit that fits, and take
+            # the longest run from there. A run leaves less than half of the room, so there are few runs.
             while (place := bisect_left(rising, -room, place)) < len(rising):
                 stop = bisect_right(sums, sums[place] + room) - 1
                 runs.append((place, stop))
@@ -97,11 +104,13 @@ def select_gradients(units: Sequence[UnitSize], request: Request, capacity_bytes
                 place, room, kept = stop, room - taken, kept + taken
             yield GradientPlacement(by_size, tuple(runs), scratch_bytes, scratch_bytes + kept * itemsize, moved * kept)
         if itemsize < scratch_itemsize:
-            break  # any of them may turn out to be a sum, and need the scratch
+            # bf16 gradients in memory may have to become fp32 sums, which needs a scratch for any unit, also the
+            # largest.
+            break
 
 
 def most_gradients(choices: Iterator[GradientPlacement]) -> GradientPlacement:
-    """The placement that keeps most; if there are several, one that never has to spill, or else takes the least memory."""
+    """The choice that saves most bytes. Among equals: more units, then one without spilling, then the least memory."""
     return max(
         choices,
         key=lambda chosen: (chosen.saved_bytes, chosen.num_units, chosen.scratch_bytes == 0, -chosen.num_bytes),
@@ -109,10 +118,10 @@ def most_gradients(choices: Iterator[GradientPlacement]) -> GradientPlacement:
 
 
 def select_states(units: Sequence[UnitSize], request: Request, room_bytes: int) -> tuple[tuple[int, ...], int]:
-    """For each unit, of how many elements the optimizer state stays in memory: the same share of each. And the room left.
-
-    So the drives' work is spread evenly over a step.
-    """
+    """For each unit, the number of elements whose state stays in memory, and the room that is left."""
+    # The same share of every unit, so that the drives' work is spread evenly over a step. Worked example: two units of
+    # 4 granules that cost 1 each, room 5. Both get 4 * 5 // 8 = 2, and the granule that is left goes to the first: 3
+    # and 2.
     if request.updates_whole_parameters:
         return _select_whole_states(units, request, room_bytes)
     granules = [unit.state_numel // CHUNK_GRANULE for unit in units]
@@ -130,6 +139,7 @@ def select_states(units: Sequence[UnitSize], request: Request, room_bytes: int) 
 
 
 def _select_whole_states(units: Sequence[UnitSize], request: Request, room_bytes: int) -> tuple[tuple[int, ...], int]:
+    # An optimizer that updates whole parameters has one chunk per unit, which is in memory or on a drive.
     kept = [0] * len(units)
     for index in spread(len(units)):
         cost = request.record_bytes(units[index])

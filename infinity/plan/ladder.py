@@ -1,7 +1,7 @@
-"""Will a model train on a machine, with which offload, and what is the smallest change that makes it.
+"""Finds out whether a model trains on a machine, with which offload, and which smallest change makes it fit.
 
-Knows drafts and machines; every figure is that of the plan that an engine would make. The rungs are those of DeepSpeed's
-tutorials: from everything in memory to everything on drives, each one slower than the one before and needing less memory.
+Every figure is that of the plan that an engine would make. The rungs are those of DeepSpeed's tutorials, from
+everything in memory to everything on drives. Each one is slower than the one before, and needs less memory.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ from infinity.torch_internals.names import without_compiler
 from infinity.units.tiling import Tiling
 
 FLOPS_PER_PARAMETER = 6
-"""Of a token's forward and backward; 8 where blocks are computed once more (activation checkpointing)."""
+"""For one token: 2 in forward, 4 in backward. Activation checkpointing adds a second forward, so 8."""
+# A multiplication and an addition per parameter. Backward needs two such products: gradients of inputs and of weights.
 _FORWARD = 2
-"""Of a token's forward alone, where nothing is trained."""
 PLAIN: Mapping[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {}},
     "zero_optimization": {"stage": 3},
 }
-"""What is planned for where nobody gives a config."""
+"""The config if none is given."""
 ON_CPU = (("none", "none"), ("none", "nvme"), ("nvme", "nvme"))
 ON_GPU = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("none", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
-"""Where weights and states may go: the choices that `infinity plan` compares, each as tiers of (weights, states)."""
-_TILES = ("256MiB", "64MiB")
+"""The choices that `infinity plan` compares, each as tiers of (weights, states)."""
+_TILES = ("256MiB", "64MiB")  # of infinity.tile_above, the larger first: more tiles cost more time
 MOST_LAYERS = 1 << 10
-"""`Ladder.largest` looks no further: models of tiny layers could be stacked for minutes."""
+"""`Ladder.largest` tries no more layers: with tiny ones it would take minutes."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one config comes to on a machine.
+    """The result of one config on a machine.
 
     Attributes:
         param_tier, optimizer_tier: "none", "cpu" or "nvme".
-        changes: what it differs in from the config that was given, by dotted key.
-        plan: the engine's; None if it would refuse.
-        minimum_bytes: the least host memory with which an engine begins; 0 where a GPU's is too small.
+        changes: differences from the given config, by dotted key.
+        plan: the engine's plan; None if the engine would refuse the config.
+        minimum_bytes: the least host memory budget; 0 if a GPU's memory is too small.
         problem: why it does not fit; None if it does.
-        tokens: of a step.
-        lacks_room: whether it is memory or drives that it does not fit into; else an engine would refuse it anywhere.
+        tokens: per step.
+        lacks_room: whether memory or drives are too small; otherwise an engine would refuse the config on any machine.
     """
 
     param_tier: str
@@ -86,12 +86,12 @@ class Outcome:
 
     @property
     def seconds(self) -> float | None:
-        """Of a step, at least; None if the drives' speed is unknown."""
+        """The least time of a step; None if the drives' speed is unknown."""
         seconds = None if self.plan is None else self.plan.predicted_step_seconds
-        return seconds or None
+        return seconds or None  # 0: nothing is moved, and the speed of computing is unknown
 
     def beyond(self, given: Outcome) -> dict[str, Any]:
-        """Its changes whose values are not those of the config that was given; paths aside."""
+        """Its changes whose values differ from the given config's, without paths."""
         same = {
             "zero_optimization.offload_param.device": given.param_tier,
             "zero_optimization.offload_optimizer.device": given.optimizer_tier,
@@ -114,12 +114,12 @@ class Ladder:
     ) -> None:
         """
         Args:
-            model: may lie on the meta device.
-            config: what is planned for; None: bf16 with AdamW.
-            machine: where.
-            nvme_path: for what is offloaded to drives, where the config names no directory.
-            tokens: of a step.
-            room_bytes: looks at directories and says what they have room for; None: that is what ``machine`` says.
+            model: may be on the meta device.
+            config: the config to plan for; None: bf16 with AdamW.
+            machine: the machine to plan for.
+            nvme_path: directory for offload to drives, if the config names none.
+            tokens: per step.
+            room_bytes: returns how many bytes fit into directories; None: as ``machine`` says.
         """
         self._model = model
         self._source: ConfigSource = PLAIN if config is None else config
@@ -133,7 +133,7 @@ class Ladder:
         return self.outcome({})
 
     def rungs(self) -> Iterator[Outcome]:
-        """Each choice of tiers that goes with the rest of the config as it is; the config's own if none does."""
+        """Yield each choice of tiers that the rest of the config allows; the config's own choice if there is none."""
         tiers = ON_CPU if self._machine.uses_host_memory else ON_GPU
         found = list(self._outcomes(self._tiers(*each) for each in tiers))
         yield from found or [self.given()]
@@ -148,11 +148,14 @@ class Ladder:
         return keys
 
     def smallest_change(self, given: Outcome) -> Outcome | None:
-        """The first that fits of: staging buffers of the engine's own size where the config's are too small, more of the memory
-        that is free, the next rungs and those before, large layers in tiles, narrower states."""
+        """The first change that fits, tried from the cheapest to the most intrusive; None if none does."""
+        # In this order: staging buffers of the engine's own size (if the config's are the problem), a larger budget,
+        # all free memory, keeping things in memory, the tiers below, the tiers above, large layers in tiles, narrower
+        # states.
         lowest = self._tiers("nvme", "nvme")
         staging_buffer = {STAGING_KEY: None} if STAGING_KEY in (given.problem or "") else {}
         candidates: list[dict[str, Any]] = [{}] if staging_buffer else []
+        # 5 % stay free: a budget of all free memory would leave nothing for the script and other programs.
         if given.minimum_bytes and given.minimum_bytes < 0.95 * self._machine.host_free_bytes:
             candidates.append({HOST_KEY: given.minimum_bytes})
         unlimited, kept = {HOST_KEY: None}, {"infinity.keep_in_memory": True}
@@ -168,7 +171,7 @@ class Ladder:
         )
 
     def _outcomes(self, candidates: Iterable[Mapping[str, Any]]) -> Iterator[Outcome]:
-        """Of those changes with which there is a config: not every tier goes with every other key."""
+        """Yield the outcomes of those changes that give a valid config: not every tier goes with every other key."""
         for keys in candidates:
             try:
                 found = self.outcome(keys)
@@ -177,10 +180,10 @@ class Ladder:
             yield found
 
     def outcome(self, keys: Mapping[str, Any]) -> Outcome:
-        """What the config with these changes comes to.
+        """The outcome of the config with these changes.
 
         Raises:
-            ConfigError: there is no config with them.
+            ConfigError: that config is not valid.
         """
         config = self._config(keys)
         cut = self._cut(config)
@@ -197,11 +200,12 @@ class Ladder:
         machine = self._machine
         speed = machine.flops_per_second
         is_trained = plan.num_trainable > 0
-        # What is frozen has no gradients of its own, only passes on those of its inputs.
+        # A frozen parameter has no gradient of its own, but backward still computes that of its inputs: 4 in place of
+        # 6. With LoRA (1 % trained) that is 6 - 2 * 0.99 = 4.02 FLOPs per parameter and token.
         trained = plan.num_trainable / max(plan.num_parameters, 1)
         whole = FLOPS_PER_PARAMETER - _FORWARD * (1 - trained) + 2 * config.infinity.activation_checkpointing
         per_parameter = whole if is_trained else _FORWARD
-        num_active = plan.num_parameters * active_share(self._model)
+        num_active = plan.num_parameters * active_share(self._model)  # of a mixture of experts, those a token uses
         plan = dataclasses.replace(
             plan,
             drive_tbw=machine.drive_tbw or plan.drive_tbw,
@@ -220,16 +224,16 @@ class Ladder:
         return load_config(self._source, overrides=keys, world_size=1, check_storage=False)
 
     def _cut(self, config: InfinityConfig) -> tuple[nn.Module, WrappedOptimizer]:
-        """The model, in tiles if it is to be, and its optimizer."""
+        """The model, with tiles if the config asks for them, and its optimizer."""
         model, limit = self._model, config.infinity.tile_above
         if limit is not None or experts_of_config(model, config):
-            model = copy.deepcopy(model)  # without data: tiles are not taken back
+            model = copy.deepcopy(model)  # cheap on the meta device; the given model stays as it is for the next rung
         tiling = Tiling(model, limit, config.compute_dtype.itemsize, ())
         touched_only = config.infinity.experts == "touched_only"
         tiling.cut_experts(experts_of_config(model, config), touched_only=touched_only)
         fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
         named = [(fqns[id(each)], each) for each in tiling.groups.with_tiles(model.parameters()) or ()]
-        if not any(parameter.requires_grad for _, parameter in named):  # as an engine: it evaluates only
+        if not any(parameter.requires_grad for _, parameter in named):  # an engine makes no optimizer then either
             return model, no_optimizer(named, torch.device("cpu"))
         source = config.optimizer or OptimizerSection("AdamW", {})
         with without_compiler():
@@ -252,9 +256,9 @@ class Ladder:
     # ---------------------------------------------------------------------------------------------------------- largest
 
     def largest(self) -> tuple[int, int] | None:
-        """The most layers with which a model like this one trains here, everything on drives, and its parameters.
+        """The most layers with which a model like this one fits, everything on drives, and its number of parameters.
 
-        It looks no further than `MOST_LAYERS`. None if it has no repeated layers, or does not train with one of them.
+        At most `MOST_LAYERS`. None if the model has no repeated layers, or does not fit with one of them.
         """
         config = load_config(self._source, overrides=self._tiers("nvme", "nvme"), world_size=1, check_storage=False)
         try:
@@ -275,6 +279,8 @@ class Ladder:
                 return False
             return Volumes.of(config, sizes, request, placement).problem(self._room_bytes) is None
 
+        # Binary search: the index of the first count that does not fit, which is the number of counts that do. About 10
+        # placements.
         count = bisect_left(range(1, MOST_LAYERS + 1), True, key=lambda count: not fits(count))
         return None if not count else (count, layers.num_parameters(count))
 
@@ -287,7 +293,8 @@ def _too_small(error: BudgetTooSmallError) -> str:
 
 @dataclass(frozen=True)
 class _Layers:
-    """A model as layers that repeat, and the rest."""
+    """A model as a repeated layer and the other units: `repeated` builds the sizes of a model with more or fewer
+    layers."""
 
     sizes: Sequence[UnitSize]
     used_together: tuple[frozenset[int], ...]
@@ -297,6 +304,7 @@ class _Layers:
 
     @classmethod
     def of(cls, inputs: PlanInputs) -> _Layers | None:
+        # The layer is the most frequent kind of unit, where units of equal sizes count as equal.
         kinds = Counter((size.weight_bytes, size.trainable_numel) for size in inputs.sizes)
         kind, count = kinds.most_common(1)[0]
         if count < 2:
@@ -307,7 +315,9 @@ class _Layers:
         return cls(inputs.sizes, inputs.request.used_together, at, sum(numels) - layer * count, layer)
 
     def repeated(self, count: int) -> tuple[list[UnitSize], tuple[frozenset[int], ...]]:
-        """Sizes and what is used together, with so many layers."""
+        """Sizes of the units, and the groups used together, of a model with ``count`` layers."""
+        # Fewer layers: the last ones are taken out. More: copies of the first are appended; their place does not
+        # matter.
         gone = set(self.repeated_at[count:])
         kept = [index for index in range(len(self.sizes)) if index not in gone]
         new_index = {old: new for new, old in enumerate(kept)}

@@ -1,4 +1,4 @@
-"""The machine that a training is planned for: this one, or one that is described."""
+"""The machine to plan for: this one, or a described one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from swapper.volumes.directory import Directory
 
 _Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 RoomBytes = Callable[[Sequence[Directory]], int | None]
-"""What may be stored in some directories together; None where they know no limit."""
+"""Returns how many bytes fit into some directories together; None: no limit."""
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second that drives give and take: when read, when written, and both together in an optimizer step's mix.
+    """Measured bytes per second of the drives.
 
     Attributes:
         read_bytes_per_second: sequential reads.
@@ -25,6 +25,9 @@ class Bandwidth:
         mixed_bytes_per_second: sum of both directions, 14 bytes read for 12 written.
         measured_at: local date and time, ISO 8601.
     """
+
+    # The mix is that of AdamW with bf16 weights and remainders. Per parameter, forward and backward read 2 + 2 bytes of
+    # weights, and the update reads a record of 10 bytes. It writes 10 + 2.
 
     read_bytes_per_second: _Speed
     write_bytes_per_second: _Speed
@@ -39,16 +42,16 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a training could have of it.
+    """The resources of a machine that are free for a training.
 
     Attributes:
-        host_free_bytes: of its memory.
-        drive_free_bytes: of all drives for states together; None where they know no limit.
-        device_free_bytes: of a GPU; None where the CPU computes.
-        bandwidth: of the drives; None if nobody knows it.
-        flops_per_second: of its compute device; None if nobody knows it.
-        drive_tbw: terabytes that the drives are rated to take; None if nobody knows it.
-        link_bytes_per_second: from host memory to a GPU, and as much back at the same time; None if nobody knows it.
+        host_free_bytes: host memory.
+        drive_free_bytes: all drives for states together; None: no limit.
+        device_free_bytes: GPU memory; None if the CPU computes.
+        bandwidth: of the drives; None if unknown.
+        flops_per_second: of the compute device; None if unknown.
+        drive_tbw: terabytes that the drives are rated to write (TBW); None if unknown.
+        link_bytes_per_second: from host memory to a GPU, with as much back at the same time; None if unknown.
     """
 
     host_free_bytes: int
@@ -65,12 +68,12 @@ class Machine:
         return self.device_free_bytes is None
 
     def room_bytes(self, directories: Sequence[Directory]) -> int | None:
-        """What directories that nobody can look at have room for together: they are all on the drives of this description."""
+        """How many bytes fit into directories of a described machine: all are on its drives."""
         return together([Room(each, 0, self.drive_free_bytes, 0) for each in directories])
 
 
 class Room(NamedTuple):
-    """What a directory offers: its file system, what is free there, and what a run that goes on has there already."""
+    """A directory with its file system, that one's free bytes, and the bytes that a resumed run already has there."""
 
     directory: Directory
     file_system: int
@@ -79,7 +82,10 @@ class Room(NamedTuple):
 
 
 def together(rooms: Sequence[Room]) -> int | None:
-    """What directories give together: what is free in a file system counts once. None: no limit."""
+    """How many bytes fit into directories together; None: no limit."""
+    # Free bytes of a file system count once, however many directories are on it. A directory may also have a capacity
+    # of its own. Worked example: two directories on one file system with 100 free, capacities 30 and 40: min(30 + 40,
+    # 100) = 70. If one of them has no capacity: 100. A third on another file system with 50 free adds 50.
     total = 0
     for file_system in {room.file_system for room in rooms}:
         sharing = [room for room in rooms if room.file_system == file_system]

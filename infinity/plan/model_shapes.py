@@ -1,4 +1,4 @@
-"""A model as far as a plan needs it: shapes without data, from a number of parameters or from a Hugging Face config."""
+"""Models without data for plans: from a number of parameters, or from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from torch import nn
 _COUNT = re.compile(r"([0-9][0-9_]*\.?[0-9]*(?:e[+]?[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _DTYPE = torch.bfloat16
+# Number of blocks of a model of which only the size is given: 32 * (size / 7e9) ** 0.4. That gives 15 blocks for 1e9,
+# 32 for 7e9 and 80 for 70e9 parameters, close to Llama's 16, 32 and 80.
 _NUM_BLOCKS, _OF_NUMBER, _DEPTH = 32, 7e9, 0.4
-"""Models of 7e9 parameters have about 32 blocks, and depth grows with so much of a power of size: 16 for 1e9, 80 for 70e9."""
+# A transformer block of width w has about 12 * w**2 parameters: 4 in attention, and 8 in an MLP of 4 times the width.
 _SQUARES_IN_BLOCK = 12
-"""A block of a transformer has about so many times the square of its width in parameters."""
-_MOST_PARAMETERS = 10**14
+_MOST_PARAMETERS = 10**14  # far above any model: a mistyped number is refused
 
 
 class ModelRefused(ValueError):
@@ -30,11 +31,12 @@ class ModelRefused(ValueError):
 
 
 def read_model(text: str) -> tuple[str, nn.Module]:
-    """`7B`, `374M`, a number, or the path of a Hugging Face config (file or directory): a name, and a model without data.
+    """Make a model on the meta device from `7B`, `374M`, a number, or the path of a Hugging Face config; with its name.
 
     Raises:
-        ModelRefused: it is none of these.
+        ModelRefused: ``text`` is none of these.
     """
+    # A path goes first: a directory may be called "7B".
     if Path(text).exists():
         return text, _from_config(Path(text))
     match = _COUNT.fullmatch(text.strip())
@@ -68,9 +70,12 @@ def add_adapters(model: nn.Module, rank: int) -> nn.Module:
     """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.ParameterDict):  # a block of which nobody said how it is built
+            # A block of `_of_equal_blocks` has one tensor and no linear layer. It is replaced by one with a linear
+            # layer.
+            if isinstance(child, nn.ParameterDict):
                 setattr(module, name, _block(child["weight"].numel()))
     model.requires_grad_(False)
+    # PEFT leaves the output head out too, with target_modules="all-linear".
     head = getattr(model, "get_output_embeddings", lambda: None)()
     found = 0
     for module in list(model.modules()):
@@ -84,6 +89,9 @@ def add_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 
 def _block(numel: int) -> nn.Module:
+    # One linear layer [width, numel // width], with the width that a transformer block of this size has: adapters of a
+    # rank then have about the right size. The remainder of the division becomes a parameter of its own, so that the
+    # total is exact.
     width = max(round(math.sqrt(numel / _SQUARES_IN_BLOCK) / 64) * 64, 1)
     linear = nn.Linear(width, max(numel // width, 1), bias=False, dtype=_DTYPE, device="meta")
     block = nn.ModuleDict({"linear": linear})
@@ -93,11 +101,12 @@ def _block(numel: int) -> nn.Module:
 
 
 def _of_equal_blocks(num_parameters: int) -> nn.Module:
-    """A stack of blocks, as most large models are; nobody said how it is built."""
+    """A stack of equal blocks, for a model of which only the size is known."""
     usual = max(4, round(_NUM_BLOCKS * math.pow(num_parameters / _OF_NUMBER, _DEPTH)))
     num_blocks = min(usual, num_parameters)
     blocks = nn.ModuleList()
     for index in range(num_blocks):
+        # The first blocks get one element more, so that the total is exact: 10 in 4 blocks is 3, 3, 2, 2.
         numel = num_parameters // num_blocks + (index < num_parameters % num_blocks)
         weight = nn.Parameter(torch.empty(numel, dtype=_DTYPE, device="meta"))
         blocks.append(nn.ParameterDict({"weight": weight}))
@@ -105,7 +114,7 @@ def _of_equal_blocks(num_parameters: int) -> nn.Module:
 
 
 def _from_config(path: Path) -> nn.Module:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the config is here: nothing is looked up
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the config is a local file, so the hub is never asked
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ModelRefused(f"{path}: there is no config.json in this directory")
@@ -119,7 +128,8 @@ def _from_config(path: Path) -> nn.Module:
 
 
 def _check_json(path: Path, file: Path) -> None:
-    """What is no object makes transformers raise whatever comes to it. The rest it says itself."""
+    """Raise if the file has JSON, but no object."""
+    # transformers reports unreadable files itself. Given a list or a number, it raises whatever its code runs into.
     try:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -150,9 +160,9 @@ def _built(path: Path, file: Path) -> nn.Module:
                 with torch.device("meta"):
                     model: nn.Module = build(config)
                     return model
-            except ValueError as error:  # so the second refuses a config of no language model
+            except ValueError as error:  # of AutoModelForCausalLM, for other kinds of models
                 refused = error
-    except Exception as error:  # whatever an unusual config makes the library raise
+    except Exception as error:  # an unusual config can make transformers raise anything
         refused = error
     raise ModelRefused(f"{path}: no model can be made of this config: {_one_line(refused)}") from refused
 
@@ -162,7 +172,8 @@ def _one_line(error: Exception | None) -> str:
 
 
 def _builders(transformers: Any, config: Any) -> Iterator[Callable[[Any], Any]]:
-    """The class that the config names, as what trains has its heads and all its parts; then what fits the kind of model."""
+    """Yield ways to build the model: first the class that the config names, then transformers' auto classes."""
+    # The named class has the heads of the model that is trained. AutoModel would leave them out.
     for name in config.architectures or ():
         named: Any = getattr(transformers, name, None)
         if inspect.isclass(named) and issubclass(named, transformers.PreTrainedModel):
@@ -181,13 +192,14 @@ def _count_words(count: int) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- experts
 
+# Names under which configs in transformers store the number of experts per token, and models whose configs do not store
+# it.
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts")
 _CHOSEN_BY_KIND = {"switch_transformers": 1, "nllb-moe": 2}
-"""Their configs do not say it."""
 
 
 def active_share(model: nn.Module) -> float:
-    """Of a model's parameters, those that one token is computed with: of experts, the chosen ones."""
+    """The share of a model's parameters that one token is computed with: of experts, only the chosen ones count."""
     num_chosen = _num_chosen(getattr(model, "config", None))
     total = sum(parameter.numel() for parameter in model.parameters())
     if num_chosen is None or not total:
@@ -200,12 +212,13 @@ def active_share(model: nn.Module) -> float:
 
 
 def _num_chosen(config: Any) -> int | None:
-    """Experts per token; None if that is not said."""
+    """Experts per token; None if the config does not say."""
+    # Multimodal models have a config for text inside, and DBRX one for its feed-forward layers.
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     for section in (text, getattr(text, "ffn_config", None)):
         for name in _CHOSEN:
             found = section.get(name) if isinstance(section, dict) else getattr(section, name, None)
-            if isinstance(found, list | tuple) and found:  # of each layer
+            if isinstance(found, list | tuple) and found:  # one number per layer
                 found = max(found)
             if isinstance(found, int) and found > 0:
                 return found
@@ -213,14 +226,16 @@ def _num_chosen(config: Any) -> int | None:
 
 
 def _experts(name: str, module: nn.Module) -> list[tuple[int, int]]:
-    """Elements of experts that this module holds itself, and how many experts share them."""
+    """(elements, number of experts) of the experts that this module holds itself."""
+    # Three forms: a list of modules; tensors [experts, ...] as in transformers 5; and DBRX's, with experts stacked in
+    # the rows of a matrix. "shared_experts" are used by every token, so they do not count.
     last = name.rpartition(".")[2]
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and "expert" in last and "shared" not in last:
         numels = [sum(parameter.numel() for parameter in each.parameters()) for each in module.children()]
-        return [(sum(numels), sum(numel > 0 for numel in numels))]  # an activation may lie beside them
+        return [(sum(numels), sum(numel > 0 for numel in numels))]  # children without parameters are no experts
     own = list(module.parameters(recurse=False))
     if isinstance(count := getattr(module, "num_experts", None), int):
         return [(each.numel(), count) for each in own if each.dim() == 3 and len(each) == count]
-    if isinstance(count := getattr(module, "moe_num_experts", None), int):  # DBRX: one below the other, in one matrix
+    if isinstance(count := getattr(module, "moe_num_experts", None), int):  # DBRX
         return [(each.numel(), count) for each in own if len(each) > count and len(each) % count == 0]
     return []

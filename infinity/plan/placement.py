@@ -1,18 +1,16 @@
-"""Divides the host memory budget, and the device's.
-
-Pure arithmetic on sizes: knows units' bytes and the budget; must not know tensors or files.
+"""Divides the host memory budget, and that of a GPU. Pure arithmetic on sizes.
 
     host memory budget
-    | flat buffers: of units that stay, and room for those that come and go | staging | gradients | weights and states kept |
-On a GPU the flat buffers are device memory, and staging buffers for uploads take their place in the host budget: a few small
-ones, or, where ranks divide weights, one or two as large as the largest unit that comes and goes.
+    | flat buffers: resident units, and room for the others | staging | gradients | weights and states kept |
+With a GPU, flat buffers are in its memory. The host budget has staging buffers for uploads in their place: a few small
+ones, or, if ranks divide weights, one or two as large as the largest unit that is not resident.
 
 [Note: how it is divided]
 A byte of memory can do two things. It can keep something off the drives: a unit's weights, read twice per micro-batch and
-written once, save most, then gradients, then states (``keep_in_memory``). Or it can keep the drives and the model busy at
-the same time: pages in flight, room to fetch ahead. The first is worth counting in bytes that a step does not move, the
-second has no such measure. And the more units stay, the less room the others need to pass through, down to none: so what is
-best for one unit more is not best for all of them. Hence:
+written once, save most, then gradients, then states (``keep_in_memory``). Or it can let drives and model work at the
+same time, by staging buffers in flight and room to fetch ahead. The first is measured in bytes that a step does not
+move. The second has no such measure. And the more units are resident, the less room the others need, down to none. So
+the best choice for one unit more may not be the best for all of them. Hence:
   1. `_Planner.options`: some numbers of units that stay, with and without all states in memory. Each costs what all else
      needs at least: room for the two largest of the other units, three staging buffers, the gradients of the largest unit.
   2. `_Planner.divide`, for each, with staging buffers of some sizes: at most half of what is left goes to staging (staging
@@ -23,14 +21,12 @@ micro-batch, updates in backward). Keeping the weights of one saves 48 MiB in a 
 
     units that stay |  least: flat + staging + gradients | staging | kept with the rest      | saved | chunks      | score
                  0  |    67:   32  +   3   +    32     |  66.5   | 4 units (64), states 2.5 |  197  | 248 (-124)  |   73
-                 8  |   163:  128  +   3   +    32     |  18.5   | states 18.5              |  421  | 472 (-236)  |  185
+                 8  |   163:  128  +   3   +    32     |  18.5   | states 18.5              |  421  | 480 (-240)  |  181
 
-With 60 it is refused, and the message names 67. With 100, 8 cannot stay, and one of them does with what 0 leaves over.
-What must hold: the parts never exceed the budget, and a budget that is refused is refused with the true minimum, which is
-the cheapest option's.
-Tried otherwise: staging in proportion to its wishes made staging buffers so small that Python's time per chunk was the larger
-loss, so staging buffers come first and each chunk has a price (`_CHUNK_COST_BYTES`). Leaving some updates for the next forward,
-in memory taken from here, gained nothing that could be measured, and is gone.
+A budget of 60 is refused, and the message names 67. With 100, not all 8 can be resident.
+The parts never exceed the budget. The minimum in the message is that of the cheapest option.
+An earlier version sized staging in proportion to its wishes. Staging buffers became so small that Python's time per
+chunk was the larger loss. So staging buffers come first now, and each chunk has a price (`_CHUNK_COST_BYTES`).
 """
 
 from __future__ import annotations
@@ -52,34 +48,29 @@ from infinity.plan.staging_sizes import FEWEST_BUFFERS, GOOD_STAGING_BYTES, Stag
 
 HOST_KEY = "infinity.host_memory_budget"
 DEVICE_KEY = "infinity.device_memory_budget"
+# The price of a chunk, in bytes of I/O. Each chunk costs half a millisecond of Python beside the computing, and with
+# eight workers, which wait for each other there, 1.5 (measured on 16 cores).
 _CHUNK_COST_BYTES = 512 << 10
-"""So many bytes of I/O are worth one chunk less: each costs half a millisecond of Python beside the computing, and with eight
-workers, which wait for each other there, 1.5 (measured on 16 cores)."""
-_UPLOAD_BUFFER_BYTES = 4 << 20
-_UPLOAD_BUFFERS = 2, 8
-"""The fewest, and as many as bring something."""
+_UPLOAD_BUFFER_BYTES = 4 << 20  # 4 MiB: a read and a copy per buffer
+_UPLOAD_BUFFERS = 2, 8  # the fewest (one is read, one copied), and the most that are asked for
+# The same if ranks divide weights, and each buffer holds a whole unit: one is put together, one is copied to the GPU.
 _WHOLE_UNITS = 1, 2
-"""The same where ranks divide weights, and each staging buffer takes a unit: one is put together, one goes to the device."""
-_GRANULE = 4096
-_LEAST_LANDING_BYTES = 8 << 20
-"""For gradients that arrive: two blocks."""
-_LANDING_GAP_BYTES = 4096
-"""Lost to alignment, at most."""
-_UNITS_LANDING = 2
-"""As many units' gradients may be on their way at a time, where there is room for them."""
-_UNITS_AHEAD = 2
-"""Besides the two that are needed: one being fetched, one being updated."""
-_MOST_OPTIONS = 48
+_GRANULE = 4096  # bytes, as of direct I/O
+_LEAST_LANDING_BYTES = 8 << 20  # pinned memory for gradients that a GPU sends: two blocks of 4 MiB
+_LANDING_GAP_BYTES = 4096  # the most that alignment wastes per unit
+_UNITS_LANDING = 2  # so many units' gradients may be on their way from a GPU, if there is room
+_UNITS_AHEAD = 2  # besides the two units that are needed: one being fetched, one being updated
+_MOST_OPTIONS = 48  # numbers of resident units that are tried: bounds the time to plan
+# Gradients in GPU memory: one unit's that autograd makes, and two whose update has not fetched them yet.
 _UNITS_OF_GRADIENTS = 3
-"""On a device of its own memory: one unit's that autograd makes, and two whose update has not fetched them yet."""
+# With shards: one unit's gradients are summed, one's exchanged, and one's are in the update.
 _UNITS_ON_THE_WAY = 3
-"""From backward into the update of a shard: one unit's gradients are added up, one's exchanged and one's in the update."""
-_CHUNKS_ON_DEVICE = 2
-"""Whose gradients and weights have working memory there, where updates run there."""
+_CHUNKS_ON_DEVICE = 2  # chunks with working memory on a GPU that runs updates
+# Unpacking 8 bytes, in forward and backward, counts as much as one byte read: so weights stored packed in RAM are worth
+# less than unpacked ones in flat buffers.
 _UNPACKED_PER_READ = 8
-"""To unpack so many bytes, forward and backward, counts like one byte that is read: packed in RAM is worth less than in use."""
+# The part of a GPU's remaining memory that weights get. The rest is for activations, which are unknown before a step.
 _SHARE_OF_DEVICE = 0.65
-"""Of what the engine's other memory leaves of a device: the rest is for activations, which nobody knows before a step."""
 
 
 @dataclass(frozen=True)
@@ -87,42 +78,41 @@ class Placement:
     """The division of the budget."""
 
     weights_bytes: int
-    """Capacity for flat buffers (device memory on a GPU), those of `resident_units` included."""
+    """Capacity for flat buffers, in GPU memory if there is a GPU; includes `resident_units`."""
     staging_buffer_bytes: int
     num_staging_buffers: int
     chunk_numel: int
     upload_buffer_bytes: int
     num_upload_buffers: int
     gradient_bytes: int
-    """For gradients in memory: main gradients, or those on their way into an update in backward."""
+    """For main gradients, or gradients on their way into an update in backward."""
     gradient_scratch_bytes: int
     gradients_in_memory: tuple[int, ...]
-    """Units whose main gradients stay in RAM; those of the others are spilled."""
+    """Units whose main gradients stay in memory; those of the others are spilled."""
     resident_units: frozenset[int]
-    """Units whose weights rest in their flat buffers."""
+    """Units whose weights are stored in their flat buffers only."""
     hosted_units: frozenset[int]
-    """Units whose weights rest in host memory beside the device's or, packed, beside flat buffers; or this process's shard of
-    them does."""
+    """Units whose weights, or this process's shard of them, are stored in host memory outside of flat buffers."""
     states_in_memory: tuple[int, ...]
-    """For each unit, of how many elements, from the first on whose states this process keeps, those rest in host memory."""
+    """For each unit, the number of elements whose states are in host memory: the first ones of this process's shard."""
     kept_bytes: int
-    """Host memory for weights (beside flat buffers) and states that rest there."""
+    """Host memory for weights (outside of flat buffers) and states that are stored there."""
     minimum_bytes: int
     spills: bool
     """Whether some main gradients go to NVMe."""
     landing_bytes: int = 0
-    """For gradients on their way from a device that has a memory of its own."""
+    """Pinned memory for gradients on their way from a GPU."""
     gradients_on_device: bool = False
-    """Whether that is a device's, which has a memory of its own and updates there. Else the host's."""
+    """Whether `gradient_bytes` are GPU memory, where updates run. Otherwise they are host memory."""
     activation_bytes: int = 0
-    """For inputs of units, which wait for backward when all micro-batches go through a unit together."""
+    """For activation checkpoints, or all spilled activations."""
 
     def weights_on_nvme(self, num_units: int) -> frozenset[int]:
-        """Units whose weights rest on NVMe."""
+        """Units whose weights are stored on NVMe."""
         return frozenset(range(num_units)) - self.resident_units - self.hosted_units
 
     def host_bytes(self, request: Request) -> int:
-        """Of host memory, what is divided up."""
+        """The sum of all parts in host memory."""
         staging_buffers = (
             self.staging_buffer_bytes * self.num_staging_buffers + self.upload_buffer_bytes * self.num_upload_buffers
         )
@@ -131,14 +121,14 @@ class Placement:
         return flats + staging_buffers + gradients + self.kept_bytes + self.activation_bytes
 
     def budget_of_weights(self, request: Request) -> tuple[str, int]:
-        """The config key of the budget that flat buffers are a part of, and its value."""
+        """The config key of the budget that flat buffers belong to, and its value."""
         if request.uses_host_memory:
             return HOST_KEY, request.budget_bytes
         return DEVICE_KEY, request.device_budget_bytes or self.weights_bytes
 
 
 class _Needs(NamedTuple):
-    """Bytes of host memory that an option needs at least, by what for."""
+    """The least bytes of host memory that an option needs, by purpose."""
 
     flat: int
     staging_buffers: int
@@ -146,20 +136,20 @@ class _Needs(NamedTuple):
     landing: int
     gradients: int
     kept: int
-    """Weights beside flat buffers, and states."""
+    """Weights outside of flat buffers, and states."""
     map: int
-    """See `Request.map_bytes`; so for the next two."""
+    """See `Request.map_bytes`, and the methods of the next two names."""
     serving: int
     update: int
 
 
 @dataclass(frozen=True)
 class _Option:
-    """One way to divide: what stays from the beginning, and what all the rest needs at least."""
+    """One way to divide: the units that are resident from the start, and the least that everything else needs."""
 
     residents: frozenset[int]
     hosts_all: bool
-    """All units that do not stay on the device, or this process's shard of each, rest in host memory."""
+    """Whether all other units, or this process's shards of them, are stored in host memory."""
     keeps_all_records: bool
     needs: _Needs
 
@@ -174,7 +164,7 @@ def place(units: Sequence[UnitSize], request: Request) -> Placement:
 
 
 def placements(units: Sequence[UnitSize], request: Request) -> list[Placement]:
-    """Sensible ways to divide the budgets, the best first, as far as that can be told without a simulation.
+    """Ways to divide the budgets, the best first by an estimate without simulation.
 
     Raises:
         BudgetTooSmallError: names the minimum.
@@ -196,9 +186,10 @@ def placements(units: Sequence[UnitSize], request: Request) -> list[Placement]:
 
 
 def apparent_bytes(units: Sequence[UnitSize], request: Request, placement: Placement) -> int:
-    """What a placement costs and saves besides the bytes that it moves, as bytes: to be added to those."""
-    # Chunks in memory cost half: nothing is read or written, but the same Python begins their arithmetic. Free, they would let
-    # staging buffers shrink where nearly all states fit: a few bytes of I/O less, and twice the chunks.
+    """The price of a placement's chunks, in bytes, to be added to the bytes that it moves."""
+    # Chunks in memory cost half: nothing is read or written, but the same Python code starts their arithmetic. If they
+    # were free, staging buffers would shrink where nearly all states fit: a few bytes of I/O less, and twice the
+    # chunks.
     num_all = sum(-(-unit.state_numel // placement.chunk_numel) for unit in units)
     moving = (unit.state_numel - kept for unit, kept in zip(units, placement.states_in_memory, strict=True))
     num_chunks = (num_all + sum(-(-numel // placement.chunk_numel) for numel in moving)) // 2
@@ -220,27 +211,28 @@ class _Planner:
         self._gradients_on_device = request.records_on_device and request.is_alone and self._has_room_for_gradients()
         self._is_divided = has_shards(units)
         self._is_packed = any(unit.packed_bytes is not None for unit in units) and not divides_weights(units)
-        """Whether a unit may take less memory where it rests than in use."""
+        """Whether some unit takes less memory stored than in use."""
         self._device_bytes = self._total
         self._comes_together = not request.uses_host_memory and divides_weights(units)
-        """Whether weights come to a device from host memory, where ranks' shards of a unit are put together."""
+        """Whether a unit is put together from ranks' shards in host memory, and copied to the GPU from there."""
         self._upload_buffer_bytes, self._num_upload_buffers = _UPLOAD_BUFFER_BYTES, _UPLOAD_BUFFERS
         self._on_device: frozenset[int] = frozenset()
 
     # ------------------------------------------------------------------------------------------------------ the device
 
     def divide_device_memory(self) -> None:
-        """Decide which units stay on a device with a memory of its own.
+        """Decide which units are resident on a GPU.
 
         Raises:
-            BudgetTooSmallError: it has not even room for those that are needed together.
+            BudgetTooSmallError: the units that are needed together do not fit.
         """
         request = self._request
         if request.uses_host_memory:
             return
         everything = range(len(self._units))
         least = self._total if request.param_tier == "none" else needed_together(self._units, request, everything)
-        # What comes packed lies beside the memory that it is unpacked into, until it is needed.
+        # Packed weights are uploaded to memory beside the flat buffer, and unpacked into it. So a unit needs up to (1 +
+        # beside) times its size, with the largest ratio of all units.
         packed = max((unit.packed_bytes / unit.weight_bytes for unit in self._units if unit.packed_bytes), default=0.0)
         beside = packed if request.param_tier != "none" else 0.0
         least = int(least * (1 + beside))
@@ -266,7 +258,7 @@ class _Planner:
             self._num_upload_buffers = _WHOLE_UNITS
 
     def _has_room_for_gradients(self) -> bool:
-        """Whether the device has it beside all weights."""
+        """Whether all main gradients fit into GPU memory, besides all weights."""
         request = self._request
         if request.device_budget_bytes is not None:
             return self._total + self._all_gradients <= request.device_budget_bytes
@@ -276,7 +268,7 @@ class _Planner:
         return self._total <= int(_SHARE_OF_DEVICE * left)
 
     def _beside_weights(self) -> int:
-        """Bytes of the device that the engine takes besides weights and main gradients."""
+        """Bytes of GPU memory that the engine needs besides weights and main gradients."""
         request = self._request
         others = (
             _UNITS_OF_GRADIENTS * max(self._sizes) + FP32_BYTES * self._largest_numel
@@ -307,6 +299,7 @@ class _Planner:
         return max(least_bytes, int(_SHARE_OF_DEVICE * left))
 
     def _residents_in(self, prefix: frozenset[int], capacity_bytes: int) -> frozenset[int]:
+        # The prefix, and of the others those that fit, once there is room for the one in use and two more on their way.
         rest = [index for index in self._order if index not in prefix]
         room = capacity_bytes - sum(self._sizes[index] for index in prefix)
         room -= min((1 + _UNITS_AHEAD) * max((self._sizes[i] for i in rest), default=0), self._bytes_of(rest))
@@ -320,7 +313,9 @@ class _Planner:
         return sum(self._sizes[index] for index in indices)
 
     def _prefixes(self) -> Iterator[frozenset[int]]:
-        """The first so many units to stay, where that makes a difference for the room that the others need."""
+        """Yield the first n units in the order of keeping, for each n that changes the room that the others need."""
+        # That room depends on the largest of the others. With equal units it is the same for all n but the last two, so
+        # they are tried only: 0, 7 and 8 of 8. How many more fit, `_kept_weights` finds out.
         order, sizes = self._order, self._sizes
         count = len(order)
         steady = sum(not self._units[index].is_routed for index in order)
@@ -362,7 +357,7 @@ class _Planner:
         return _Option(residents, hosts_all, records, needs)
 
     def options(self) -> Iterator[_Option]:
-        """All sensible ways to begin."""
+        """Yield all options: with and without all records, and with the possible numbers of resident units."""
         request = self._request
         records = {request.keeps_all_records, request.keeps_all_records or self._may_keep_records()}
         for keeps_records in sorted(records, reverse=True):
@@ -386,7 +381,7 @@ class _Planner:
         return self._request.keeps_in_memory and self._request.optimizer_tier == "nvme"
 
     def divide(self, option: _Option, minimum_bytes: int) -> Iterator[tuple[tuple[int, int], Placement]]:
-        """The placements that begin with ``option``, and how good each is; none if the budget is too small for that."""
+        """Yield the placements of ``option``, each with its score; none if the budget is too small."""
         if option.cost_bytes <= self._request.budget_bytes:
             for enough in self._staging_sizes.enough_bytes(keeps_all_records=option.keeps_all_records):
                 yield self._divided(option, minimum_bytes, enough)
@@ -402,6 +397,7 @@ class _Planner:
             given.staging_buffers, keeps_all_records=option.keeps_all_records
         )
 
+        # What is left is spent on weights, then gradients, then states.
         taken, packed, left, saved = self._kept_weights(option, moving, left)
         capacity = self._all_gradients if self._gradients_on_device else given.gradients
         if request.gradient_moves:
@@ -412,6 +408,8 @@ class _Planner:
         if self._may_keep_records() and not option.keeps_all_records:
             choices = select_gradients(units, request, capacity)
             rooms = [(left - max(each.num_bytes - given.gradients, 0), each) for each in choices]
+            # More gradients in memory leave less room for states. The bound assumes that all the room saves 2 bytes per
+            # byte; choices are tried from the highest bound on, until no bound can beat the best.
             most = [each.saved_bytes + 2 * min(room, self._records) for room, each in rooms]
             best = (-1, 0)
             for number in sorted(range(len(rooms)), key=lambda number: -most[number]):
@@ -430,9 +428,8 @@ class _Planner:
 
         is_resident = request.uses_host_memory and not option.hosts_all
         hosted = frozenset(packed if is_resident else taken)
-        hosts_others = not self._comes_together and len(hosted) == len(
-            moving
-        )  # then nothing is read on its way to a device
+        # Then no unit is read from a drive on its way to a GPU, and no upload buffers are needed.
+        hosts_others = not self._comes_together and len(hosted) == len(moving)
         residents = option.residents.union(taken) if is_resident else option.residents
         weights_bytes = self._device_bytes
         if request.uses_host_memory:
@@ -443,7 +440,8 @@ class _Planner:
         elif not option.hosts_all:
             kept_bytes += sum(units[index].stored_weight_bytes for index in taken)
         if not request.uses_host_memory or weights_bytes == self._total:
-            more = max(min(left, self._all_gradients - gradient_bytes), 0)  # a plain loop keeps them all until its step
+            # Spare memory goes to gradients: a loop with `optimizer.step()` of its own keeps all of them until then.
+            more = max(min(left, self._all_gradients - gradient_bytes), 0)
             left -= more
             gradient_bytes += more
         chosen = most_gradients(select_gradients(units, request, gradient_bytes))
@@ -470,17 +468,18 @@ class _Planner:
         return (saved - apparent_bytes(units, request, placement), left), placement
 
     def _kept_weights(self, option: _Option, moving: list[int], left: int) -> tuple[list[int], list[int], int, int]:
-        """Of the units that do not stay from the beginning: those that are kept; those of a CPU that are kept packed; what is
-        left of the room; and bytes that all of them save in a step."""
+        """Choose which of the other units are kept: (kept, kept packed, room left, bytes saved in a step by all kept
+        ones)."""
         units, request = self._units, self._request
         saved = sum(request.saved_by_weights(units[index]) for index in option.residents)
         taken: list[int] = moving if option.hosts_all else []
         packed: list[int] = []
-        """Of a CPU's units, those that rest in RAM packed."""
+        """With a CPU, units that are kept in RAM in their packed form."""
         if request.keeps_in_memory and not option.hosts_all:
             stored = [unit.stored_weight_bytes for unit in units]
             sizes = self._sizes if request.uses_host_memory else stored
-            # Memory for experts is worth more where the ones that are used most can come and stay, unless there is some for all.
+            # Unless all experts fit, none is made resident: in shared memory, those that are used most stay by
+            # themselves.
             fits = sum(sizes[index] for index in moving) <= left
             steady = [index for index in moving if fits or not units[index].is_routed]
             if self._is_packed and request.uses_host_memory and not fits:
@@ -497,6 +496,9 @@ class _Planner:
         return sum(record_bytes(numel, unit.num_states) for numel, unit in zip(numels, self._units, strict=True))
 
     def _wished_gradients(self) -> int:
+        # More memory for gradients than this is of no use. With updates in backward and one micro-batch: two units (or
+        # three with shards) on their way into the update. Otherwise all of them, and bf16 ones need a scratch for one
+        # fp32 sum.
         request = self._request
         numel = sum(unit.trainable_numel for unit in self._units)
         if request.gradient_moves == 0 and self._is_divided:
@@ -509,7 +511,7 @@ class _Planner:
         return numel * request.scratch_itemsize
 
     def _wished_landing(self) -> int:
-        """Bytes for gradients that arrive: as backward makes them, or sums of several micro-batches."""
+        """Bytes for gradients that a GPU sends: in the compute dtype, or fp32 sums of several micro-batches."""
         request = self._request
         if request.uses_host_memory or self._gradients_on_device or not self._largest_numel:
             return 0
@@ -517,7 +519,9 @@ class _Planner:
         return _UNITS_LANDING * (self._largest_numel * itemsize + _LANDING_GAP_BYTES)
 
     def _staged(self, option: _Option, moving: Sequence[int], enough_staging_bytes: int) -> _Needs:
-        """What is needed at least, and more of it, for at most half of what the budget leaves."""
+        """The least needs of ``option``, raised by at most half of what the budget leaves."""
+        # Staging buffers come first, up to a good size, then gradients that shards need. The rest is divided in
+        # proportion to the wishes: with 30 granted, wishes of 40 and 20 get 20 and 10.
         request, needs = self._request, option.needs
         wished = dict.fromkeys(("staging_buffers", "flat", "uploads", "gradients", "landing"), 0)
         if needs.staging_buffers and not (request.staging_buffer_bytes is not None and option.keeps_all_records):
@@ -534,7 +538,8 @@ class _Planner:
         wished["landing"] = self._wished_landing() - needs.landing
         granted = min((request.budget_bytes - option.cost_bytes) // 2, sum(wished.values()))
         first = {"staging_buffers": min(wished["staging_buffers"], granted // 2, GOOD_STAGING_BYTES)}
-        if self._is_divided and request.updates_in_backward:  # with less, no shard is updated in backward
+        # With less than one more unit's gradients, no shard could be updated in backward.
+        if self._is_divided and request.updates_in_backward:
             least = self._largest_numel * request.scratch_itemsize
             first["gradients"] = min(wished["gradients"], granted - first["staging_buffers"], least)
         rest = {name: wish - first.get(name, 0) for name, wish in wished.items()}

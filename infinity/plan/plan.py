@@ -1,6 +1,6 @@
-"""The plan that is printed at start, with what its predictions are made from; and as JSON.
+"""The plan that is printed at start, with the inputs of its predictions; and as JSON.
 
-Read again, it says what would be predicted with other means, long after the engine is gone.
+A plan that is read from a file can predict again, with another placement or speed, when the engine is long gone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from infinity.plan.volumes import Retention, megabytes, resting_bytes
 
 @dataclass(frozen=True)
 class Plan:
-    """What the engine will do with memory and drives. Bytes everywhere; predictions are for one optimizer step in the
-    steady state in which every parameter gets a gradient."""
+    """What the engine will do with memory and drives. Sizes are in bytes. Predictions are for one optimizer step in the
+    steady state, in which every parameter gets a gradient."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
@@ -35,12 +35,12 @@ class Plan:
     """What the config asks for."""
     placement: Placement
     order: tuple[int, ...]
-    """In which a micro-batch (a whole step, if `traffic` is vertical) needs its units: forward, then backward."""
+    """Unit indices in the order in which a micro-batch (a whole step, if `traffic` is vertical) needs them."""
     backward_start: int
     """Place in `order` at which backward begins."""
     host_budget_source: str
     traffic: Traffic = field(default_factory=Traffic)
-    """The order of the last step, which the predictions are for."""
+    """The kind of steps that the predictions are for."""
     predicted_read_bytes_per_step: int = 0
     predicted_write_bytes_per_step: int = 0
     predicted_upload_bytes_per_step: int = 0
@@ -50,17 +50,17 @@ class Plan:
     link_bytes_per_second: float | None = None
     """How fast such copies are, each way; None if nobody knows it."""
     bandwidth: Bandwidth | None = None
-    """What the drives were measured to do; None if they were not."""
+    """Measured speed of the drives; None if it was not measured."""
     drive_tbw: float | None = None
-    """Terabytes that the drives are rated to take."""
+    """Terabytes that the drives are rated to write."""
     retention: Retention | None = None
-    """What a durable run has reserved on the drives, and how many commits there would be room for."""
+    """The space of a durable run on the drives, and how many commits fit."""
     seen_bytes_per_second: float | None = None
-    """What the drives read and wrote while they were busy, in the steps so far; None before the first ones."""
+    """Bytes read and written per second while the drives were busy, in the last steps; None before those."""
     compute_seconds: float | None = None
-    """What a step would take without waiting for drives, from the steps so far; None before the first ones."""
+    """The time of a step without waiting for drives, from the last steps; None before those."""
     overlap_factor: float = 1.0
-    """How much longer the steps so far took than the longer of I/O and compute, which share processors and memory."""
+    """Time of the last steps, divided by the longer of I/O and compute: those share processors and memory."""
 
     @property
     def units(self) -> tuple[tuple[str, int], ...]:
@@ -84,19 +84,19 @@ class Plan:
 
     @property
     def durable_bytes(self) -> int:
-        """Of the drives, what a durable run has reserved: the states, and room for what each kept commit differs in."""
+        """Bytes that a durable run has reserved on the drives, for the states and for kept commits."""
         return 0 if self.retention is None else self.retention.num_bytes
 
     @functools.cached_property
     def resting_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes at rest per tier ("device", "host", "nvme") and kind: "weights" (model weights), "remainders" or "main
-        weights", "states" (of the optimizer), "gradients" (room for those that are spilled, or stay on a device)."""
+        """Bytes stored per tier ("device", "host", "nvme") and kind: "weights", "remainders" or "main weights",
+        "states", "gradients"."""
         return resting_bytes(self.sizes, self.request, self.placement)
 
     # ----------------------------------------------------------------------------------------------------- predictions
 
     def prediction_of_bytes(self) -> Prediction:
-        """What a step moves, but for `Traffic.extra_bytes`."""
+        """The bytes that a step moves, without `Traffic.extra_bytes`."""
         if not self.traffic.is_vertical:
             return predict(self.sizes, self.request, self.placement, self.order, self.backward_start)
         request = dataclasses.replace(self.request, num_micro_batches=1)  # the order is that of a whole step
@@ -104,7 +104,7 @@ class Plan:
         return found.in_vertical_order(self.sizes, self.request)
 
     def predicted(self) -> Plan:
-        """The plan with what its placement moves in a step."""
+        """A copy of the plan with its predicted bytes."""
         found, extra = self.prediction_of_bytes(), self.traffic.extra_bytes
         return dataclasses.replace(
             self,
@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def predicted_io_seconds(self) -> float | None:
-        """How long the drives take for a step's bytes; None if nobody knows how fast they are."""
+        """Seconds that the drives need for a step's bytes; None if their speed is unknown."""
         read, write = self.predicted_read_bytes_per_step, self.predicted_write_bytes_per_step
         if not read and not write:
             return 0.0
@@ -125,6 +125,8 @@ class Plan:
         speed = self.bandwidth
         if speed is None:
             return None
+        # The slowest of three limits: reading, writing, and both together. A drive whose mixed speed is the sum of the
+        # others is limited by the longer direction, and most others by the sum.
         alone = max(read / speed.read_bytes_per_second, write / speed.write_bytes_per_second)
         return max(alone, (read + write) / speed.mixed_bytes_per_second)
 
@@ -155,7 +157,7 @@ class Plan:
 
     @property
     def predicted_drive_life_steps(self) -> int | None:
-        """After how many steps the drives have taken what they are rated for; None without a rating, or without writes."""
+        """The number of steps after which the drives' rating is used up; None without a rating, or without writes."""
         if self.drive_tbw is None or not self.predicted_write_bytes_per_step:
             return None
         return int(self.drive_tbw * 1e12 / self.predicted_write_bytes_per_step)
@@ -163,7 +165,7 @@ class Plan:
     # --------------------------------------------------------------------------------------------------------- in words
 
     def rows(self) -> list[tuple[str, str]]:
-        """The table as (what, value)."""
+        """The rows of the printed table: (what, value). Two leading spaces mark a part of the row above."""
         request, placement = self.request, self.placement
         name, num_bytes = max(self.units, key=lambda unit: unit[1])
         rows = [
@@ -243,7 +245,7 @@ class Plan:
 
     @property
     def states_bytes(self) -> dict[str, int]:
-        """Bytes at rest per tier."""
+        """Bytes stored per tier."""
         return {tier: sum(kinds.values()) for tier, kinds in self.resting_bytes.items()}
 
     def _kinds(self, tier: str) -> str:
@@ -256,20 +258,21 @@ class Plan:
         return "\n".join(f"{what:<{width}}  {value}" for what, value in rows)
 
 
-_adapter = functools.cache(TypeAdapter)  # building one takes 16 ms, a hundred times as long as its use
+_adapter = functools.cache(TypeAdapter)  # building one takes 16 ms, a hundred times as long as using it
 
 
 def as_record(plan: Plan) -> dict[str, Any]:
-    """The plan, in what JSON has. `of_record` makes it of it again."""
+    """The plan as JSON values. `of_record` is the reverse."""
     record: dict[str, Any] = _adapter(Plan).dump_python(plan, mode="json")
-    return record | {"predicted_seconds": plan.predicted_step_seconds}  # for whoever reads the file alone
+    # A computed value, for other readers of the file; `of_record` drops it.
+    return record | {"predicted_seconds": plan.predicted_step_seconds}
 
 
 def of_record(record: Mapping[str, Any]) -> Plan:
-    """What `as_record` was given.
+    """Make a plan from the result of `as_record`.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not what `as_record` gives.
+        KeyError, TypeError, ValueError: ``record`` is not such a result.
     """
     known = {name: value for name, value in record.items() if name != "predicted_seconds"}
     found: Plan = _adapter(Plan).validate_python(known)

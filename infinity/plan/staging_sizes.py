@@ -1,6 +1,8 @@
-"""How large the staging buffers for optimizer state are, and how many.
+"""The size and number of staging buffers for optimizer state. Pure arithmetic.
 
-Pure arithmetic: knows bytes and elements; must not know what else shares the budget.
+A staging buffer for one chunk of AdamW with bf16 weights and remainders, in bytes per element:
+
+    | remainder 2 | exp_avg 4 | exp_avg_sq 4 | gradient 4 | weight 2 |   = 16, so a chunk of 65,536 elements takes 1 MiB
 """
 
 from __future__ import annotations
@@ -13,29 +15,31 @@ STAGING_KEY = "infinity.staging_buffer_bytes"
 FEWEST_BUFFERS = 3
 """One chunk being read, one updated, one written."""
 GOOD_STAGING_BYTES = 12 << 20
-"""So much goes to staging buffers before anything else shares with them: each chunk costs time, however small it is."""
+"""Staging buffers get so much before anything else does: each chunk costs time, however small it is."""
+# The next three are for up to two update workers, and grow with more (`_share`).
 _MOST_BUFFERS = 16
-_PREFERRED_BUFFERS = 8
-_ENOUGH_STAGING_BYTES = 48 << 20
-"""For all staging buffers together: more in flight makes no drive faster. All three are for up to two workers."""
+_PREFERRED_BUFFERS = 8  # for the size of a chunk: several reads and writes in flight, beside the chunks in work
+_ENOUGH_STAGING_BYTES = 48 << 20  # for all buffers together: more bytes in flight make no drive faster
+# But larger chunks are fewer. So 2 and 4 times as much is tried as well, if that is at most a sixth of the budget.
 _TIMES, _MOST_SHARE = (2, 4), 6
-"""Larger chunks are fewer, though: so many times as much is worth a trial, if it is no more than this part of the budget."""
-_GRANULE = 4096
+_GRANULE = 4096  # bytes, as of direct I/O
+# Elements: 65,536 and 2,097,152. Smaller chunks cost more Python per element, larger ones leave fewer of them in
+# flight.
 _SMALLEST_CHUNK = 32 * CHUNK_GRANULE
 _LARGEST_CHUNK = 1024 * CHUNK_GRANULE
+# 16.8 M elements, for records on a GPU: no buffer has to be filled, and each chunk costs the host some launches of
+# kernels.
 _CHUNK_ON_DEVICE = 8192 * CHUNK_GRANULE
-"""Where records rest on a device: there is no staging buffer to fill, and a kernel for each costs the host more than it
-saves."""
 
 
 class StagingSizes:
-    """Sizes of staging buffers, each for one chunk, that are possible with a model and its config."""
+    """The possible sizes of staging buffers for a model and its config. Each buffer holds one chunk."""
 
     def __init__(self, request: Request, widest: int, largest_numel: int) -> None:
         """
         Args:
-            request: the config's part.
-            widest: the most states that a unit has per element.
+            request: what the config asks for.
+            widest: the largest number of states per element of any unit.
             largest_numel: trainable elements of the largest unit.
 
         Raises:
@@ -44,21 +48,21 @@ class StagingSizes:
         self._request = request
         self._widest = widest
         self._share = max(request.update_workers / 2, 1)
-        """Beyond two, each worker needs as much again."""
-        self._fewest_buffers = FEWEST_BUFFERS - 1 + request.update_workers
+        """Factor for more than two workers: each of them needs as much again."""
+        self._fewest_buffers = FEWEST_BUFFERS - 1 + request.update_workers  # each worker has one in work
         self._most_buffers = int(_MOST_BUFFERS * self._share)
-        self._largest_numel = max(largest_numel, CHUNK_GRANULE)  # of a model that is only evaluated: none
+        self._largest_numel = max(largest_numel, CHUNK_GRANULE)  # 0 for a model that is only evaluated
         self._largest_chunk = min(_LARGEST_CHUNK, self._largest_numel)
         if request.updates_whole_parameters:
             self._largest_chunk = self._largest_numel
         self._smallest_chunk = self._find_smallest_chunk()
         self.smallest_bytes = self._bytes_for(self._smallest_chunk)
-        """Of one staging buffer."""
+        """Bytes of the smallest possible staging buffer."""
 
     def enough_bytes(self, *, keeps_all_records: bool) -> set[int]:
-        """More for all staging buffers together brings nothing: one number or some, of which none is always the best.
+        """Bytes for all staging buffers together that are worth trying. No single number is always the best.
 
-        ``keeps_all_records``: nothing is read into staging buffers or written from them.
+        ``keeps_all_records``: all records are in host memory, so buffers are scratch, and no I/O is in flight.
         """
         enough = int(_ENOUGH_STAGING_BYTES * self._share)
         more = [times * enough for times in _TIMES if times * enough <= self._request.budget_bytes // _MOST_SHARE]
@@ -66,11 +70,12 @@ class StagingSizes:
         return {min(each, most_buffers * self._bytes_for(self._largest_chunk)) for each in (enough, *more)}
 
     def cut(self, area_bytes: int, *, keeps_all_records: bool) -> tuple[int, int, int]:
-        """Elements per chunk, bytes per staging buffer, number of staging buffers in ``area_bytes``; if that is 0, of the
-        smallest.
+        """Divide ``area_bytes``: elements per chunk, bytes per staging buffer, number of staging buffers.
 
-        No staging buffers where records rest on a device.
+        With 0 bytes: the smallest ones. For records on a GPU there are no staging buffers.
         """
+        # Worked example, 16 bytes per element as above: 48 MiB / 8 buffers = 6 MiB, a chunk of 393,216 elements. With
+        # the 12 MiB of a small budget, 1.5 MiB and 98,304 elements.
         chunk_numel = self._smallest_chunk
         if self._request.records_on_device:
             if self._request.staging_buffer_bytes is None:
@@ -88,6 +93,8 @@ class StagingSizes:
         )
 
     def _find_smallest_chunk(self) -> int:
+        # The config's staging_buffer_bytes fixes the chunk. Optimizers that mix elements need the largest unit in one
+        # chunk.
         wanted, mixes = self._request.staging_buffer_bytes, self._request.updates_whole_parameters
         least = self._largest_numel if mixes else CHUNK_GRANULE
         numel = _SMALLEST_CHUNK if wanted is None else self._numel_in(wanted)

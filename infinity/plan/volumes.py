@@ -1,7 +1,4 @@
-"""What is stored where, and what is opened on drives for it: bytes of each tier by kind, directories, and space for commits.
-
-Pure arithmetic on sizes; must not know tensors, or open files.
-"""
+"""Bytes stored in each tier by kind, and the volumes on drives for them. Pure arithmetic on sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +16,9 @@ from swapper.volumes.directory import Directory
 
 
 def spilled_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> int:
-    """Of main gradients that may be spilled. Sums that are too wide to stay in RAM are, too."""
+    """Bytes of drives that are reserved for spilled gradients."""
+    # A single bf16 gradient may become an fp32 sum, twice as large. Then units may be spilled as well that have room in
+    # memory for bf16 only, and all of them need space for fp32.
     widens = request.gradient_itemsize < FP32_BYTES and not request.rounds_gradients
     return sum(
         size.trainable_numel * (FP32_BYTES if widens else request.gradient_itemsize)
@@ -29,10 +28,10 @@ def spilled_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placem
 
 
 def resting_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> dict[str, dict[str, int]]:
-    """Bytes that rest in each tier ("device", "host", "nvme"), by kind.
+    """Bytes stored in each tier ("device", "host", "nvme"), by kind.
 
-    Kinds are "weights", what the main weights need besides those ("remainders" or "main weights"), "states", and "gradients":
-    on drives room for those that are spilled, on a device for all, where they stay there.
+    Kinds are "weights", "remainders" or "main weights", "states", and "gradients": those spilled to drives, or those
+    that stay on a GPU.
     """
     flat_tier = "host" if request.uses_host_memory else "device"
     form = request.record_format
@@ -41,7 +40,7 @@ def resting_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placem
 
     def add_records(tier: str, numel: int, num_states: int) -> None:
         num_bytes = form.record_bytes(numel, num_states)
-        if tier == "nvme":
+        if tier == "nvme":  # each record is padded to whole blocks there; the padding counts as states
             num_bytes = form.stored_bytes(numel, num_states, placement.chunk_numel)
         tiers[tier][main] += form.main_bytes(numel)
         tiers[tier]["states"] += num_bytes - form.main_bytes(numel)
@@ -63,13 +62,13 @@ def resting_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placem
 
 @dataclass(frozen=True)
 class Retention:
-    """Pure arithmetic.
+    """The space that a durable run needs on drives.
 
     Attributes:
-        present_bytes: the states as they are, and room for writes under way.
-        commit_bytes: what a step writes of them, which each commit that is kept takes besides.
-        num_kept: so many commits are kept at the most.
-        room_bytes: what the drives have for all of it; None: no limit, or nobody has looked.
+        present_bytes: the current states, and space for writes under way.
+        commit_bytes: bytes that a step rewrites, which each further kept commit needs.
+        num_kept: the most commits that are kept.
+        room_bytes: free space for all of it; None: no limit, or unknown.
     """
 
     present_bytes: int
@@ -79,12 +78,12 @@ class Retention:
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
+        """All bytes."""
         return self.present_bytes + self.num_kept * self.commit_bytes
 
     @property
     def num_fitting(self) -> int | None:
-        """So many commits the drives have room for; None: as many as are wanted."""
+        """The number of commits that fit; None: no limit."""
         if self.room_bytes is None or not self.commit_bytes:
             return None
         return max(self.room_bytes - self.present_bytes, 0) // self.commit_bytes
@@ -95,7 +94,7 @@ class Retention:
         return text if self.num_fitting is None else f"{text} (the drives have room for {self.num_fitting:,})"
 
     def cure(self) -> str | None:
-        """What a config that keeps too much is to be; None if fewer commits do not help."""
+        """How to change a config that keeps too many commits; None if fewer commits do not help."""
         fitting = self.num_fitting
         if not fitting or fitting >= self.num_kept:
             return None
@@ -106,25 +105,26 @@ class Retention:
 
 
 def megabytes(num_bytes: int) -> str:
-    """In words, as plans say it."""
+    """A size as plans print it: "1,234.5 MB"."""
     return f"{num_bytes / 1e6:,.1f} MB"
 
 
 TierKey = tuple[str, tuple[Directory, ...]]
-"""A tier ("none", "cpu", "nvme" or "durable") and, on drives, its directories: what has the same key shares one volume."""
+"""A tier ("none", "cpu", "nvme" or "durable") and its directories on drives. Equal keys share one volume."""
 
 
 @dataclass(frozen=True)
 class Volumes:
-    """Where what does not stay in memory lies.
+    """The volumes of an engine.
 
     Attributes:
         param_key: of weights.
         state_key: of main weights and states.
-        spill_key: of gradients that are spilled; None if nothing can be.
-        num_bytes: of each volume on drives, what may lie in it at the same time.
-        retention: of the drives, what a durable run takes.
-        checkpoint_bytes: of a checkpoint of this process, at most. It may go elsewhere, so no volume has room for it.
+        spill_key: of spilled gradients; None if there is no NVMe tier.
+        num_bytes: the most bytes that each volume on drives holds at a time.
+        retention: the space of a durable run; None if the run is not durable.
+        checkpoint_bytes: the most that a checkpoint of this process takes. No volume includes it, as it may go
+            elsewhere.
     """
 
     param_key: TierKey
@@ -136,7 +136,7 @@ class Volumes:
 
     @classmethod
     def of(cls, config: InfinityConfig, sizes: Sequence[UnitSize], request: Request, placement: Placement) -> Volumes:
-        """Those of one engine."""
+        """The volumes for a placement."""
         resting = resting_bytes(sizes, request, placement)["nvme"]
         spilled_bytes = resting.pop("gradients")
         all_bytes = sum(resting.values())
@@ -145,19 +145,22 @@ class Volumes:
         spill_key = next((key for key in (state_key, param_key) if key[0] == "nvme"), None)
         needed: dict[TierKey, int] = {}
         durable = config.infinity.durable
-        if durable is not None:  # what is spilled stays in scratch files
+        # Spilled gradients are worthless after a step, so they stay in scratch files, outside of a durable run's
+        # directories.
+        if durable is not None:
             param_key = state_key = ("durable", durable.directories)
             needed[param_key] = all_bytes
         if param_key[0] == "nvme":
             needed[param_key] = resting["weights"]
-        if state_key[0] == "nvme":
+        if state_key[0] == "nvme":  # may be the weights' key: then one volume holds both
             needed[state_key] = needed.get(state_key, 0) + all_bytes - resting["weights"]
         if spill_key is not None:
             needed[spill_key] = needed.get(spill_key, 0) + spilled_bytes
         frozen_bytes = _frozen_bytes(sizes, request)
         retention = None
         if durable is not None:
-            # What is frozen is written once. Of the rest, writes that run beside each other and blocks at the edges need some.
+            # Frozen weights are written once, and all commits share them. A new version never overwrites an old one
+            # that is still needed, so writes under way need space of their own.
             spare_bytes = min(all_bytes, config.io.max_inflight * config.io.request_bytes)
             retention = Retention(all_bytes + spare_bytes, all_bytes - frozen_bytes, durable.most_kept)
         in_fp32 = sum(size.state_numel * (1 + size.num_states) for size in sizes) * FP32_BYTES
@@ -165,16 +168,17 @@ class Volumes:
 
     @property
     def durable_bytes(self) -> int:
-        """Of the drives, what a durable run takes."""
+        """Bytes that a durable run needs on the drives."""
         return 0 if self.retention is None else self.retention.num_bytes
 
     @property
     def reserved_bytes(self) -> dict[tuple[Directory, ...], int]:
-        """By directories, what is reserved in them together."""
+        """Directories -> bytes that are reserved in them together."""
         return {key[1]: self.durable_bytes if key[0] == "durable" else size for key, size in self.num_bytes.items()}
 
     def problem(self, room_bytes: RoomBytes) -> str | None:
-        """Which drives are too small: those of one volume, or all of them for all volumes. None: there is room."""
+        """Which drives are too small, in words; None if everything fits."""
+        # Each volume is checked, and then all together: volumes in different directories may share a file system.
         needs = self.reserved_bytes
         everywhere = tuple(dict.fromkeys(each for directories in needs for each in directories))
         for directories, needed in [*needs.items(), (everywhere, sum(needs.values()))]:
@@ -189,7 +193,7 @@ class Volumes:
         return None
 
     def checkpoint_problem(self, room_bytes: RoomBytes) -> str | None:
-        """Why no checkpoint can be saved beside all that; None if one can."""
+        """Why a checkpoint does not fit on the drives beside the volumes; None if it does."""
         needs = self.reserved_bytes
         everywhere = tuple(dict.fromkeys(each for directories in needs for each in directories))
         room, reserved = room_bytes(everywhere) if everywhere else None, sum(needs.values())
@@ -202,5 +206,6 @@ class Volumes:
 
 
 def _frozen_bytes(sizes: Sequence[UnitSize], request: Request) -> int:
+    # Stored bytes that no step writes: frozen segments, and the padding behind them.
     itemsize = request.record_format.weight_dtype.itemsize
     return sum(size.stored_weight_bytes - size.written_numel * itemsize for size in sizes)

@@ -1,4 +1,4 @@
-"""Where weights and optimizer states rest: RAM, NVMe, and how they come from there and go back.
+"""Stores weights and optimizer states in RAM or on NVMe, and moves them to where they are used and back.
 
 Knows units, chunks and swappers; must not know when a unit is needed (`infinity.paging`) or how an update is computed
 (`infinity.updates`).

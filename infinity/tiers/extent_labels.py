@@ -1,7 +1,7 @@
-"""What lies where in the extents of a unit, in words: FQNs for the messages of I/O errors.
+"""Names for the bytes of an extent, for I/O errors: "exp_avg of layers.3.mlp.weight" and not "bytes 4096 to 8191".
 
-Knows layouts; must not know files or handles. Each function returns a ``name_of(start, stop)`` for ``Swapper.allocate``:
-the bytes ``[start, stop)`` of an extent to what lies in them, in order, and nothing for padding.
+Each function returns a ``name_of(start, stop)`` for ``Swapper.allocate``. That returns the names of what the bytes
+``[start, stop)`` contain, in order, and an empty string for padding.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from infinity.packed.stored_form import StoredForm
 from infinity.units.layout import Chunk, Slot, UnitLayout
 from swapper import NameOf
 
-_MOST_NAMES = 4
+_MOST_NAMES = 4  # a failed transfer may cover a whole unit, with hundreds of parameters
+# By bytes per element of the record's first array. With fp32 compute there are 0: the model weight is the main weight.
 _MAIN_NAMES = {4: "main weight", 2: "remainder of the main weight"}
 
 
 def weight_contents(layout: UnitLayout, form: StoredForm | None = None) -> NameOf:
-    """For an extent that is laid out byte for byte like a unit's flat buffer, or where weights are packed as ``form`` says."""
+    """For an extent with the bytes of a unit's flat buffer, or, with packed weights, in the given ``form``."""
     packed = {} if form is None else {each.slot: each for each in form.slots}
     raw_bytes = layout.num_bytes if form is None else form.raw_bytes
 
     def span(slot: Slot) -> tuple[int, int]:
+        # Packed weights lie behind the plain ones, in an order of their own: see the picture in
+        # `infinity.packed.stored_form`.
         if slot in packed:
             start = raw_bytes + packed[slot].start
             return start, start + packed[slot].num_bytes
@@ -36,7 +39,8 @@ def weight_contents(layout: UnitLayout, form: StoredForm | None = None) -> NameO
 
 
 def gradient_contents(layout: UnitLayout, itemsize_now: Callable[[], int]) -> NameOf:
-    """For an extent that holds ``itemsize_now()`` bytes for each element of a unit's trainable segment."""
+    """For an extent with ``itemsize_now()`` bytes per element of a unit's trainable segment."""
+    # A function, because spilled gradients may be bf16 in one step and fp32 sums in the next, in the same extent.
 
     def name_of(start: int, stop: int) -> str:
         itemsize = itemsize_now()
@@ -57,10 +61,15 @@ def record_contents(
 
     Args:
         chunks: the unit's chunks, each with one record.
-        starts: where each record begins.
-        state_names: the states at the end of each record; what lies before them is the main weight, or a part of it.
-        form: of the records.
+        starts: the first byte of each record.
+        state_names: the states, in the order of the record. Before them is the main weight, or its remainder.
+        form: the format of the records.
     """
+    # Worked example: AdamW with bf16 remainders, a chunk of 2048 elements whose record starts at byte 0.
+    #   [0, 4096)  remainder     [4096, 12288)  exp_avg     [12288, 20480)  exp_avg_sq
+    # A slice at elements [64, 164) of the chunk has its remainder at bytes [128, 328), and its exp_avg at 4096 + [256,
+    # 656). With int8 states `num_bytes` counts whole blocks of codes with their scale, so the bounds are those of
+    # blocks.
 
     def name_of(start: int, stop: int) -> str:
         return _listed(_in_records(start, stop))

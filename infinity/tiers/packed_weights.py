@@ -1,10 +1,8 @@
-"""How the packed weights of a unit come into its flat buffer.
+"""Fetches packed weights and unpacks them into the flat buffer.
 
-Knows stored forms and where they rest; must not know when anything is needed.
-
-In host memory, packed bytes are read into the end of the flat buffer and unpacked there by a thread of the engine's own, in the
-order in which reads end: while a drive brings the next unit, and while the model computes. On a device that has a memory of its
-own, the packed bytes are uploaded, and unpacked in the compute stream when the unit is needed.
+Without a GPU, packed bytes are read into the end of the flat buffer. A thread of the engine unpacks them there, in the
+order in which reads end, while a drive reads the next unit and the model computes. For a GPU the packed bytes are
+uploaded, and unpacked in the compute stream when the unit is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from swapper.sync.limits import start_threads
 
 
 class _Unpacking:
-    """One unit whose packed weights are read and unpacked in host memory."""
+    """One unit whose packed weights are read and unpacked in host memory: an `Arrival`."""
 
     def __init__(self, reads: Sequence[Handle], unpack: Callable[[], None]) -> None:
         self.reads: Sequence[Handle] = reads
@@ -31,11 +29,11 @@ class _Unpacking:
         self._is_over = Latch()
 
     def run(self) -> None:
-        """In the thread that unpacks."""
+        """Unpack. Runs on the unpacking thread, when all reads have ended."""
         error: BaseException | None = None
         try:
             for read in self.reads:
-                read.wait()
+                read.wait()  # returns at once; raises what went wrong with the read
             if self._unpack is not None:
                 self._unpack()
         except BaseException as problem:
@@ -44,13 +42,14 @@ class _Unpacking:
 
     def finish(self, error: BaseException | None) -> None:
         self._error = error
-        # Views of the buffer, which may be given back as soon as somebody hears of it.
+        # They hold views of the flat buffer. Dropped before the latch is set: a waiter may evict the unit at once,
+        # which would fail while a view is alive.
         self.reads, self._unpack = (), None
         self._is_over.set()
 
     def wait(self) -> None:
         for read in self.reads:
-            read.wait()  # which says so if the drive hangs
+            read.wait()  # not only the latch: this wait raises an error if the drive hangs
         self._is_over.wait()
         if self._error is not None:
             raise self._error
@@ -64,18 +63,22 @@ class _Unpacking:
 
 
 class Unpacker:
-    """Unpacks in host memory, in one thread of its own, which begins with the first unit."""
+    """Unpacks in host memory, in one thread of its own, which starts with the first unit."""
 
     def __init__(self, device: ComputeDevice) -> None:
         self._device = device
         self._ready: queue.SimpleQueue[_Unpacking | None] = queue.SimpleQueue()
-        """Whose reads have ended, or failed."""
+        """Units whose reads have ended or failed; None ends the thread."""
+        # No limit is needed: each entry has a flat buffer of the pool, and that is limited.
         self._begun: set[_Unpacking] = set()
+        """Units whose reads have begun, until the thread takes them from the queue. Touched by both threads, by single
+        operations of a set."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def begin(self, reads: Sequence[Handle], unpack: Callable[[], None]) -> Arrival:
-        """Call ``unpack`` when these reads have ended; it must hold all views of the unit's memory that are needed."""
+        """Call ``unpack`` on the thread when all ``reads`` have ended. It must hold all views of memory that it
+        needs."""
         if self._is_closed:
             raise RuntimeError("the unpacker is closed")
         if self._thread is None:
@@ -83,18 +86,20 @@ class Unpacker:
             start_threads(self._thread)
         unpacking = _Unpacking(reads, unpack)
         self._begun.add(unpacking)
+        # The thread gets a unit only when its reads have ended. So a slow read holds up no unit that was read after it.
         left = _Countdown(len(reads), lambda: self._ready.put(unpacking))
         for read in reads:
             read.add_done_callback(left.count)
         return unpacking
 
     def close(self) -> None:
-        """End the thread, after what has been read by now."""
+        """End the thread when it has unpacked all units that have been read."""
         self._is_closed = True
         thread, self._thread = self._thread, None
         if thread is not None:
             self._ready.put(None)
             thread.join()
+        # Units whose reads never ended: nobody may wait for them for ever.
         for unpacking in tuple(self._begun):
             unpacking.finish(RuntimeError("the unpacker is closed"))
 
@@ -103,13 +108,14 @@ class Unpacker:
             while (unpacking := self._ready.get()) is not None:
                 self._begun.discard(unpacking)
                 unpacking.run()
-                del unpacking
+                del unpacking  # the thread waits in `get` next, and would hold the unit until then
 
 
 class _Countdown:
-    """Calls a function when it has been counted so many times, at once if that is none."""
+    """Calls a function at the ``count``-th call of `count`, or at once if ``count`` is 0."""
 
     def __init__(self, count: int, function: Callable[[], object]) -> None:
+        # With 3 reads the list has 2 elements: two pops succeed, and the third finds it empty.
         self._left = [None] * (count - 1)
         self._function = function
         if not count:
@@ -117,13 +123,13 @@ class _Countdown:
 
     def count(self, handle: Handle) -> None:
         try:
-            self._left.pop()  # one operation, whichever threads count
+            self._left.pop()  # atomic, so it needs no lock: callbacks come from several workers
         except IndexError:
             self._function()
 
 
 class UploadedUnpacking:
-    """Packed weights that are on their way to a device, and are unpacked there by the thread that waits for them first."""
+    """Packed weights on their way to a GPU, where the first `wait` unpacks them."""
 
     def __init__(self, upload: Arrival, unpack: Callable[[], None]) -> None:
         self._upload = upload
@@ -131,6 +137,8 @@ class UploadedUnpacking:
 
     def wait(self) -> None:
         self._upload.wait()
+        # Only now, by the waiting thread: its stream is the one that computes with the weights, so no further wait is
+        # needed.
         unpack, self._unpack = self._unpack, None
         if unpack is not None:
             unpack()
@@ -143,5 +151,5 @@ class UploadedUnpacking:
 
 
 def scratch_for(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of the device for packed bytes: it goes back to the allocator of the calling thread's stream."""
+    """Memory of the device for packed bytes, from torch's caching allocator, on the calling thread's stream."""
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -1,7 +1,4 @@
-"""Optimizer state, chunk by chunk: read into working memory, updated there, written back.
-
-Knows chunks and bytes; must not know what an optimizer does with them.
-"""
+"""Optimizer state, chunk by chunk: read into working memory, updated there, written back."""
 
 from __future__ import annotations
 
@@ -22,10 +19,13 @@ from infinity.units.layout import Chunk
 from infinity.units.unit import Unit
 from swapper import AlignedRegion, Extent, Handle, Priority, StagingBuffer, StagingExhaustedError, StagingPool, Swapper
 
+# Staging buffers that reading ahead leaves free: one chunk being read, one updated, one written. A record that is read
+# ahead may be opened late or never, and its buffer stays in use until then. With none left, an update would wait for
+# itself.
 _BUFFERS_FOR_OTHERS = 3
-"""Are never read ahead into, so that nobody waits for what nobody opens."""
+# An update that finds no free buffer waits this long for one that is being written. Only then a record that was read
+# ahead is given up, and read again later. Without the wait, 3 % of a step's reads on two ranks were second reads.
 _TIMEOUT_SECONDS = 1.0
-"""Until what was read ahead makes room for what is needed now, and has to be read again."""
 
 NDArray = npt.NDArray[np.uint8]
 
@@ -38,26 +38,26 @@ class _UnitRecords:
     names: tuple[str, ...]
     main_bytes: list[int]
     num_in_memory: int
-    """Chunks, from the first on, whose records rest in memory."""
+    """The first so many chunks have their records in host memory, the others in the extent."""
     memory: torch.Tensor | None
     extent: Extent | None
     offsets: list[int]
-    """Of each record, in ``memory`` or in ``extent``."""
+    """First byte of each record, in ``memory`` or in ``extent``."""
     valid_bytes: list[int]
-    """Of each record in the extent, how many bytes from its beginning are stored; the rest is zero."""
+    """Bytes that are stored of each record in the extent, from its beginning; the rest is zero."""
+    # Worked example, a record of 4096 bytes of remainders and 2 * 8192 of states: 0 after `allocate` (nothing to read),
+    # 4096 after `write_back(main_only=True)` (states are still blank and are not read), 20480 after an update.
 
 
 @dataclass(eq=False)
 class Lease:
-    """A chunk in working memory, of which a part lies in a staging buffer, if only scratch; or none.
+    """A chunk in working memory. It ends with `write_back` or `discard`.
 
     Attributes:
-        workspace: The working memory. It is gone after `write_back` and `discard`: what it sees of a flat buffer counts as a
-            view.
-        read: What brings the record; None if it is there.
-        on_end: Called when it may change nothing more of what is stored.
-        takes_memory: Whether it has working memory of its own: a chunk in memory, with its weights there, is worked on in
-            place.
+        workspace: The working memory: in a staging buffer, in place, or partly each.
+        read: The read of the record; None if it is in memory already.
+        on_end: Called when this lease can no longer change what is stored.
+        takes_memory: Whether it has a staging buffer. A chunk whose record and weights are in memory needs none.
     """
 
     _staging_buffer: StagingBuffer | None
@@ -67,34 +67,40 @@ class Lease:
     takes_memory: bool = True
     on_end: Callable[[], None] = _nothing
     _writes: list[Handle] = field(default_factory=list)
-    """Requests that use the working memory, and have not ended when they were last looked at."""
+    """Requests that use the working memory and may not have ended."""
     _then: Callable[[], None] = _nothing
 
     def wait(self) -> None:
-        """Return when the record is there."""
+        """Return when the record has been read."""
         if self.read is not None:
             self.read.wait()
 
     def write_back(
         self, others: Sequence[Handle], *, main_only: bool = False, then: Callable[[], None] = _nothing
     ) -> None:
-        """Store the record; the working memory is free again when that and ``others`` are done.
+        """Store the record. The working memory is free when that and ``others`` are done. Waits for nothing.
 
         Args:
-            others: requests that use the working memory, too.
-            main_only: the states are blank, store what comes before them alone; the next `open` gives zeros for the states.
+            others: other requests that use the working memory.
+            main_only: the states are blank: store only the bytes before them. The next `open` returns zeros for the
+                states.
             then: called when the memory is free, from any thread.
         """
         self._writes, self._then = list(others), then
         own = None if self._store is None else self._store(main_only)
         if own is not None:
             self._writes.append(own)
+        # From here on the chunk may be opened again. A read of it is ordered behind the write: the swapper runs
+        # operations on overlapping bytes of an extent in the order in which they were submitted.
         self.on_end()
+        # It may hold views of the unit's flat buffer, which could not be evicted while they are alive.
         del self.workspace
         self._when_written()
 
     def _when_written(self, _: Handle | None = None) -> None:
-        """Give the memory back if all requests are over, else look again when one more is: the last, as a rule, ends last."""
+        """Release the staging buffer if all requests are over, else register for the last of them."""
+        # One callback as a rule: the last request usually ends last. If it does not, the next callback goes to another
+        # one.
         while self._writes:
             if not self._writes[-1].is_finished:
                 self._writes[-1].add_done_callback(self._when_written)
@@ -105,42 +111,49 @@ class Lease:
         self._then()
 
     def discard(self) -> None:
-        """Store nothing."""
+        """End the lease without storing anything."""
         self.on_end()
         del self.workspace
-        # Requests that were started with the staging buffer may not have ended: then it stays out of use until they have.
+        # A read into the buffer may be under way: the staging pool then leases it to nobody until the read has ended.
         if self._staging_buffer is not None:
             self._staging_buffer.release()
 
 
 class PagedStateStore:
-    """Records in extents of a swapper, worked on in the buffers of a staging pool, and records in memory, worked on in
-    place."""
+    """Records on drives, updated in staging buffers, and records in host memory, updated in place.
+
+    Update workers and the training thread call it. `open` may wait for a staging buffer; nothing else waits.
+    """
 
     is_on_device = False
-    """Whether they rest in the memory of a GPU, and are worked on there."""
+    """Whether records are stored in GPU memory and updated there."""
 
     def __init__(self, swapper: Swapper | None, staging_pool: StagingPool, record_format: ChunkFormat) -> None:
-        """``swapper``: None if all records rest in memory."""
+        """``swapper``: None if all records are in memory."""
         self._swapper = swapper
         self._staging_pool = staging_pool
         self._format = record_format
         self._records: dict[int, _UnitRecords] = {}
         self._regions: list[AlignedRegion] = []
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
-        """Held by whoever begins to read ahead, and while what follows changes."""
+        """Guards `_ahead`. The staging pool's own lock is taken inside of it, never the other way round."""
         self._layouts: dict[tuple[int, int, tuple[str, ...]], ChunkBuffer] = {}
-        """Staging buffer, elements of the chunk, names of states -> its working memory there: a buffer stays where it is."""
+        """(staging buffer, elements of the chunk, state names) -> views of the buffer: made once, as buffers never
+        move."""
         self._ahead: dict[tuple[int, int], Lease] = {}
-        """(unit index, chunk index) -> where its record is read to. Whoever opens the chunk gets it, so it is what is stored."""
+        """(unit index, chunk index) -> lease whose read was started ahead of need. The next `open` of the chunk returns
+        it."""
         self._open: set[tuple[int, int]] = set()
-        """(unit index, chunk index) of leases that may yet change what is stored."""
+        """(unit index, chunk index) of leases that may still change the record: such a record is not read ahead."""
 
     def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
-        """Make room for the records of a unit, with per-element states ``names``.
+        """Allocate the records of a unit, with per-element states ``names``.
 
         ``numel_in_memory``: chunks that end at this element or before have their records in host memory.
         """
+        # `accumulate` gives the start of each record, and the total at the end: sizes 20480, 20480, 8192 -> 0, 20480,
+        # 40960, 49152. In memory records follow each other closely, on a drive each fills whole blocks
+        # (`stored_bytes`).
         num_in_memory = sum(chunk.stop <= numel_in_memory for chunk in chunks)
         form = self._format
         sizes_in_memory = (form.record_bytes(chunk.numel, len(names)) for chunk in chunks[:num_in_memory])
@@ -155,7 +168,8 @@ class PagedStateStore:
             extent = self._swapper.allocate(on_drive[-1], f"optimizer state of {unit.name}", name_of=name_of)
         memory: torch.Tensor | None = None
         if num_in_memory:
-            region = AlignedRegion(max(in_memory[-1], 1))  # zeros, and no memory before they are written
+            # An anonymous mapping: zeros, which take no memory until they are written. Initial states are zeros.
+            region = AlignedRegion(max(in_memory[-1], 1))
             self._regions.append(region)
             memory = torch.from_numpy(region.array())
         self._records[unit.index] = _UnitRecords(
@@ -182,24 +196,23 @@ class PagedStateStore:
         needs_scratch: bool = True,
         reads: bool = True,
     ) -> Lease | None:
-        """Bring a chunk's record into working memory; None when there is no free staging buffer and ``is_blocking`` is False.
-
-        One that was read ahead is there already.
+        """Start to read a chunk's record into working memory, or return the lease of a read that was started ahead.
 
         Args:
-            unit, chunk: which.
-            is_blocking: wait for a staging buffer.
-            weight: the chunk's model weights where they rest (compute dtype), to be worked on there.
+            unit, chunk: which record.
+            is_blocking: wait for a staging buffer. Otherwise the result is None if there is none.
+            weight: the chunk's model weights (1-D, compute dtype) where they are stored, to be updated in place.
             needs_scratch: whether the workspace must have room for a gradient.
-            reads: False: the record is zeros, as nothing of what is stored is needed.
+            reads: False: fill the record with zeros, as the caller replaces all of it.
         """
         records, key = self._records[unit.index], (unit.index, chunk.index)
         with self._lock:
+            # In one step with the pop: `read_ahead` could otherwise start a second read of this record between the two.
             self._open.add(key)
             lease = self._ahead.pop(key, None)
         try:
             if lease is not None and not reads:
-                lease.discard()  # its staging buffer stays out of use until the read has ended
+                lease.discard()  # the read may still fill its buffer, so another one is leased below
                 lease = None
             if chunk.index < records.num_in_memory:
                 lease = self._open_in_place(unit, chunk, weight, is_blocking=is_blocking, needs_scratch=needs_scratch)
@@ -214,7 +227,7 @@ class PagedStateStore:
         if lease is None:
             self._open.discard(key)
             return None
-        lease.on_end = functools.partial(self._open.discard, key)
+        lease.on_end = functools.partial(self._open.discard, key)  # a single operation of a set: it needs no lock
         if weight is not None and lease.workspace.weight is not weight:
             lease.workspace = lease.workspace.with_weight(weight)
         return lease
@@ -222,7 +235,7 @@ class PagedStateStore:
     def _begin(
         self, records: _UnitRecords, chunk: Chunk, staging_buffer: StagingBuffer, *, reads: bool = True
     ) -> Lease:
-        """A lease of a record of the extent, whose read has begun."""
+        """Start to read a record of the extent into ``staging_buffer``, which this lease owns from now on."""
         layout = staging_buffer.index, chunk.stop - chunk.start, records.names
         try:
             workspace = self._layouts.get(layout)
@@ -232,6 +245,7 @@ class PagedStateStore:
                 )
             record, read = workspace.raw_record, None
             valid_bytes = records.valid_bytes[chunk.index] if reads else 0
+            # The read brings only what was stored. Everything behind it, states that are still blank, has to be zeros.
             if valid_bytes < record.size:
                 record[valid_bytes:] = 0
             if valid_bytes and records.extent is not None and self._swapper is not None:
@@ -247,26 +261,28 @@ class PagedStateStore:
         if not is_blocking:
             return self._staging_pool.try_lease(owner=owner)
         if self._ahead:
-            with contextlib.suppress(
-                StagingExhaustedError
-            ):  # the others are being written, as a rule, and free when they are
+            # As a rule the other buffers are being written, and are free in a moment.
+            with contextlib.suppress(StagingExhaustedError):
                 return self._staging_pool.lease(_TIMEOUT_SECONDS, owner=owner)
             with self._lock:
                 if self._ahead:
+                    # The youngest entry: it will be needed last.
                     self._ahead.popitem()[1].discard()
         return self._staging_pool.lease(owner=owner)
 
     def read_ahead(self, unit: Unit, chunk: Chunk) -> bool:
-        """Read a record that is soon to be opened, if that takes no staging buffer that others may need; whether there was
-        room."""
+        """Start to read a record that will be opened soon, if enough staging buffers are left.
+
+        Returns False if it has to be tried again later.
+        """
         records, key = self._records[unit.index], (unit.index, chunk.index)
         if chunk.index < records.num_in_memory:
             return True
-        if key in self._open:
+        if key in self._open:  # looked at again below, under the lock
             return False
         with self._lock:
             if key in self._ahead or not records.valid_bytes[chunk.index]:
-                return True  # there is nothing to be read
+                return True  # it is being read, or nothing is stored yet
             if key in self._open or len(self._ahead) >= self._staging_pool.num_buffers - _BUFFERS_FOR_OTHERS:
                 return False
             staging_buffer = self._staging_pool.try_lease(owner=f"optimizer state of {unit.name}")
@@ -280,7 +296,7 @@ class PagedStateStore:
             return True
 
     def drop_read_ahead(self) -> None:
-        """Give back what was read ahead and has not been opened."""
+        """Release what was read ahead and has not been opened."""
         with self._lock:
             while self._ahead:
                 self._ahead.popitem()[1].discard()
@@ -288,7 +304,8 @@ class PagedStateStore:
     def _open_in_place(
         self, unit: Unit, chunk: Chunk, weight: torch.Tensor | None, *, is_blocking: bool, needs_scratch: bool
     ) -> Lease | None:
-        """A lease of a record in memory, with a staging buffer for what else there has to be."""
+        """A lease of a record in host memory. A staging buffer holds the gradient or the weights, if they need
+        memory."""
         records, staging_buffer = self._records[unit.index], None
         if records.memory is None:
             raise RuntimeError("the record is not in memory")
@@ -296,6 +313,7 @@ class PagedStateStore:
             staging_buffer = self._buffer_for(unit, is_blocking=is_blocking)
             if staging_buffer is None:
                 return None
+        # Empty scratch gives an empty gradient: allowed, since the weight has memory and no gradient is needed.
         scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if staging_buffer is None else staging_buffer.tensor
         offset = records.offsets[chunk.index]
         record = records.memory[offset : offset + self._format.record_bytes(chunk.numel, len(records.names))]
@@ -305,27 +323,29 @@ class PagedStateStore:
     def _write(self, records: _UnitRecords, index: int, record: NDArray, main_only: bool) -> Handle | None:
         if main_only:
             record = record[: records.main_bytes[index]]
+        # Set when the write is submitted: a later read is ordered behind it, and raises if the write has failed.
         records.valid_bytes[index] = record.size
         if records.extent is None or self._swapper is None or not record.size:
             return None
         return self._swapper.write(records.extent, record, offset=records.offsets[index])
 
     def valid_bytes(self) -> dict[int, list[int]]:
-        """By unit, how much of each record is stored; the rest is zero."""
+        """By unit index, the stored bytes of each record. A durable run saves them with its commits."""
         return {index: list(records.valid_bytes) for index, records in self._records.items()}
 
     def places(self) -> dict[int, int]:
-        """By unit, where its extent begins, of those that have one."""
+        """By index of units with an extent, its first byte in the volume."""
         return {i: records.extent.start for i, records in self._records.items() if records.extent is not None}
 
     def set_valid_bytes(self, valid_bytes: Mapping[int, list[int]]) -> None:
-        """The extents hold other records, of which so much is stored. None may be open.
+        """Replace the counts after the extents' contents were replaced. No lease may be open.
 
         Raises:
-            ValueError: there are not such records.
+            ValueError: the counts are not those of these records.
         """
         for index, found in valid_bytes.items():
             present = self._records[index].valid_bytes
+            # The counts come from a file: types and range are checked before they are used as offsets.
             if len(found) != len(present) or not all(type(each) is int and 0 <= each < 1 << 62 for each in found):
                 raise ValueError(f"the records of unit {index} are others")
         self.drop_read_ahead()
@@ -333,8 +353,8 @@ class PagedStateStore:
             self._records[index].valid_bytes[:] = found
 
     def close(self) -> None:
-        """Give the memory back."""
-        self._layouts.clear()
+        """Release all memory."""
+        self._layouts.clear()  # first: views of memory that is released below
         for records in self._records.values():
             records.memory = None
         for region in self._regions:
@@ -342,7 +362,8 @@ class PagedStateStore:
 
 
 def clear(memory: torch.Tensor) -> None:
-    """Fill it with zeros: host memory in this thread alone, since torch's own wait for each other on a busy machine."""
+    """Fill ``memory`` with zeros."""
+    # By NumPy, on the calling thread: torch's fill would use all its threads, and they wait for each other at its end.
     if memory.device.type == "cpu" and memory.numel():
         memory.view(torch.uint8).numpy()[:] = 0
     else:
@@ -350,7 +371,7 @@ def clear(memory: torch.Tensor) -> None:
 
 
 class ResidentStateStore:
-    """Records that stay in the memory of a GPU: ``offload_optimizer.device`` "none". As `PagedStateStore` for others."""
+    """Records in the memory of a GPU: ``offload_optimizer.device`` "none". Same interface as `PagedStateStore`."""
 
     is_on_device = True
 
@@ -395,6 +416,7 @@ class ResidentStateStore:
         record = memory[offset : offset + self._format.record_bytes(numel, len(names))]
         if not reads:
             record.zero_()
+        # From the caching allocator, on the stream of the update: freed with the lease, and reused in stream order.
         gradient = torch.empty(numel, dtype=torch.float32, device=self._device)
         if weight is None:
             weight = torch.empty(numel, dtype=self._format.weight_dtype, device=self._device)

@@ -1,7 +1,7 @@
-"""Copies of weights and states that are made for the user to keep: what ``state_dict()`` gives.
+"""Copies of weights and states for the user, such as the values of ``state_dict()``.
 
-Small ones are ordinary tensors. Large ones lie in nameless files beside the states, where there are any, and are looked at
-through the page cache: a state dict of a model that does not fit into memory can be made and saved.
+Small ones are ordinary tensors. Large ones are memory-mapped nameless files on the drives of the states, if there are
+any. So a state dict of a model that does not fit into memory can be made and saved.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from infinity.threads.frames import callers
 from swapper.volumes.mapped import MappedFile, mapped_file
 
 logger = logging.getLogger(__name__)
+# Smaller copies are ordinary tensors: a mapping costs system calls and at least one page of the kernel's cache.
 _LEAST_BYTES = 1 << 20
-"""Below, a file costs more than it saves."""
 _STATE_DICT = nn.Module.state_dict.__code__
 
 
 class UserCopies:
-    """Makes copies, in files of some directories if they are large."""
+    """Makes copies, and puts large ones into files."""
 
     def __init__(self, directories: Iterable[Path] = ()) -> None:
-        """``directories``: on the drives where states rest; none if they rest in memory."""
+        """``directories``: on the drives with the states; none if states are in memory."""
         self._directories = list(directories)
         self._collected = _Collected()
         self._watched: list[tuple[weakref.ref[torch.Tensor], int, str]] = []
-        """Of a ``state_dict()``: its copies, torch's count of writes to each, and the parameters' names."""
+        """Copies that ``state_dict()`` returned, their version then, and their parameters' FQNs."""
         self._has_warned = False
 
     @contextmanager
     def new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Iterator[NewCopy]:
-        """A copy that is filled inside the ``with`` block: dense, in any order of dimensions."""
+        """A copy that the ``with`` block fills. ``stride`` must be dense, in any order of dimensions."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         directories = self._directories if num_bytes >= max(_LEAST_BYTES, 1) else []
         with mapped_file(directories, num_bytes) as file:
             yield NewCopy(shape, stride, dtype, file)
 
     def copy(self, view: torch.Tensor) -> torch.Tensor:
-        """A copy of a dense tensor; of one on a GPU, there."""
+        """Copy a dense tensor. The copy of a GPU tensor is on the GPU."""
         if view.device.type != "cpu":
             return view.clone()
         with self.new(view.shape, view.stride(), view.dtype) as made:
@@ -54,7 +54,9 @@ class UserCopies:
             return made.finish()
 
     def collected(self, parameter: nn.Parameter, fqn: str, copy: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """What a running ``state_dict()`` gets for a parameter, the same memory under each of its names; None if none runs."""
+        """The value of a parameter for the running ``state_dict()``; None if none runs."""
+        # Tied weights get the same memory under each name, as in torch, so that torch.save and safetensors store it
+        # once.
         destination = _destination_of_state_dict()
         if destination is None:
             return None
@@ -64,7 +66,7 @@ class UserCopies:
         return found
 
     def warn_of_written(self) -> None:
-        """In torch, what ``state_dict()`` gives is the weights themselves. Tell once if somebody has written to a copy."""
+        """Warn once if a script has written to a value of ``state_dict()``: in torch that would change the weight."""
         if not self._watched:
             return
         self._watched = [entry for entry in self._watched if entry[0]() is not None]
@@ -81,12 +83,12 @@ class UserCopies:
                 return
 
     def forget_written(self) -> None:
-        """Weights are loaded: what was written to copies has become the weights, or is none of their business."""
+        """Stop watching: a script has loaded weights, so its writes to copies were meant for that."""
         self._watched = []
 
 
 class NewCopy:
-    """A copy while it is being filled, in the order of memory."""
+    """A copy that is being filled. Offsets count elements in memory order."""
 
     def __init__(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, file: MappedFile | None
@@ -96,7 +98,7 @@ class NewCopy:
         self._whole = torch.empty(torch.Size(shape).numel(), dtype=dtype, device="cpu") if file is None else None
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Put elements (1-D, on the CPU, without gaps) at an offset."""
+        """Write elements (1-D, contiguous, on the CPU) at an offset."""
         if self._whole is not None:
             self._whole[start : start + values.numel()].copy_(values)
         elif self._file is not None:
@@ -104,7 +106,7 @@ class NewCopy:
 
     @contextmanager
     def part(self, start: int, stop: int) -> Iterator[torch.Tensor]:
-        """1-D memory for some elements, to be filled inside the ``with`` block."""
+        """1-D memory for some elements, which the ``with`` block fills."""
         if self._whole is not None:
             yield self._whole[start:stop]
         else:
@@ -113,7 +115,8 @@ class NewCopy:
             self.write(start, values)
 
     def finish(self) -> torch.Tensor:
-        """The copy, whole."""
+        """Return the copy as a tensor."""
+        # A private mapping: a script's writes stay in memory, and the nameless file disappears with the tensor.
         if self._file is not None:
             self._whole = torch.from_numpy(self._file.array()).view(self._dtype)
         whole = self._whole if self._whole is not None else torch.empty(0, dtype=self._dtype, device="cpu")
@@ -121,28 +124,27 @@ class NewCopy:
 
 
 class _Collected(threading.local):
-    """What the running ``state_dict()`` of this thread has got so far."""
+    """The copies for the running ``state_dict()`` of this thread."""
 
     def __init__(self) -> None:
         self._destination: Callable[[], Any] = lambda: None
         self._copies: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def get(self, destination: Any, parameter: nn.Parameter, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
+        # Another dict, so another call of state_dict(). Weak, so that nothing is kept alive after it.
         if self._destination() is not destination:
             self._destination = weakref.ref(destination)
             self._copies = weakref.WeakValueDictionary()
         known = self._copies.get(id(parameter))
         if known is not None:
-            return known.detach()
+            return known.detach()  # a tied weight: another tensor over the same memory
         made = copy()
         self._copies[id(parameter)] = made
         return made
 
 
 def _destination_of_state_dict() -> Any:
-    """The dict that the outermost running ``nn.Module.state_dict()`` of this thread fills; None if none runs.
-
-    The stack is looked at, and nothing noted: so there is nothing to be undone after an exception in somebody's hook.
-    """
+    """The dict that the outermost running ``nn.Module.state_dict()`` of this thread fills; None if none runs."""
+    # Read from the stack. A flag set by a hook would stay set if another hook raised.
     found = [frame for frame in callers() if frame.f_code is _STATE_DICT]
     return found[-1].f_locals.get("destination") if found else None

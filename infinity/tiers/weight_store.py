@@ -1,6 +1,12 @@
-"""Where model weights rest, and how they come into flat buffers. Those that are packed: see `infinity.tiers.packed_weights`.
+"""Stores model weights in host memory or on drives, and fetches them into flat buffers.
 
-Knows extents of weights and flat buffers; must not know when anything is needed.
+For packed weights see `infinity.tiers.packed_weights`.
+
+    stored on      compute on   way of a fetch
+    drives         CPU          read straight into the flat buffer (`ReadArrival`)
+    drives         GPU          read into pinned staging buffers, copied from there (`Uploader`)
+    host memory    GPU          one copy from the pinned block (`HostWeights`)
+    host memory    CPU          only packed weights: unpacked from the block into the flat buffer (`Unpacker`)
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from swapper.sync.limits import start_threads
 
 
 class ReadArrival:
-    """Weights that are read straight into a flat buffer of host memory."""
+    """A read straight into a flat buffer of host memory."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -41,7 +47,7 @@ class ReadArrival:
 
 
 class LandedRead:
-    """A read into host memory whose result belongs elsewhere."""
+    """A read into host memory, from which `wait` copies to the target."""
 
     def __init__(self, handle: Handle, landing: torch.Tensor, target: torch.Tensor) -> None:
         self._handle = handle
@@ -51,11 +57,11 @@ class LandedRead:
     def wait(self) -> None:
         """Return when the target has the data."""
         self._handle.wait()
-        self._target.copy_(self._landing)
+        self._target.copy_(self._landing)  # pageable memory: torch's copy to the GPU waits until it is done
 
 
 def landed(read: Callable[[torch.Tensor], Handle], target: torch.Tensor) -> Handle | LandedRead:
-    """Call ``read`` with ``target``, or with host memory that is copied there."""
+    """Call ``read`` with ``target``, or, if that is on a GPU, with host memory that is copied there."""
     if target.device.type == "cpu":
         return read(target)
     landing = torch.empty(target.shape, dtype=target.dtype, device="cpu")
@@ -63,7 +69,7 @@ def landed(read: Callable[[torch.Tensor], Handle], target: torch.Tensor) -> Hand
 
 
 class Written:
-    """Several writes, each of a part."""
+    """Several writes as one handle."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
@@ -75,44 +81,50 @@ class Written:
 
 
 class HostWeights:
-    """One unit's weights at rest in host memory, laid out like its flat buffer, for a device with a memory of its own."""
+    """One unit's weights in host memory, with the layout of its flat buffer or of its stored form."""
 
     def __init__(self, num_bytes: int, device: ComputeDevice) -> None:
         self._device = device
         self._region = AlignedRegion(num_bytes)
+        # Pinned, so that the GPU copies without help of the CPU. `pin` returns None if the driver refuses: copies are
+        # slower then.
         self._unpin = device.pin(self._region.address, self._region.num_bytes) if device.pin is not None else None
         self.tensor: torch.Tensor | None = torch.from_numpy(self._region.array())
+        # Of the last copy out of this memory. One is enough: copies run in the order of one stream, so earlier ones are
+        # done before it.
         self._fence: Fence = None
 
     def fetch(self, target: torch.Tensor) -> Arrival:
         """Start the copy into ``target``, a flat buffer."""
+        # After `mark`: kernels that were launched before may still read what the flat buffer held.
         self._fence = self._device.upload(target, self.present, self._device.mark())
         return _Copied(self._device, self._fence)
 
     @property
     def present(self) -> torch.Tensor:
-        """uint8, the whole block."""
+        """The whole block, uint8, 1-D."""
         if self.tensor is None:
             raise RuntimeError("the memory of the weights has been released")
         return self.tensor
 
     def write(self, offset: int, source: torch.Tensor) -> None:
-        """Replace bytes from ``offset`` on by those of ``source`` (host memory), when no copy reads them any more."""
+        """Replace bytes from ``offset`` on by those of ``source`` (host memory), after waiting for a copy that reads
+        them."""
         self._device.synchronize(self._fence)
         raw = source.view(torch.uint8)
         self.present[offset : offset + raw.numel()].copy_(raw)
 
     def release(self) -> None:
-        """Give the memory back, when no copy reads it any more."""
+        """Release the memory, after waiting for a copy that reads it."""
         self._device.synchronize(self._fence)
         if self._unpin is not None:
-            self._unpin()
+            self._unpin()  # before the region is unmapped: the driver must not keep addresses of others' memory
         self.tensor = None
         self._region.release()
 
 
 class _Copied:
-    """Weights that a copy brings, in the order of the device's streams."""
+    """A copy from host memory to the GPU: an `Arrival`. Only the compute stream waits for it, not the thread."""
 
     def __init__(self, device: ComputeDevice, fence: Fence) -> None:
         self._device = device
@@ -122,36 +134,37 @@ class _Copied:
         self._device.compute_waits_for(self._fence)
 
     def done(self) -> bool:
-        return True
+        return True  # `wait` never blocks the calling thread
 
     def promote(self) -> None: ...
 
 
 class WeightStore:
-    """Where the model weights of units rest that do not stay resident, laid out byte for byte like their flat buffers."""
+    """Stores the weights of all units that are not persistent, with the bytes of their flat buffers."""
 
     def __init__(self, swapper: Swapper | None, device: ComputeDevice, staging_pool: StagingPool | None = None) -> None:
         """
         Args:
-            swapper: for those that rest on NVMe; None if none does.
-            device: where they are needed.
-            staging_pool: staging buffers for the way from the swapper to a device that does not share host memory, if it needs
-                any.
+            swapper: for weights on NVMe; None if there are none.
+            device: the compute device.
+            staging_pool: pinned buffers between drives and a GPU; None without that way.
         """
         self._swapper = swapper
         self._device = device
         self._uploader = None if staging_pool is None else Uploader(device, staging_pool)
         self._blocks: dict[int, HostWeights] = {}
         self._packed: dict[int, StoredForm] = {}
-        """Unit index -> how it rests, of those with packed weights."""
+        """Unit index -> its stored form, for units with packed weights."""
         self._unpacker = Unpacker(device)
         self._scratch: dict[int, torch.Tensor] = {}
-        """Unit index -> memory of the device for its packed bytes: held until they are unpacked, or no copy brings them."""
+        """Unit index -> device memory for its packed bytes, from the start of an upload until they are unpacked."""
+        # Held here and not by the arrival alone: a unit may be evicted, and its arrival dropped, while the copy still
+        # runs.
 
     def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
-        """Give ``unit`` its place, unless its flat buffer is that."""
+        """Allocate space for the weights of ``unit``."""
         if unit.is_persistent:
-            return
+            return  # its flat buffer is the place
         form = StoredForm(unit.layout)
         if form.slots:
             self._packed[unit.index] = form
@@ -164,13 +177,13 @@ class WeightStore:
 
     @property
     def swapper(self) -> Swapper:
-        """Of the weights on NVMe."""
+        """The swapper of the weights on NVMe."""
         if self._swapper is None:
             raise RuntimeError("no weights rest on NVMe")
         return self._swapper
 
     def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
-        """Start bringing the unit's weights into ``unit.flat``."""
+        """Start to fetch the unit's weights into ``unit.flat``. Waits for nothing."""
         if unit.index in self._packed:
             return self._fetch_packed(unit, self._packed[unit.index], is_demand=is_demand)
         if unit.index in self._blocks:
@@ -187,6 +200,8 @@ class WeightStore:
         if block is not None:
             return self._unpacker.begin((), functools.partial(_unpack_apart, form, block.present, memory))
         priority = Priority.DEMAND if is_demand else Priority.PREFETCH
+        # Two reads into one flat buffer: plain weights to its beginning, where they belong, and packed ones to its end.
+        # Unpacking goes from front to back and overwrites packed bytes only after they have been used.
         packed, reads = form.landing(memory), []
         for start, target in ((0, memory[: form.raw_bytes]), (form.raw_bytes, packed)):
             if target.numel():
@@ -211,7 +226,7 @@ class WeightStore:
         return UploadedUnpacking(upload, unpack)
 
     def read_packed(self, unit: Unit, packed: PackedSlot, target: torch.Tensor) -> None:
-        """Bring the bytes of one packed weight, as they rest, into host memory; return when they are there."""
+        """Read one packed weight, still packed, into host memory (uint8). Returns when it has been read."""
         start = self._packed[unit.index].raw_bytes + packed.start
         if unit.index in self._blocks:
             target.copy_(self._blocks[unit.index].present[start : start + packed.num_bytes])
@@ -219,7 +234,8 @@ class WeightStore:
         self.swapper.read(extent_of(unit), target, offset=start).wait()
 
     def write_packed(self, unit: Unit, start: int, source: torch.Tensor) -> None:
-        """Store packed bytes from host memory, from ``start`` behind the plain weights on; return when they are stored."""
+        """Write packed bytes from host memory; ``start`` counts from the end of the plain weights. Returns when
+        stored."""
         place = self._packed[unit.index].raw_bytes + start
         if unit.index in self._blocks:
             self._blocks[unit.index].write(place, source)
@@ -227,14 +243,14 @@ class WeightStore:
         self.swapper.write(extent_of(unit), source, offset=place).wait()
 
     def _read(self, unit: Unit, target: torch.Tensor, offset: int, *, is_demand: bool) -> Arrival:
-        """Begin to read bytes of the unit's flat buffer, from ``offset`` on, into host memory."""
+        """Start to read bytes of the unit's extent, from ``offset`` on, into host memory."""
         priority = Priority.DEMAND if is_demand else Priority.PREFETCH
         return ReadArrival(self.swapper.read(extent_of(unit), target, offset=offset, priority=priority))
 
     def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead | None:
-        """Read a chunk's model weights: ``target`` has the compute dtype and ``chunk.numel`` elements, on any device.
+        """Start to read a chunk's model weights: ``target`` has the compute dtype and ``chunk.numel`` elements.
 
-        Returns None if they are there already.
+        Returns None if they were copied at once.
         """
         if unit.index in self._blocks:
             offset = chunk_offset(unit, chunk)
@@ -245,9 +261,9 @@ class WeightStore:
         return landed(lambda memory: read(memory, priority=Priority.PREFETCH), target)
 
     def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle | None:
-        """Write a chunk's new model weights; ``source`` is host memory and must stay untouched until the handle is done.
+        """Start to write a chunk's new model weights. ``source`` is host memory, unchanged until the handle is done.
 
-        Returns None if they are written already.
+        Returns None if they were copied at once.
         """
         offset = chunk_offset(unit, chunk)
         if unit.index in self._blocks:
@@ -258,9 +274,9 @@ class WeightStore:
         return self._swapper.write(unit.extent, source, offset=offset)
 
     def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Handle | Written | None:
-        """Write a flat buffer's bytes, from ``offset`` on, from host memory. Returns None if they are written already.
+        """Start to write bytes of a flat buffer, from ``offset`` on, from host memory. Returns None if copied at once.
 
-        Those that are to be packed are left out: see `write_packed`.
+        Weights that are stored packed are left out: see `write_packed`.
         """
         if unit.index in self._packed:
             source = source[: max(self._packed[unit.index].raw_bytes - offset, 0)]
@@ -272,7 +288,8 @@ class WeightStore:
         return self.swapper.write(extent_of(unit), source, offset=offset)
 
     def close(self) -> None:
-        """Stop the upload thread, if there is one, and release memory. The swapper belongs to somebody else."""
+        """Stop the threads and release memory. The swapper belongs to the caller."""
+        # Threads first: they read from the blocks and from the scratch memory.
         if self._uploader is not None:
             self._uploader.close()
         self._unpacker.close()
@@ -283,7 +300,7 @@ class WeightStore:
 
 
 def _unpack_apart(form: StoredForm, stored: torch.Tensor, memory: torch.Tensor) -> None:
-    """From a whole stored form into a flat buffer."""
+    """Copy the plain weights and unpack the others, from a whole stored form (uint8) into a flat buffer."""
     memory[: form.raw_bytes].copy_(stored[: form.raw_bytes])
     form.unpack(stored[form.raw_bytes :], memory)
 
@@ -302,11 +319,11 @@ def chunk_offset(unit: Unit, chunk: Chunk) -> int:
 
 
 Read = Callable[..., Arrival]
-"""``read(target, offset, is_demand=...)`` begins to bring bytes of a unit's flat buffer into host memory (uint8, 1-D)."""
+"""``read(target, offset, is_demand=...)`` starts to read bytes of a unit into host memory (uint8, 1-D)."""
 
 
 class _Upload:
-    """One unit on its way through staging buffers to the device."""
+    """One unit on its way through staging buffers to the GPU: an `Arrival`."""
 
     def __init__(self, name: str, target: torch.Tensor, read: Read, device: ComputeDevice, *, is_demand: bool) -> None:
         self.name = name
@@ -314,12 +331,14 @@ class _Upload:
         self.read = read
         self.device = device
         self.is_demand = is_demand
-        self.after = device.mark()  # earlier kernels may still read what lay in this memory before
-        self.fence: Any = None
+        # Marked on the requesting thread: its earlier kernels may still read what this memory held before.
+        self.after = device.mark()
+        self.fence: Any = None  # of the newest copy; after `issued`, of the last one
         self.error: BaseException | None = None
-        self.issued = Latch()
+        self.issued = Latch()  # all copies are launched, or the upload has failed
 
     def finish(self, error: BaseException | None) -> None:
+        # Before the latch: a waiter may evict the unit at once, and a view of its flat buffer would prevent that.
         self.error = error
         self.target = None
         self.issued.set()
@@ -328,39 +347,49 @@ class _Upload:
         self.issued.wait()
         if self.error is not None:
             raise self.error
-        self.device.compute_waits_for(self.fence)
+        self.device.compute_waits_for(self.fence)  # the thread goes on; only later kernels wait for the copies
 
     def done(self) -> bool:
         return self.issued.is_set()
 
     def promote(self) -> None:
-        self.is_demand = True
+        self.is_demand = True  # a plain attribute, which the upload thread reads: late is harmless
 
 
 class Uploader:
-    """Moves units from where they rest through pinned staging buffers to the device, in a thread of its own.
+    """Moves units from drives through pinned staging buffers to the GPU, in a thread of its own.
 
-    Reads of several staging buffers are in flight while earlier staging buffers are copied; a staging buffer is free again when
-    its copy has run. Whatever goes wrong reaches those who wait: nobody waits for a thread that has died.
+    Reads into several staging buffers run while earlier ones are copied. A staging buffer is free when its copy has
+    run. Every error reaches the threads that wait for an upload, also if the upload thread itself fails.
     """
+
+    # Worked example: a unit of 10 MiB, three buffers of 4 MiB.
+    #   read [0, 4), [4, 8) and [8, 10) into buffers 0, 1, 2    all in flight: `_reading` has three entries
+    #   wait for the read of buffer 0, launch its copy           `_copying` has one
+    #   wait for 1, launch; wait for 2, launch                   the last copy of the unit: its waiters are released
+    #   the next unit's reads begin as soon as a copy has run and its buffer is free
 
     def __init__(self, device: ComputeDevice, staging_pool: StagingPool) -> None:
         self._device = device
         self._staging_pool = staging_pool
+        # Requests; None ends the thread. No limit is needed, since each has a flat buffer, and those are limited.
         self._queue: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
+        # Upload, buffer, read, offset and number of bytes; then buffer and fence. Both in order of requests, and
+        # limited by the number of staging buffers. Only the upload thread touches them, and `_current`.
         self._reading: deque[tuple[_Upload, StagingBuffer, Arrival, int, int]] = deque()
         self._copying: deque[tuple[StagingBuffer, Any]] = deque()
         self._current: _Upload | None = None
-        """The upload of which the next staging buffer is to be read."""
+        """The upload whose next bytes are read."""
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
+        """Guards `_end`, and the queue against requests after it was set: nobody would ever answer those."""
         self._end: BaseException | None = None
-        """Why nothing is served any more."""
+        """The error for further requests; None while the thread runs."""
         self._thread = threading.Thread(target=self._run, name="infinity-upload", daemon=True)
         start_threads(self._thread)
 
     def fetch(self, name: str, target: torch.Tensor, read: Read, *, is_demand: bool) -> Arrival:
-        """Start to bring what is called ``name`` into ``target``, with ``read`` for each staging buffer. In the order of the
-        requests."""
+        """Start to upload to ``target``, by a ``read`` per staging buffer, in order of requests. ``name``: for
+        errors."""
         upload = _Upload(name, target, read, self._device, is_demand=is_demand)
         with self._lock:
             if self._end is None:
@@ -370,7 +399,7 @@ class Uploader:
         return upload
 
     def close(self) -> None:
-        """Finish what was requested and end the thread."""
+        """Finish all requests and end the thread."""
         with self._lock:
             if self._end is None:
                 self._end = RuntimeError("the uploader is closed")
@@ -385,9 +414,12 @@ class Uploader:
             self._fail(error)
 
     def _serve(self) -> None:
+        # Each round does the first of these that is possible: read on, launch the oldest copy, wait for the oldest
+        # copy.
         offset = 0
         while True:
             if self._current is None:
+                # Sleep only if nothing is in flight. Otherwise reads that have ended have to be copied meanwhile.
                 is_idle = not self._reading and not self._copying
                 try:
                     self._current = self._queue.get(block=is_idle)
@@ -413,6 +445,8 @@ class Uploader:
                 self._retire_oldest()
 
     def _next_buffer(self, owner: str) -> StagingBuffer | None:
+        # Wait for a buffer only while holding none. The pool's other buffers are this thread's own, so it would wait
+        # for itself.
         if not self._reading and not self._copying:
             return self._staging_pool.lease(owner=owner)
         while self._copying and self._device.is_done(self._copying[0][1]):
@@ -435,7 +469,7 @@ class Uploader:
         try:
             if upload.is_demand:
                 arrival.promote()
-            arrival.wait()  # also for an upload that has failed: the staging buffer is in use until then
+            arrival.wait()  # also if the upload has failed: the read uses the staging buffer until then
             if upload.error is not None:
                 staging_buffer.release()
                 return
@@ -444,12 +478,13 @@ class Uploader:
             upload.fence = self._device.upload(
                 target[offset : offset + num_bytes], staging_buffer.tensor[:num_bytes], upload.after
             )
-            del target  # who waits for the upload may evict the unit at once, unless there is a view of its buffer
+            del target  # before `finish`: see there
         except BaseException as error:
             staging_buffer.release()
             upload.finish(error)
             return
         self._copying.append((staging_buffer, upload.fence))
+        # Copies are launched in order of offsets on one stream, so the fence of the last one covers all.
         if is_last:
             upload.finish(None)
 
@@ -465,7 +500,7 @@ class Uploader:
             self._retire_oldest()
 
     def _fail(self, error: BaseException) -> None:
-        """The thread ends: everybody who waits gets the error, and so does everybody who comes later."""
+        """End the thread's work: all waiting uploads get the error, and so do later requests."""
         with self._lock:
             self._end = error
             waiting = [upload for upload, *_ in self._reading]
@@ -476,7 +511,7 @@ class Uploader:
                 if upload is not None:
                     waiting.append(upload)
         for upload in waiting:
-            if not upload.issued.is_set():
+            if not upload.issued.is_set():  # one upload may be in `_reading` several times
                 upload.finish(error)
 
 

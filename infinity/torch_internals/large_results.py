@@ -1,7 +1,4 @@
-"""The memory of large results of torch's operations, given by somebody else.
-
-Knows which operations make new tensors, and how to fill given memory with the same bits; must not know where it lies.
-"""
+"""Puts large results of torch's operations into memory from a given allocator, such as mapped files."""
 
 from __future__ import annotations
 
@@ -22,10 +19,12 @@ def _copy(out: torch.Tensor, source: torch.Tensor, **options: Any) -> None:
 
 
 def _leave(out: torch.Tensor, *args: Any, **options: Any) -> None:
-    """It is zeros, which is what was asked for, or as good as any."""
+    """Do nothing: the memory is zeros, and either zeros or any values were asked for."""
 
 
-# What other operations make is copied when it is there.
+# Operations whose result can be written straight to given memory, and how. `empty` and `zeros` are what
+# `nn.Module.__init__` calls for its parameters. Results of all other operations exist in ordinary memory first, and are
+# copied (`_moved`).
 _FILLS: dict[Any, Callable[..., object]] = {
     _aten._to_copy.default: _copy,
     _aten.clone.default: _copy,
@@ -48,16 +47,14 @@ _FILLS: dict[Any, Callable[..., object]] = {
 
 
 class LargeResults(TorchDispatchMode):
-    """Inside a ``with`` block, what this thread computes on the CPU lies in given memory if it is large.
-
-    The bits are those that torch gives without it.
-    """
+    """Inside a ``with`` block, large results that this thread computes on the CPU are in given memory, with the same
+    bits."""
 
     def __init__(self, least_bytes: int, new: Callable[[int], torch.Tensor]) -> None:
         """
         Args:
-            least_bytes: what is large.
-            new: so many bytes, uint8, 1-D, zeros.
+            least_bytes: bytes of the smallest storage that is large.
+            new: returns so many bytes of zeros, uint8, 1-D.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._least_bytes = least_bytes
@@ -68,6 +65,7 @@ class LargeResults(TorchDispatchMode):
         fill = _FILLS.get(func)
         if fill is None:
             return self._moved(func(*args, **kwargs), func, args, kwargs)
+        # The size of the result is found out on the meta device, before anything is allocated.
         result = _described(func, args, kwargs)
         if result is None or result.untyped_storage().nbytes() < self._least_bytes:
             return func(*args, **kwargs)
@@ -76,13 +74,18 @@ class LargeResults(TorchDispatchMode):
         return out
 
     def _place(self, like: torch.Tensor) -> torch.Tensor:
+        # The whole storage, and not numel * itemsize: strides with gaps need more bytes than elements.
         memory = self._new(like.untyped_storage().nbytes())
         return memory.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
     def _moved(self, results: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        """The results of an operation, what is large and new among them in other memory."""
+        """Return an operation's results, with those that are large and new copied to given memory."""
+        # An alias annotation in the schema means a view of an argument, or an argument that was written in place. Its
+        # memory belongs to the argument.
         if any(returned.alias_info is not None for returned in func._schema.returns):
             return results
+        # Some operations without annotations return an argument's memory all the same (`contiguous`, `reshape`):
+        # compared by address.
         known = {_address(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
 
         def move(result: torch.Tensor) -> torch.Tensor:
@@ -96,17 +99,21 @@ class LargeResults(TorchDispatchMode):
 
 
 def _described(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """The result without values; None if it does not lie on the CPU, or is none that fits into plain memory."""
+    """The result as a meta tensor; None if it is not a plain tensor on the CPU, or cannot be found out."""
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     device = kwargs.get("device") or (tensors[0].device if tensors else _CPU)
+    # `zeros_like` of a tensor on another device is fine, as only its shape is used. `clone` needs values that the CPU
+    # can read.
     needs_values = _FILLS[func] is not _leave
     if torch.device(device) != _CPU or kwargs.get("layout") not in (None, torch.strided) or kwargs.get("pin_memory"):
         return None
+    # A subclass may have another meaning of the operation, and has a dispatch of its own.
     if any(type(each) not in _PLAIN_TYPES or (needs_values and not _is_plain(each)) for each in tensors):
         return None
     if any(each.layout is not torch.strided for each in tensors):
         return None
     args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+    # Factory functions have no tensor argument that would put their result on the meta device.
     if any(argument.name == "device" for argument in func._schema.arguments):
         kwargs = {**kwargs, "device": "meta"}
     result: torch.Tensor = func(*args, **kwargs)

@@ -1,6 +1,7 @@
-"""Where modules get tensors that they do not register: conversions (``model.half()``), deep copies, lazy parameters.
+"""Reports tensors that replace parameters without being registered: conversions, deep copies, lazy parameters.
 
-Knows torch's modules and parameters; must not know where tensors lie.
+`Init` needs to know them: ``model.half()`` makes a new tensor for each parameter, which has to be put on the drives
+too.
 """
 
 from __future__ import annotations
@@ -14,27 +15,32 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 _installed: list[tuple[Any, str, Any, Any]] = []
-"""Owner, name, what stood there, what stands there."""
+"""Class, name of a method, the method as it was, and ours."""
 
 
 def announce_made_tensors(announce: Callable[[torch.Tensor, torch.Tensor | None], None]) -> None:
-    """From now on ``announce(made, source)`` is called with each tensor that takes the place of ``source`` in a module, or is
-    the copy of a parameter; for a lazy parameter that has got its shape there is no source. Calling it again changes nothing.
+    """Call ``announce(made, source)`` from now on for each tensor that replaces ``source`` in a module or is its deep
+    copy.
+
+    A lazy parameter that gets its shape has no source. A second call changes nothing.
     """
     if _installed:
         return
-    lazy: Any = UninitializedParameter.__mro__[1]  # the class that has the method, under which buffers share it
+    # UninitializedTensorMixin: it defines `materialize` for lazy parameters and lazy buffers, and torch does not export
+    # it.
+    lazy: Any = UninitializedParameter.__mro__[1]
     plain_apply: Any = nn.Module._apply
     plain_copy: Any = nn.Parameter.__deepcopy__
     plain_materialize: Any = lazy.materialize
 
     @functools.wraps(plain_apply)
     def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
+        # `_apply` calls itself for children with the same `fn`, which is wrapped once.
         return plain_apply(self, fn if isinstance(fn, _Announced) else _Announced(fn, announce), recurse)
 
     @functools.wraps(plain_copy)
     def __deepcopy__(self: nn.Parameter, memo: dict[int, Any]) -> Any:
-        is_new = id(self) not in memo
+        is_new = id(self) not in memo  # a tied parameter is copied once
         copy = plain_copy(self, memo)
         if is_new:
             announce(copy, self)
@@ -51,15 +57,17 @@ def announce_made_tensors(announce: Callable[[torch.Tensor, torch.Tensor | None]
 
 
 def announce_nothing() -> None:
-    """The counterpart of `announce_made_tensors`: torch is again as it was."""
+    """Undo `announce_made_tensors`."""
     while _installed:
         owner, name, plain, ours = _installed.pop()
-        if vars(owner)[name] is ours:  # else somebody has wrapped it since, and what it calls does no harm
+        # If another library has wrapped our function since, removing it would remove theirs too. It stays, and is
+        # harmless.
+        if vars(owner)[name] is ours:
             setattr(owner, name, plain)
 
 
 class _Announced:
-    """What a module applies to its tensors, with word of the results."""
+    """The function that ``Module._apply`` applies to each tensor, with an announcement of new results."""
 
     def __init__(self, fn: Any, announce: Callable[[torch.Tensor, torch.Tensor | None], None]) -> None:
         self._fn = fn

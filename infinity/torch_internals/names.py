@@ -1,7 +1,7 @@
-"""Names that torch does not document, under names of ours, with what they are for and what there would be without them.
+"""torch's undocumented functions, under names of ours, with what they are for.
 
-Tried with torch 2.13. All are looked up when this module is imported: a torch that lacks one says so there, and not in the
-midst of a training."""
+Tried with torch 2.13. All are looked up when this module is imported, so a torch without one of them fails there, and
+not during training."""
 
 from __future__ import annotations
 
@@ -25,32 +25,36 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 as_plain = torch._C.DisableTorchFunctionSubclass
-"""A context in which tensors of our classes are tensors like any other: else looking at one asks its engine."""
+"""A context without ``__torch_function__``: operations see tensors of our classes as plain ones, and fetch nothing."""
 no_override: Any = torch._C._disabled_torch_function_impl
-"""As a class's ``__torch_function__``: it has none. A function in Python in its place costs each operation a microsecond."""
+"""The ``__torch_function__`` of a class without an override. A function in Python would cost each operation a
+microsecond."""
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
-"""Which backward runs in this thread, -1 if none: else a hook could not tell where it is called from."""
+"""Number of the backward that runs in this thread, -1 if none. By it a hook knows which backward has called it."""
 backward_position: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-"""How many nodes autograd has made in this thread: it runs them in the reverse order."""
+"""The number of the next node that autograd makes in this thread. Backward runs nodes from the highest number to the
+lowest."""
 is_tracing: Callable[[], bool] = torch._C._is_tracing
-"""Whether ``torch.jit.trace`` watches: it would make constants of weights."""
+"""Whether ``torch.jit.trace`` records this thread. It would store weights as constants."""
 saving_hooks: Any = torch._C._autograd
-"""Its functions with ``saved_tensors_default_hooks``: the only way to see those that are active, torch's own included."""
+"""Has the functions with ``saved_tensors_default_hooks``: the only way to see which hooks are active, torch's own
+included."""
+# Stacks of active modes, innermost last. A computation on another thread has to be given the same ones.
 function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
-"""What watches or changes the operations of this thread, innermost last: another thread has to be given the same."""
 norms_of_each: Callable[..., Any] = torch._foreach_norm
-"""The kernel of ``clip_grad_norm_`` on a GPU: any other gives other last bits."""
+"""The kernel of ``clip_grad_norm_`` on a GPU. Any other gives other last bits."""
+# Modules that write to their own buffers in forward.
 BatchNorm = _BatchNorm
 NormBase = _NormBase
 SpectralParametrization = _SpectralNorm
-"""Modules that write to their own buffers."""
 
 __all__ = ["DeviceContext"]
 
 
 functional_call: Any = torch.nn.utils.stateless._functional_call
-"""What ``torch.func.functional_call`` runs in: a frame of it says that a model has other parameters for a moment."""
+"""The implementation of ``torch.func.functional_call``. A frame of it on the stack means that a model has other
+parameters for this call."""
 
 
 class _Unrecorded:
@@ -63,18 +67,20 @@ class _Unrecorded:
 
 _record: Callable[[bool], None] = torch.autograd._enable_record_function  # type: ignore[attr-defined]
 _is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-_unrecorded = _Unrecorded()
+_unrecorded = _Unrecorded()  # one object for all uses: it has no state, and making one costs time
 _nothing: Any = contextlib.nullcontext()
 
 
 def unrecorded() -> Any:
-    """A context in which a profiler of this thread sees no operations: it would ask tensors without memory for their address,
-    print an error for each, and tell the next operations' shapes wrongly. Not to be nested."""
+    """A context in which a profiler of this thread records no operations. Not to be nested."""
+    # A profiler of shapes asks each tensor for its address. For a placeholder it prints an error, and then records
+    # wrong shapes for the next operations.
     return _unrecorded if _is_profiled() else _nothing
 
 
 def has_transforms() -> bool:
-    """Whether a transform of torch.func runs in this thread: tensors are then wrapped, and have no memory of their own."""
+    """Whether a transform of torch.func runs in this thread. Tensors are wrapped then, and have no memory of their
+    own."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -84,7 +90,8 @@ def in_backward() -> bool:
 
 
 def is_autograds_thread() -> bool:
-    """Whether the calling thread is one of autograd's own: Python has made none of them, and knows them by no name."""
+    """Whether the calling thread is one of autograd's own."""
+    # They are made in C++, so `threading` has no Thread for them, or a dummy one if some code has asked for one.
     me = threading.get_ident()
     thread = next((thread for thread in threading.enumerate() if thread.ident == me), None)
     return thread is None or isinstance(thread, threading._DummyThread)
@@ -102,38 +109,37 @@ def make_subclass(kind: type, tensor: torch.Tensor) -> Any:
 
 
 def num_owners(storage: torch.UntypedStorage) -> int:
-    """How many tensors, and others in C++, share a storage, the object that is passed included: memory with one owner besides
-    can be taken over, or exchanged."""
+    """References in C++ to a storage, that of the passed object included. With 2, one tensor alone uses the memory."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """torch's count of writes to a tensor; -1 for one of inference mode, where nobody counts."""
+    """torch's count of in-place writes to a tensor; -1 for one made in inference mode, which has none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 _C: Any = torch._C
 _forbid_writes: Callable[[torch.Tensor], None] = _C._set_throw_on_mutable_data_ptr
+# Only builds with CUDA have it.
 _forbid_access: Callable[[int, str], None] | None = getattr(_C, "_set_storage_data_ptr_access_error_msg", None)
 
 
 def forbid_access(tensor: torch.Tensor, message: str) -> None:
-    """Kernels that ask for the memory of ``tensor`` get an error. Builds of torch without CUDA only know one for kernels that
-    may write; others read there what it holds."""
+    """Let kernels that ask for the memory of ``tensor`` raise an error: in builds of torch without CUDA, only writing
+    ones."""
     _forbid_writes(tensor)
     if _forbid_access is not None:
         _forbid_access(tensor.untyped_storage()._cdata, message)
 
 
 def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Whether what lies in a tensor's memory is read as conjugated, and as negated: ``conj()`` of a complex one writes nothing
-    there."""
+    """The conjugate and the negative bit of a tensor: ``conj()`` sets a bit, and changes nothing in memory."""
     return tensor.is_conj(), tensor.is_neg()
 
 
 def with_lazy_bits(tensor: torch.Tensor, bits: tuple[bool, bool]) -> torch.Tensor:
-    """A view of ``tensor``, which has none, that reads its memory as `lazy_bits` says of another."""
+    """A view of ``tensor``, which has neither bit set, with these `lazy_bits`."""
     is_conj, is_neg = bits
     tensor = tensor.conj() if is_conj else tensor
     return torch._neg_view(tensor) if is_neg else tensor
@@ -151,14 +157,12 @@ transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack
 """The innermost transform of torch.func that runs in this thread, None if none does."""
 is_inference: Callable[[], bool] = torch.is_inference_mode_enabled
 is_transformed: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrapped_tensor
-"""Whether the tensor is one around another, made by torch.func. The five are functions in C: asking them is no call of Python."""
+"""Whether torch.func has wrapped the tensor. All five are C functions, so a check costs no call of Python."""
 
 
 def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """``torch.compile`` neither traces ``function`` nor what it calls, and cuts its graph there.
-
-    As ``torch.compiler.disable``, without importing the compiler: that takes a second and 70 MB, and most never compile.
-    """
+    """Like ``torch.compiler.disable``: ``torch.compile`` breaks its graph at ``function``, and traces nothing in it."""
+    # torch's own decorator imports the compiler, which takes a second and 70 MB, and most users never compile.
     tracer: Any = torch._C._dynamo.eval_frame
     skip = tracer._FrameAction.SKIP
     tracer.set_code_exec_strategy(function.__code__, tracer._FrameExecStrategy(skip, skip))
@@ -168,15 +172,14 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def is_compiling() -> bool:
-    """Whether the calling thread is inside torch's compiler, which looks at all that a tensor has.
-
-    Private, and the same from torch 2.6 to 2.13: ``torch.compiler.is_compiling`` answers to what is compiled.
-    """
+    """Whether the calling thread is inside torch's compiler, which reads all attributes of a tensor."""
+    # Private, and the same from torch 2.6 to 2.13. ``torch.compiler.is_compiling`` is True in traced code only, and not
+    # in the compiler's own.
     return torch._guards.CompileContext.try_get() is not None
 
 
 class _NoCompiler(ModuleType):
-    """What torch's optimizers ask of the compiler, where nothing is compiled."""
+    """Stands for ``torch._dynamo`` with the two functions that torch's optimizers call."""
 
     @staticmethod
     def disable(function: Callable[_P, _R], *_: Any, **__: Any) -> Callable[_P, _R]:
@@ -189,9 +192,9 @@ class _NoCompiler(ModuleType):
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """torch's optimizers are made and make steps without importing the compiler, which takes two thirds of a forecast's time.
+    """Keep torch's optimizers from importing the compiler, which takes two thirds of the time of ``infinity plan``.
 
-    For commands that do nothing else: no other thread may import it meanwhile. Where it is imported already, nothing changes.
+    No other thread may import torch's compiler meanwhile. If it is imported already, nothing changes.
     """
     name = "torch._dynamo"
     if name in sys.modules:
@@ -204,15 +207,18 @@ def without_compiler() -> Iterator[None]:
         yield
     finally:
         del sys.modules[name]
-        vars(marked).pop("__dynamo_disable", None)  # torch keeps there what `disable` gave it
+        # torch caches there the wrapper that `disable` returned. With the cached stand-in, a later compile would trace
+        # into it.
+        vars(marked).pop("__dynamo_disable", None)
 
 
 def outside_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """``function`` runs as if no mode, and no transform of torch.func, were active in its thread.
+    """Run ``function`` as if no mode and no transform of torch.func were active in its thread.
 
-    Where none is, that costs half a microsecond. In inference mode, tensors are made that do not count writes: what it makes
-    are ordinary ones.
+    If none is active, that costs half a microsecond.
     """
+    # The engine's own operations must not be counted by a user's FlopCounterMode, faked by FakeTensorMode or wrapped by
+    # vmap. Tensors made in inference mode have no version, so that mode is left too.
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -226,7 +232,7 @@ def outside_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
         with contextlib.ExitStack() as outside:
             if has_inference:
                 outside.enter_context(torch.inference_mode(False))
-                outside.enter_context(torch.no_grad())
+                outside.enter_context(torch.no_grad())  # leaving inference mode switches gradients on
             if has_modes:
                 outside.enter_context(_C._DisableTorchDispatch())
                 outside.enter_context(_C.DisableTorchFunction())
@@ -238,7 +244,8 @@ def outside_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has memory of its own. One around another (torch.func) and a zero tangent (forward mode) have not."""
+    """Whether the tensor has memory of its own. Wrapped tensors (torch.func) and zero tangents (forward mode) have
+    none."""
     return not (is_transformed(tensor) or tensor._is_zerotensor())
 
 
@@ -246,7 +253,8 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def set_default_gpu(number: int) -> None:
-    """Make that GPU the current one, unless a script has chosen one, or there are not as many: each process has its own."""
+    """Make GPU ``number`` the current one, unless the script has chosen one already."""
+    # Each process on a machine uses its own GPU. Current 0 is torch's default, so it counts as not chosen.
     if torch.cuda.is_available() and torch.cuda.current_device() == 0 < number < torch.cuda.device_count():
         torch.cuda.set_device(number)
 
@@ -255,19 +263,15 @@ def set_default_gpu(number: int) -> None:
 
 
 def default_store(distributed: Any) -> Any:
-    """The store in which its ranks have found each other, of the module ``torch.distributed``.
-
-    None where torch has it under another name, and nothing can be told to others.
-    """
+    """The key-value store through which the ranks of the default group met; None if this torch names it otherwise."""
     read = getattr(distributed.distributed_c10d, "_get_default_store", None)
     return None if read is None else read()
 
 
 def group_timeout(distributed: Any) -> timedelta | None:
-    """How long its ranks wait for each other, as the script has said; None where it has not, or where torch does not tell.
-
-    A group of nccl's own timeout, which is shorter than that of other groups, is one of which nothing was said.
-    """
+    """The timeout of the default group, if the script has set one; None if it has not, or if torch does not say."""
+    # CPU backends are asked first: gloo always has the script's value. nccl's default differs from gloo's, so a group
+    # with exactly that timeout is one for which the script has set none.
     group = distributed.group.WORLD
     for device in sorted(getattr(group, "_device_types", ()), key=lambda device: device.type != "cpu"):
         try:
@@ -281,12 +285,13 @@ def group_timeout(distributed: Any) -> timedelta | None:
 
 # --------------------------------------------------------------- process groups that torch's functions have as defaults
 
-# ``torch.distributed.nn.functional`` has ``group=group.WORLD``; whoever imports it after the group was made (an optimizer does,
-# by way of ``torch._dynamo``) keeps that group.
+# Functions in ``torch.distributed.nn.functional`` have ``group=group.WORLD`` as a default argument, which Python
+# evaluates at import. If that happens after a group was made (an optimizer imports it by way of ``torch._dynamo``),
+# they keep that group alive, also after ``destroy_process_group``.
 
 
 def forget_default_groups() -> None:
-    """These functions take the group that is the default one when they are called. Nothing where torch has none of them."""
+    """Set these defaults to None: such a call uses the group that is the default one at that time."""
     module = sys.modules.get("torch.distributed.nn.functional")
     for function in vars(module).values() if module is not None else ():
         if inspect.isfunction(function) and function.__defaults__:
@@ -307,7 +312,7 @@ Launch = Callable[[int, Sequence[Any]], None]
 
 
 def compiled_for(device: torch.device, source: str, name: str, threads: int) -> Launch | None:
-    """The kernel for this GPU, with so many threads per block; None if it cannot be had."""
+    """Compile the kernel ``name`` of ``source`` for this GPU, with so many threads per block; None if that fails."""
     try:
         with torch.cuda.device(device):
             kernel: Any = torch.cuda._compile_kernel(source, name)  # type: ignore[no-untyped-call,unused-ignore]

@@ -1,7 +1,4 @@
-"""What is known of torch's operations by themselves: which only look at metadata, which write, which can be taken apart.
-
-Knows functions and their arguments; must not know parameters or where anything is.
-"""
+"""Facts about torch's operations: which read metadata only, which write, which can be split."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def replaced(tree: Any, replace: Callable[[Any], Any]) -> Any:
-    """A tree like ``tree`` with ``replace(leaf)`` for each leaf; the very ``tree`` if all leaves stay the same objects."""
+    """A tree with ``replace(leaf)`` for each leaf; ``tree`` itself if that changes no leaf."""
     if not isinstance(tree, tuple | list | dict):
         return replace(tree)
     before = list(tree.values()) if isinstance(tree, dict) else list(tree)
@@ -34,11 +31,13 @@ def replaced(tree: Any, replace: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
         return dict(zip(tree, after, strict=True))
     kind: Any = type(tree)
-    return kind(*after) if hasattr(tree, "_fields") else kind(after)
+    return kind(*after) if hasattr(tree, "_fields") else kind(after)  # a named tuple takes its fields one by one
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What a user would call the operation; of a property, the property's name."""
+    """The operation as a user would write it."""
+    # torch passes `Tensor.grad.__get__` to __torch_function__ for `x.grad`: its owner is a descriptor, whose name is
+    # wanted.
     name = getattr(function, "__name__", None) or str(function)
     if name in ("__get__", "__set__", "__delete__"):
         owner = getattr(function, "__self__", None)
@@ -47,6 +46,8 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(name)
 
 
+# Attributes that are read, attributes that are set, and methods that are called, without values of the tensor. Those
+# that this torch does not have are skipped. An operation that is missing here only costs a fetch of its unit.
 _READ = """
     shape dtype device requires_grad is_leaf ndim layout grad_fn names itemsize nbytes is_cuda is_cpu is_meta
     is_sparse is_quantized is_mps is_xpu is_nested is_mkldnn is_sparse_csr is_vulkan is_ipu is_maia is_mtia is_xla
@@ -73,24 +74,27 @@ METADATA: frozenset[Any] = frozenset(
         torch._has_compatible_shallow_copy_type,
     ]
 )
-"""Operations that look at the metadata only, which a placeholder answers truthfully."""
+"""Operations on metadata only, for which a placeholder gives the right answer."""
+# `_has_compatible_shallow_copy_type` is called by Module._apply for each parameter.
 
 REBINDING: frozenset[Any] = frozenset({torch.Tensor.set_, torch.Tensor.resize_, torch.Tensor.resize_as_})
-"""Operations that give a tensor other memory, which the engine would not see."""
+"""Operations that give a tensor other memory, unseen by the engine."""
 
 EXPOSING = frozenset({"data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"})
-"""Names of operations whose results look at the memory without being tensors."""
+"""Names of operations that give access to the memory by something else than a tensor."""
 
 JOINING = frozenset(
     {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "row_stack"}
 )
-"""Names of operations whose results are all their arguments, copied one after the other."""
+"""Names of operations whose result is a copy of all arguments, one after the other."""
 
 AS_ARRAY = frozenset({"numpy", "__array__"})
-"""Names of those that give a NumPy array over the memory."""
+"""Names of operations that return a NumPy array over the memory."""
 
 _DUNDER_WRITES = ("__setitem__", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 
+# By torch's convention, methods that end in "_" write in place. `requires_grad_` sets a flag, and `share_memory_` is
+# refused elsewhere. `__iadd__` and the like are methods of their own.
 WRITING_METHODS: tuple[str, ...] = tuple(
     name
     for name in dir(torch.Tensor)
@@ -102,15 +106,18 @@ WRITING_METHODS: tuple[str, ...] = tuple(
 
 
 def writes_unseen(function: Callable[..., Any]) -> bool:
-    """Whether the operation writes to the tensors of its first argument without counting that in their versions."""
+    """Whether the operation writes to the tensors of its first argument without incrementing their versions."""
+    # The fused optimizer kernels and GradScaler's `_amp_foreach_non_finite_check_and_unscale_`.
     return name_of(function).startswith(("_fused_", "_amp_"))
 
 
 def may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the operation may write to one of its arguments; False only if it is certain not to."""
-    name = name_of(function).partition(".")[0]
+    """Whether the operation may write to one of its arguments. False only if that is certain."""
+    name = name_of(function).partition(".")[0]  # "add_.Tensor" of an aten overload -> "add_"
     if kwargs.get("out") is not None or name in WRITING_METHODS or name.endswith("_"):
         return True
+    # torch's C functions without "_" or `out` do not write. A function in Python (of torch.nn.functional, or a user's)
+    # may: functional.batch_norm writes to running statistics, functional.relu has `inplace`.
     module = getattr(function, "__module__", None)
     is_builtin = type(function).__name__ in ("builtin_function_or_method", "method_descriptor", "method-wrapper")
     return not is_builtin and module not in ("torch", "torch._tensor", "torch.functional", "torch._C._nn")
@@ -127,7 +134,8 @@ _CASTS: dict[Any, torch.dtype] = {
 def is_conversion_to_the_same(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensor: torch.Tensor
 ) -> bool:
-    """Whether the operation would convert ``tensor``, its only argument, to the dtype and device that it has."""
+    """Whether the operation would convert ``tensor`` to the dtype and device that it already has."""
+    # torch returns the tensor itself then, so nothing has to be fetched.
     if function in _CASTS:
         return len(args) == 1 and not kwargs and tensor.dtype == _CASTS[function]
     if function is torch.Tensor.cpu:
@@ -138,7 +146,7 @@ def is_conversion_to_the_same(
         return _is_there(tensor, wanted)
     if function is not torch.Tensor.to or kwargs.get("copy") or any(isinstance(a, torch.Tensor) for a in args[1:]):
         return False
-    parse: Any = torch._C._nn._parse_to
+    parse: Any = torch._C._nn._parse_to  # torch's parser for the signatures of `to`
     try:
         device, dtype, _, memory_format = parse(*args[1:], **kwargs)
     except (TypeError, RuntimeError):
@@ -149,7 +157,7 @@ def is_conversion_to_the_same(
 def _is_there(tensor: torch.Tensor, device: torch.device) -> bool:
     if device.type != tensor.device.type:
         return False
-    index: Any = device.index
+    index: Any = device.index  # "cuda" without an index means the current device
     if index is None and device.type == "cuda":
         index = torch.cuda.current_device()
     return index in (None, tensor.device.index or 0)
@@ -161,16 +169,19 @@ def unit_by_unit(
     kwargs: dict[str, Any],
     key: Callable[[Sequence[Any]], Hashable],
 ) -> tuple[Any] | None:
-    """Make a call of an operation over lists as calls over some of the elements each; the result that one call would give.
+    """Split a call of a ``_foreach_`` or ``_fused_`` operation into one call per ``key``, and join the results.
 
-    ``key`` says of the elements at one place of all the lists with which others they go together. None: they all do.
+    ``key`` gets the elements at one index of all lists. Returns the result in a 1-tuple, or None if one call is enough.
     """
+    # Worked example: _foreach_add_([p0, p1, p2], [g0, g1, g2], alpha=2), with p0 and p2 in unit A and p1 in unit B,
+    # runs as _foreach_add_([p0, p2], [g0, g2], alpha=2) and _foreach_add_([p1], [g1], alpha=2). So one unit at a time
+    # is in memory.
     length = len(args[0]) if args and isinstance(args[0], list | tuple) else 0
     if not name_of(function).startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return None
 
     def is_list(value: Any) -> bool:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):  # a tensor of scalars, one per element, as of _foreach_addcmul
             return value.dim() == 1 and len(value) == length
         return isinstance(value, list | tuple) and len(value) == length
 

@@ -1,14 +1,12 @@
-"""Files that ``torch.save`` wrote, read as data: nothing in them is run, and no memory is needed for tensors.
+"""Reads files of ``torch.save`` as data: nothing in them is run, and tensors are views of the mapped file.
 
-Knows how torch lays out its files and which names stand for numbers; must not know what a file is for.
+[Note: foreign pickles] A pickle names classes and functions, and unpickling calls them, also with arguments that
+corrupt memory (dtypes and arrays of NumPy, sparse and nested tensors of torch). Here a name is only a name. A few names
+stand for data: strided tensors over checked ranges of the file, NumPy arrays of plain numbers over checked bytes, sets
+and ordered dicts. Every other object becomes a `Record` of what the file says about it.
 
-[Note: foreign pickles] A pickle names classes and functions, and unpickling calls them, also with arguments that corrupt
-memory (dtypes and arrays of NumPy, sparse and nested tensors of torch). Here a name is only a name. A few of them mean
-numbers: strided tensors over checked ranges of the file, NumPy arrays of plain numbers over checked bytes, sets and ordered
-dicts. Every other object becomes a `Record` that holds what the file says about it.
-
-Python's unpickler in C trusts sizes and indices in the file, so the one in Python is used. What a file may expand to is
-limited by its size: objects can refer to each other so that a hundred bytes describe more than any memory holds.
+Python's unpickler in C trusts sizes and indices in the file, so the one in Python is used. The file's size limits what
+it may expand to: objects can refer to each other so that a hundred bytes describe more than any memory holds.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_MOST_DEPTH = 100
-"""Of containers inside each other."""
+# Limits for hostile files. They are far above what checkpoints of trainings have, and far below what harms a machine.
+_MOST_DEPTH = 100  # of nested containers: `_Size.check` recurses
 _SPARE_BYTES = 64 << 20
+# Elements that may be passed to calls beyond twice the pickle's bytes: bounds the time to read, see `_charge`.
 _SPARE_WORK = 1 << 20
-"""Elements that calls may be given beyond those that the pickle has."""
+# Written out with all repetitions, the content may have 8 times the file's bytes, and 64 MiB more.
 _MOST_EXPANSION = 8
-"""A tensor, text or list may be referred to several times. Written out, all may be so many times the file."""
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # torch's, the first pickle of a file from before torch 1.6
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -56,8 +54,9 @@ _DTYPES = {
     **{f"torch.float8_{kind}": getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")},
     "torch.float8_e8m0fnu": torch.float8_e8m0fnu,
 }
+# Classes that occur as arguments of known calls. They are no objects in the file, so they are not reported as unknown.
 _TYPES = {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.storage.UntypedStorage", "numpy.ndarray"}
-"""Classes that calls are told about."""
+# Types of dict keys and set elements. Compared by `type`, as hashing anything else may run code or take very long.
 _KEYS = {str, bytes, bool, int, float, complex, type(None), torch.dtype}
 _Memory = npt.NDArray[np.uint8]
 
@@ -71,9 +70,9 @@ class Record:
     """Stands for an object of a class that is not imported, or for the class itself.
 
     Attributes:
-        name: of the class or function, with its module.
-        arguments: what it was to be called with; None for the class itself.
-        state: what the object held, by name of the attribute.
+        name: the class or function, with its module.
+        arguments: of the call that the pickle asks for; None for the class itself.
+        state: the object's attributes, by name.
     """
 
     name: str
@@ -82,15 +81,16 @@ class Record:
 
 
 def read_pickle(path: Path, data: _Memory, is_known: Callable[[str], bool]) -> Any:
-    """What a file holds, see [Note: foreign pickles]. Tensors are views of ``data``.
+    """Read a file of ``torch.save``: see [Note: foreign pickles]. Tensors are views of ``data``.
 
     Args:
-        path: of the file.
+        path: the file.
         data: its bytes, mapped.
-        is_known: whether objects of a class of that name may be in it.
+        is_known: whether the file may have objects of a class of that name.
 
     Raises:
-        DamagedPickleError: it is not what ``torch.save`` writes, or holds objects of other classes; it names them.
+        DamagedPickleError: it is not what ``torch.save`` writes.
+        UnknownObjectsError: it has objects of other classes.
         OSError: the file cannot be opened.
     """
     try:
@@ -109,7 +109,7 @@ def read_pickle(path: Path, data: _Memory, is_known: Callable[[str], bool]) -> A
 
 
 class UnknownObjectsError(DamagedPickleError):
-    """A file holds objects of classes that the caller does not know."""
+    """A file has objects of classes that the caller does not know."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__(f"it holds objects of {', '.join(names)}, and no class of others is run for it")
@@ -117,6 +117,7 @@ class UnknownObjectsError(DamagedPickleError):
 
 
 def _zipped(path: Path, data: _Memory) -> _Unpickler:
+    # Since torch 1.6: NAME/data.pkl, NAME/data/0, NAME/data/1, ..., NAME/byteorder, NAME/version: not compressed.
     with zipfile.ZipFile(path) as archive:
         members = {each.filename: each for each in archive.infolist()}
     pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -128,6 +129,9 @@ def _zipped(path: Path, data: _Memory) -> _Unpickler:
         member = members[folder + name]
         if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
             raise ValueError(f"'{name}' in it is compressed or encrypted, as torch.save never does")
+        # The directory at the end of the archive has the local header's offset, and the data follow that header: 30
+        # bytes, of which 26-27 and 28-29 are the lengths of the name and of an extra field. torch pads by the extra
+        # field, so that data begin at multiples of 64.
         head = data[member.header_offset : member.header_offset + 30].tobytes()
         start = (
             member.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
@@ -139,6 +143,7 @@ def _zipped(path: Path, data: _Memory) -> _Unpickler:
 
     if folder + "byteorder" in members and record("byteorder").tobytes() != sys.byteorder.encode():
         raise ValueError("it was written on a machine with another order of bytes")
+    # The pickle alone is checked: checksums of the tensors would cost a pass over the file.
     content = record("data.pkl").tobytes()
     if zlib.crc32(content) != members[pickles[0]].CRC:
         raise ValueError("Bad CRC-32 of 'data.pkl'")
@@ -146,7 +151,10 @@ def _zipped(path: Path, data: _Memory) -> _Unpickler:
 
 
 def _legacy(path: Path, data: _Memory) -> _Unpickler:
-    """Of a file of before torch 1.6: pickles one after the other, and then the storages, each after its length."""
+    """Open a file from before torch 1.6 (``_use_new_zipfile_serialization=False``)."""
+    # | magic | protocol | sizes of types | the object | list of storage keys | 8 bytes: numel | data | 8 bytes | data |
+    # ... The first five are pickles. The object refers to storages by key, and only the list says in which order they
+    # follow. So the object is read twice: first for the sizes of its storages, and then with their places.
     sizes: dict[str, int] = {}
 
     def note(key: str, num_bytes: int) -> _Memory:
@@ -184,33 +192,38 @@ class _Storage:
 
 @dataclass(eq=False)
 class _NumpyType(Record):
-    """A dtype of plain numbers or text. Its code is checked before NumPy sees it."""
+    """A dtype of plain numbers or text, such as "f8" or "U10". Its code is checked before NumPy sees it."""
 
     code: str = ""
     order: str = "="
 
     def made(self) -> np.dtype[Any]:
+        # Not "O": an array of objects holds pointers, which would come from the file. Sizes up to 1 MiB per element.
         kind, size = self.code[:1], self.code[1:]
         if kind not in "biufcSU" or not (size.isascii() and size.isdecimal()) or int(size) > 1 << 20:
             raise ValueError(f"it holds an array of NumPy's type {self.code!r}, which is not plain numbers")
         return np.dtype(("" if self.order == "|" else self.order) + self.code)
 
     def set_state(self, state: Any) -> None:
+        # numpy.dtype.__setstate__: (version, order, subdtype, names, fields, itemsize, alignment, flags). A plain dtype
+        # has None for the three in the middle.
         _version, order, *fields, item_bytes, _alignment, _flags = state[:8]
         if order not in ("<", ">", "|", "=") or any(each is not None for each in fields):
             raise ValueError("it holds an array of one of NumPy's structured types")
         self.order = order
         if self.code in ("S", "U") and type(item_bytes) is int and item_bytes >= 0:
-            self.code += str(item_bytes // (4 if self.code == "U" else 1))
+            self.code += str(item_bytes // (4 if self.code == "U" else 1))  # "U" has 4 bytes per character
 
 
 @dataclass(eq=False)
 class _UnbuiltArray:
-    """An array of which the values come later. ``memo``: the indices under which the unpickler knows it."""
+    """An array whose values come later, in a BUILD opcode. ``memo``: its indices in the unpickler's memo."""
 
     memo: list[Any] = field(default_factory=list)
 
 
+# Other objects may refer to an array by its memo index. `_reconstruct` makes an empty one, and BUILD cannot fill it in
+# place, so the memo is told to remember under which indices it is, and `load_build` replaces it there.
 class _Memo(dict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, _UnbuiltArray):
@@ -226,6 +239,7 @@ def _array(dtype: Any, shape: Any, data: Any, order: str = "C") -> npt.NDArray[A
         raise ValueError(f"an array of shape {shape} in it has another number of bytes")
     if not made.itemsize:
         return np.zeros(shape, dtype=made)
+    # Four bytes may be no code point. That is refused before Python makes a string of them.
     if made.kind == "U" and int(np.frombuffer(data, made.byteorder + "u4").max(initial=0)) > sys.maxunicode:
         raise ValueError("text in an array in it is none")
     return np.frombuffer(data, made).reshape(shape, order="F" if order == "F" else "C")
@@ -234,20 +248,21 @@ def _array(dtype: Any, shape: Any, data: Any, order: str = "C") -> npt.NDArray[A
 def _sizes(values: Any) -> tuple[int, ...]:
     if type(values) not in (tuple, list) or not all(type(each) is int and 0 <= each < 1 << 62 for each in values):
         raise ValueError("the shape of a tensor in it is none")
-    if len(values) > 64:
+    if len(values) > 64:  # the most that torch allows
         raise ValueError(f"a tensor in it has {len(values)} dimensions")
     return tuple(values)
 
 
 def _text(value: Any) -> str:
-    """A text. To make one of something else may take forever: see `_Size`."""
+    """Return ``value`` if it is a string, else raise."""
+    # Never str(value): the text of nested lists that refer to each other may have more characters than memory.
     if type(value) is not str:
         raise TypeError(f"it has a {type(value).__name__} where a text should be")
     return value
 
 
 def _key(value: Any) -> Hashable:
-    """A key, if its hash needs no code of its own and little time."""
+    """Return ``value`` if it may be a dict key: its hash runs no code from the file, and takes little time."""
     if type(value) in _KEYS:
         return value  # type: ignore[no-any-return]
     parts = value if type(value) is tuple else (value,)
@@ -256,12 +271,14 @@ def _key(value: Any) -> Hashable:
     return value  # type: ignore[no-any-return]
 
 
-_Base: Any = pickle._Unpickler
+_Base: Any = pickle._Unpickler  # the implementation in Python, which `pickle.Unpickler` is not
 
 
 class _Unpickler(_Base):  # type: ignore[misc]
-    """Python's unpickler, in which names do nothing and every container is what it should be."""
+    """Python's unpickler, in which names do nothing, and containers are checked before they are used."""
 
+    # Opcode -> method. Left out: extension codes (a registry of classes), the calls of protocol 0 and 1, persistent ids
+    # as text, and out-of-band buffers. torch.save writes none of them.
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {
         code: function
         for code, function in _Base.dispatch.items()
@@ -275,14 +292,14 @@ class _Unpickler(_Base):  # type: ignore[misc]
         """
         Args:
             file: the pickle.
-            record: gives the bytes of a storage by its key and the number of bytes that it should have.
+            record: returns the bytes of a storage by its key and expected number of bytes.
             num_bytes: of the pickle.
-            is_trial: whether tensors are None: only the storages are of interest.
+            is_trial: make None in place of tensors: only the storages' sizes are wanted.
         """
         super().__init__(file)
         self.memo = _Memo()
         self.names: set[str] = set()
-        """Of objects that became a `Record`."""
+        """Names of classes and functions that are not known here."""
         self._record = record
         self._is_trial = is_trial
         self._storages: dict[tuple[str, torch.dtype], _Storage] = {}
@@ -291,7 +308,8 @@ class _Unpickler(_Base):  # type: ignore[misc]
     # ---------------------------------------------------------------------------------------------------------- names
 
     def find_class(self, module: str, name: str) -> Any:
-        """Names are not looked up."""
+        """Return a `Record` for a name, and import nothing."""
+        # Names of Python 2, and of NumPy 2, which renamed `numpy.core`.
         module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
         full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
         if full in _DTYPES:
@@ -301,7 +319,7 @@ class _Unpickler(_Base):  # type: ignore[misc]
         return Record(full)
 
     def persistent_load(self, saved_id: Any) -> _Storage:
-        """A storage, by its type, key and number of elements."""
+        """Make a storage from its persistent id: ("storage", type, key, location, numel), and None for a view."""
         kind, stored_as, key, _device, numel, *view = saved_id
         if kind != "storage" or type(key) is not str or type(numel) is not int or any(view) or numel < 0:
             raise ValueError("it refers to something else than a storage")
@@ -317,12 +335,13 @@ class _Unpickler(_Base):  # type: ignore[misc]
             if data.size < num_bytes and not self._is_trial:
                 raise ValueError(f"storage '{key}' has {data.size} bytes, not {num_bytes}")
             flat = torch.from_numpy(data[:num_bytes]) if data.size else torch.empty(0, dtype=torch.uint8, device="cpu")
-            if flat.data_ptr() % dtype.itemsize:
+            if flat.data_ptr() % dtype.itemsize:  # legacy files do not align storages, and kernels need that
                 flat = flat.clone()
             self._storages[key, dtype] = _Storage(flat.view(dtype))
         return self._storages[key, dtype]
 
     def _called(self, function: Any, arguments: Any) -> Any:
+        # A known function makes data of its arguments, and every other call becomes a record of itself.
         if not isinstance(function, Record) or function.arguments is not None or type(arguments) is not tuple:
             raise ValueError(f"it calls a {type(function).__name__}")
         self._charge(sum(len(each) for each in arguments if isinstance(each, str | bytes | tuple | list | dict | set)))
@@ -332,6 +351,8 @@ class _Unpickler(_Base):  # type: ignore[misc]
         return Record(function.name, arguments)
 
     def _charge(self, amount: int) -> None:
+        # Each element that is copied takes one of `_left`. A memoized list costs a few bytes to refer to again, so a
+        # small file could ask for any amount of copying.
         self._left -= amount
         if self._left < 0:
             raise ValueError("it describes far more than it holds")
@@ -354,9 +375,10 @@ class _Unpickler(_Base):  # type: ignore[misc]
             raise ValueError("a tensor in it is conjugated or has no storage")
         size, stride, (offset,) = _sizes(size), _sizes(stride), _sizes((offset,))
         flat = storage.data
-        if dtype is not None:
+        if dtype is not None:  # of _rebuild_tensor_v3: an untyped storage and a dtype that has no storage class
             flat = flat.view(torch.uint8)
             flat = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].clone().view(dtype)
+        # Index of the last element: shape (3, 4), strides (4, 1), offset 2 -> 2 + 2 * 4 + 3 * 1 = 13.
         last = offset + sum((num - 1) * step for num, step in zip(size, stride, strict=True))
         if math.prod(size) and last >= flat.numel():
             raise ValueError(f"a tensor in it ends at element {last}, and its storage at {flat.numel()}")
@@ -367,23 +389,23 @@ class _Unpickler(_Base):  # type: ignore[misc]
     # ---------------------------------------------------------------------------------------------------------- opcodes
 
     def load_reduce(self) -> None:
-        """A call."""
+        """REDUCE: a call."""
         arguments = self.stack.pop()
         self.stack[-1] = self._called(self.stack[-1], arguments)
 
     def load_newobj(self) -> None:
-        """An object that is made without its ``__init__``."""
+        """NEWOBJ: an object made by ``__new__``."""
         self.load_reduce()
 
     def load_newobj_ex(self) -> None:
-        """The same, with arguments by name."""
+        """NEWOBJ_EX: the same with keyword arguments, which are recorded as state."""
         named = self.stack.pop()
         self.load_reduce()
         if named:
             self._set_state(self.stack[-1], named)
 
     def load_build(self) -> None:
-        """The state of an object."""
+        """BUILD: the state of an object."""
         state, made = self.stack.pop(), self.stack[-1]
         if isinstance(made, _UnbuiltArray):
             _version, shape, dtype, is_fortran, data = state
@@ -398,40 +420,41 @@ class _Unpickler(_Base):  # type: ignore[misc]
         if isinstance(made, _NumpyType):
             made.set_state(state)
         elif isinstance(made, Record) and made.arguments is not None:
+            # An object with __slots__ has a pair as its state: (__dict__ or None, values of slots).
             slots = state[1] if type(state) is tuple and len(state) == 2 else None
             for part in (state[0], slots) if slots is not None else (state,):
                 if type(part) is dict:
                     self._charge(len(part))
                     made.state.update(part)
-        elif not isinstance(made, dict | torch.Tensor):  # theirs are hooks and metadata
+        elif not isinstance(made, dict | torch.Tensor):  # an OrderedDict's or parameter's attributes are dropped
             raise ValueError(f"it has a state for a {type(made).__name__}")
 
     def load_append(self) -> None:
-        """One element of a list."""
+        """APPEND: one element of a list."""
         self._append([self.stack.pop()])
 
     def load_appends(self) -> None:
-        """Several elements of a list."""
+        """APPENDS: several elements of a list."""
         self._append(self.pop_mark())
 
     def _append(self, values: list[Any]) -> None:
         made = self.stack[-1]
         if type(made) is list:
             made.extend(values)
-        elif not isinstance(made, Record):
+        elif not isinstance(made, Record):  # a subclass of list: its elements are not kept
             raise ValueError(f"it appends to a {type(made).__name__}")
 
     def load_setitem(self) -> None:
-        """One entry of a dict."""
+        """SETITEM: one entry of a dict."""
         value, key = self.stack.pop(), self.stack.pop()
         self._set_items([key, value])
 
     def load_setitems(self) -> None:
-        """Several entries of a dict."""
+        """SETITEMS: several entries of a dict."""
         self._set_items(self.pop_mark())
 
     def load_dict(self) -> None:
-        """A dict of what comes after the mark."""
+        """DICT: a dict of everything after the mark on the stack."""
         items = self.pop_mark()
         self.append({})
         self._set_items(items)
@@ -445,14 +468,14 @@ class _Unpickler(_Base):  # type: ignore[misc]
             raise ValueError(f"it sets an item of a {type(made).__name__}")
 
     def load_additems(self) -> None:
-        """Elements of a set."""
+        """ADDITEMS: elements of a set."""
         values, made = self.pop_mark(), self.stack[-1]
         if type(made) is not set:
             raise ValueError(f"it adds to a {type(made).__name__}")
         made.update(map(_key, values))
 
     def load_frozenset(self) -> None:
-        """A frozen set."""
+        """FROZENSET: a frozen set of everything after the mark."""
         self.append(frozenset(map(_key, self.pop_mark())))
 
     for _code, _function in (
@@ -488,6 +511,7 @@ def _encoded(_: _Unpickler, text: str, encoding: str = "latin1") -> bytes:
 
 
 def _of_type(made: _Unpickler, function: Any, _class: Any, arguments: Any, _state: Any) -> Any:
+    # torch saves a tensor with attributes, or of a subclass, by this function around the usual one.
     return made._called(function, arguments)
 
 
@@ -521,21 +545,25 @@ _KNOWN: dict[str, Callable[..., Any]] = {
     "numpy.core.multiarray.scalar": _numpy_scalar,
     "numpy.core.numeric._frombuffer": lambda made, data, dtype, shape, order: _array(dtype, shape, data, order),
 }
-"""What names mean that stand for numbers and containers. Each takes the unpickler and what the file gives."""
+"""Functions that make numbers and containers, by the name in the file. Arguments: the unpickler, and those in the
+file."""
 
 
 class _Size:
-    """How much an object is when everything that it refers to is written out."""
+    """The size of an object when everything that it refers to is written out, with repetitions."""
+
+    # Worked example: a = [1] * 10, b = [a] * 10, c = [b] * 10 is 30 references in the file. a counts 11, b 1 + 10 * 11
+    # = 111, c 1 + 10 * 111 = 1111. Each object is computed once, so this takes linear time.
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._known: dict[int, tuple[int, int]] = {}
 
     def check(self, value: Any, depth: int = 0) -> tuple[int, int]:
-        """The size, and how many containers are inside each other.
+        """Return the size, and the depth of nested containers.
 
         Raises:
-            ValueError: it is too much, or refers to itself.
+            ValueError: a limit is exceeded, or the object refers to itself.
         """
         if depth > _MOST_DEPTH:
             raise ValueError("containers in it are inside each other without end")
@@ -544,6 +572,7 @@ class _Size:
             total = self._own(value) + sum(size for size, _ in inner)
             self._known[id(value)] = total, 1 + max((height for _, height in inner), default=0)
         total, height = self._known[id(value)]
+        # A known object may be found again at a greater depth, so its height is kept too.
         if total > self._most or depth + height > _MOST_DEPTH + 1:
             raise ValueError("it describes far more than it holds")
         return total, height

@@ -1,7 +1,4 @@
-"""Adapters of PEFT in a model: what is the base under them.
-
-Knows modules and PEFT's names; must not know what is trained or saved.
-"""
+"""Tells the base weights of a model from the adapters that PEFT added to it."""
 
 from __future__ import annotations
 
@@ -14,16 +11,16 @@ from torch import nn
 
 def is_adapted(model: nn.Module) -> bool:
     """Whether PEFT wraps the model, or transformers has added adapters to it (``model.add_adapter``)."""
-    peft: Any = sys.modules.get("peft")  # who has such a model has imported it
+    # Looked up, not imported: a model can only be wrapped by PEFT if the script has imported PEFT.
+    peft: Any = sys.modules.get("peft")
     is_wrapped = peft is not None and isinstance(model, (peft.PeftModel, peft.PeftMixedModel))
     return is_wrapped or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def is_base(model: nn.Module) -> Callable[[nn.Parameter], bool]:
-    """What tells whether a parameter is of the model under the adapters: frozen, adapted, and of no adapter, active or not.
-
-    With ``AdamW(model.parameters())`` these all are in a group, and nobody thaws them.
-    """
+    """Return a predicate that is True for a frozen base weight of a model with adapters."""
+    # `AdamW(model.parameters())` puts base weights into a parameter group as well. Membership in a group therefore does
+    # not show that a weight will be trained, and the planner uses this predicate to reserve no optimizer state for it.
     if not is_adapted(model):
         return lambda parameter: False
     of_adapters = {id(parameter) for parameter in _of_adapters(model)}
@@ -31,7 +28,10 @@ def is_base(model: nn.Module) -> Callable[[nn.Parameter], bool]:
 
 
 def _of_adapters(model: Any) -> Iterator[nn.Parameter]:
-    """PEFT keeps what an adapter has in each layer in containers, under the adapter's name."""
+    """Yield the parameters of all adapters, active or not."""
+    # PEFT stores an adapter in each layer it adapts as `layer.lora_A["default"]`: a ModuleDict for modules such as
+    # lora_A and lora_B, a ParameterDict for bare tensors such as the embedding's or IA3's. The key is the adapter's
+    # name.
     for module in model.modules():
         for name in model.peft_config:
             if isinstance(module, nn.ModuleDict) and name in module:

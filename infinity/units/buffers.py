@@ -1,11 +1,11 @@
-"""A model's buffers, when it comes to an engine.
+"""Casts and moves a model's buffers when an engine takes the model.
 
-[Note: dtypes of buffers] A buffer keeps its dtype, as in DeepSpeed: rotary frequencies, running statistics, counters and
-codebooks lose what they are there for when they are rounded to 16 bits. There are three exceptions, each where torch
-itself could not compute, or nothing is lost: the config's ``data_types.buffer_dtype``; statistics of a BatchNorm with
-weights, and vectors of a spectral norm, which torch wants in the weights' dtype; and buffers of the dtype that the
-parameters came in, if that is as narrow as the compute dtype, or if all of the model came in fp64: they are cast with
-the parameters.
+[Note: dtypes of buffers] A buffer keeps its dtype, as in DeepSpeed. Rotary frequencies, running statistics, counters
+and codebooks become useless when they are rounded to 16 bits. There are three exceptions:
+  1. The config sets ``data_types.buffer_dtype``.
+  2. torch needs the weights' dtype: statistics of a BatchNorm with weights, and vectors of a spectral norm.
+  3. The buffer has a dtype of the parameters, and that dtype is at most as wide as the compute dtype, or all parameters
+     are fp64. Such a buffer is cast with the parameters.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from infinity.numerics.raw_bytes import raw_bytes
 from infinity.torch_internals.names import BatchNorm, SpectralParametrization
 from infinity.torch_internals.operations import leaves
 
+# Parts of torch's messages for operands whose dtypes differ. They vary by kernel, and a message that no pattern matches
+# only gets no hint. F.embedding's message contains "scalar type" too, so `_OF_INDICES` has to be tried first.
 _OF_DTYPES = re.compile(r"dtype|scalar type|datatype|Type promoting|type \(.*should be the same")
-"""In what torch says of operands with different dtypes."""
 _OF_INDICES = re.compile(r"argument #1 'indices' to have one of the following scalar types")
 Place = tuple[nn.Module, str, torch.Tensor | None]
 """Module, name, value."""
 
 
 def buffers_of(model: nn.Module) -> list[Place]:
-    """All buffers as they are."""
+    """All buffers, so that `restore_buffers` can undo a cast."""
     return [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
 
 
 def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """FQN and value of those that a state dict has; ``remove_duplicate``: of a module that is there twice, under one name."""
+    """FQN and value of each buffer in a state dict; ``remove_duplicate``: a shared module is listed under one name
+    only."""
     for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -45,18 +47,22 @@ def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> It
 
 
 def restore_buffers(buffers: Sequence[Place]) -> None:
-    """The modules have these buffers again."""
+    """Put the buffers of `buffers_of` back into their modules."""
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
 
 
 def write_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    """Give a buffer other values, of the same shape. An expanded one, which torch does not write to, takes each value once.
+    """Copy ``value`` into a buffer of the same shape, also into an expanded one.
 
     Raises:
-        RuntimeError: its elements share memory, and the values are not the same where they do.
+        RuntimeError: elements of the buffer share memory, and ``value`` differs between them.
     """
     with torch.no_grad():
+        # torch refuses an in-place write to an expanded tensor. For zeros(1).expand(4), with stride (0,), `once` is
+        # (slice(1),): the one element that exists. If all four new values have the same bits, writing that element is
+        # enough. Bits are compared, as NaN does not equal NaN. If the values differ, copy_ below raises torch's own
+        # error.
         once = tuple(slice(1 if step == 0 else None) for step in buffer.stride())
         if buffer[once].shape != buffer.shape and raw_bytes(value[once].expand_as(value)).equal(raw_bytes(value)):
             buffer, value = buffer[once], value[once]
@@ -64,13 +70,14 @@ def write_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
 
 
 class BufferCast:
-    """Which dtype each buffer gets. Made before the parameters are taken over."""
+    """Chooses the dtype of each buffer: see [Note: dtypes of buffers]."""
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype, buffer_dtype: torch.dtype | None) -> None:
-        """``buffer_dtype``: of all floating-point buffers, if the config says so."""
+        """``buffer_dtype``: the config's dtype for all floating-point buffers; None: the rules of the note apply."""
         self._model = model
         self._compute_dtype = compute_dtype
         self._buffer_dtype = buffer_dtype
+        # Read now, before the engine takes the parameters: from then on they all have the compute dtype.
         came = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
         self._cast_dtypes = {
             dtype
@@ -79,7 +86,7 @@ class BufferCast:
         }
 
     def apply(self, device: torch.device) -> None:
-        """Cast the buffers that have to be, and move all."""
+        """Cast the buffers that need it, and move all of them to ``device``."""
         for module, name, buffer in buffers_of(self._model):
             if buffer is not None:
                 module._buffers[name] = buffer.to(device=device, dtype=self._dtype_for(module, buffer))
@@ -89,24 +96,30 @@ class BufferCast:
             return buffer.dtype
         if self._buffer_dtype is not None:
             return self._buffer_dtype
+        # torch's batch norm kernels refuse statistics of another dtype than the weight's. Spectral norm multiplies its
+        # vectors u and v by the weight: the parametrization keeps them in itself, the older hook in the module that it
+        # is registered on.
         meets_weights = isinstance(module, BatchNorm) and module.weight is not None
         meets_weights |= isinstance(module, SpectralParametrization)
         meets_weights |= any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
         return self._compute_dtype if meets_weights or buffer.dtype in self._cast_dtypes else buffer.dtype
 
     def explain_failures(self) -> RemovableHandle:
-        """Let a forward that fails because two dtypes meet say what to do. Returns the handle of the hook."""
+        """Register a hook that adds a hint to errors about mixed dtypes. Returns its handle."""
         hook = _Explanation(self._compute_dtype)
+        # With always_call, torch runs the hook in the `except` clause of a forward that raises.
         return self._model.register_forward_hook(hook, always_call=True, with_kwargs=True)
 
 
 class _Explanation:
-    """A forward hook that adds a note to the exception that is on its way. A copy of the model has none."""
+    """A forward hook that adds a note to the exception of a failing forward."""
 
     def __init__(self, compute_dtype: torch.dtype | None) -> None:
         self._compute_dtype = compute_dtype
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A deep copy or pickle of the model has the hook too, but no engine: without a compute dtype the hook does
+        # nothing.
         return _Explanation, (None,)
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

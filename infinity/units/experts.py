@@ -1,20 +1,18 @@
 """Mixtures of experts whose weights are one tensor, ``[experts, ...]``, and are paged expert by expert.
 
-Knows modules of experts and what they do with such a tensor; must not know when anything moves.
-
-[Note: experts] transformers has the weights of all experts of a layer in one parameter. Each expert is a tile of it (see
-``infinity.units.tiles``), and the parameter answers the three ways in which the implementations of experts use it:
+[Note: experts] transformers keeps the weights of all experts of a layer in one parameter. Here each expert is a tile of
+it (see ``infinity.units.tiles``). The parameter supports the three ways in which transformers' implementations use it:
 
     eager         weight[expert]                                    -> that tile
     batched_mm    weight[experts], one for each token and choice    -> the tiles that occur, once each, and then the choice
     grouped_mm    grouped_mm(tokens by expert, weight.transpose(-2, -1), offs=...) -> one grouped_mm for each tile with tokens
 
-So the model's own code computes, whichever implementation it has, with the kernels that it would call: outputs and
-gradients have the same bits. All that goes between (activations, gates, sums) sees whole tensors.
+The model's own code runs and calls its usual kernels, so outputs and gradients have the same bits. Activations, gates
+and sums are whole tensors.
 
-In torch the gradient of such a parameter is one tensor, with zeros for experts that got no token: an optimizer with momentum
-or weight decay changes those as well. So they get zeros here, too (`_Zero`), unless ``touched_only`` says that they have no
-gradient, as in a list of modules.
+In torch the gradient of such a parameter is one tensor, with zeros for experts that got no token. An optimizer with
+momentum or weight decay changes those experts as well. So they get zeros here, too (`_Zero`), unless ``touched_only``
+is set. Then they get no gradient, as in a list of modules.
 """
 
 from __future__ import annotations
@@ -34,10 +32,9 @@ from infinity.units.tiles import TiledWeight, Tiles
 
 
 def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Names of modules that have experts as transformers does, the modules, and names of the parameters that can be cut.
-
-    Left whole are those that others share, and those in adapters' wrappers, which add to the whole tensor.
-    """
+    """Yield name, module and names of cuttable parameters for each module of experts in transformers' form."""
+    # Not cut: parameters under a PEFT wrapper, which adds to the whole tensor, and shared parameters, whose other owner
+    # may use them in any way. Hooks on a parameter would have to see one gradient for all experts.
     wrapped = _in_wrappers(model)
     num_owners: dict[int, int] = {}
     for module in model.modules():
@@ -63,25 +60,26 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]
 
 
 def _has_experts(module: nn.Module) -> bool:
-    """Whether it is one of transformers' modules of experts."""
+    """Whether ``module`` is one of transformers' modules of experts."""
+    # transformers' decorator `use_experts_implementation` sets `is_transposed` in each module's __init__.
     return isinstance(getattr(module, "num_experts", None), int) and hasattr(module, "is_transposed")
 
 
 def _in_wrappers(model: nn.Module) -> set[int]:
-    """``id`` of each module to a parameter of which PEFT adds (``target_parameters``): it makes the sum of all experts, by one
-    operation, in each forward."""
+    """``id`` of each module under a PEFT wrapper for ``target_parameters``, which adds to all experts by one
+    operation."""
     return {id(inner) for module in model.modules() if hasattr(module, "parameter_name") for inner in module.modules()}
 
 
 def adapted_experts(model: nn.Module) -> str | None:
-    """Name of the first module of experts to whose tensors adapters add; None: there is none."""
+    """Name of the first module of experts under such a wrapper; None if there is none."""
     wrapped = _in_wrappers(model)
     found = (name for name, module in model.named_modules() if id(module) in wrapped and _has_experts(module))
     return next(found, None)
 
 
 def experts_to_cut(model: nn.Module, choice: str, *, is_paged: bool) -> list[tuple[str, nn.Module, list[str]]]:
-    """As `fused_experts`, of those that are paged one by one.
+    """`fused_experts`, reduced to the parameters that are paged expert by expert.
 
     Args:
         model: whose.
@@ -92,6 +90,8 @@ def experts_to_cut(model: nn.Module, choice: str, *, is_paged: bool) -> list[tup
         return []
     found = []
     for prefix, module, names in fused_experts(model):
+        # Frozen experts alone: a trained one that gets no token would still be read and written in every update, for
+        # its zeros.
         if choice == "auto":
             names = [name for name in names if not module.get_parameter(name).requires_grad]
         if names:
@@ -100,37 +100,46 @@ def experts_to_cut(model: nn.Module, choice: str, *, is_paged: bool) -> list[tup
 
 
 Together = Callable[[Sequence[int]], Iterator[tuple[Sequence[int], AbstractContextManager[object]]]]
-"""Divides experts, in their order, into parts that are in memory together inside a ``with`` block."""
+"""Splits experts, in order, into groups; each group is in memory inside its ``with`` block."""
 
 
 class ExpertTiles(Tiles):
     """The experts of a weight."""
 
     def __init__(self, tiled: TiledParameter, *, touched_only: bool) -> None:
-        """``touched_only``: an expert without a token gets no gradient; else zeros, as in torch."""
+        """``touched_only``: an expert without a token gets no gradient. Otherwise it gets zeros, as in torch."""
         super().__init__(tiled)
         self.touched_only = touched_only
         self.routed: list[int] | None = None
-        """The experts of the call that runs, those with most tokens first; None: unknown."""
+        """The experts used by the running call, those with most tokens first; None: unknown."""
         self.together: Together | None = None
-        """In a call whose routing is known, how experts come into memory several at a time; None: each by itself."""
+        """Set by the engine for a call whose routing is known: fetches several experts at a time. None: one at a
+        time."""
         self._gives_zeros = True
-        """Whether the call that runs has yet to give zeros to the others."""
+        """Whether the running call still has to give zeros to unused experts."""
 
     @property
     def weight_class(self) -> type[TiledWeight]:
         return ExpertWeight
 
     def experts(self) -> list[Any]:
-        """The tiles, by number of the expert."""
+        """The `Tile` modules, by number of the expert."""
         return list(self.children())
 
     def grouped_mm(
         self, multiply: Callable[..., torch.Tensor], x: torch.Tensor, offs: torch.Tensor, *, is_turned: bool
     ) -> torch.Tensor:
-        """As ``multiply(x, weight, offs=offs)``, with the weight's last dimensions exchanged if it ``is_turned``."""
+        """Compute ``multiply(x, weight, offs=offs)``, with the weight's last two dimensions swapped if ``is_turned``.
+
+        Shapes: ``x`` [tokens, in], sorted by expert; ``offs`` [experts], int32, the end of each expert's rows.
+        """
+        # Worked example: 3 experts, x has 6 rows, offs = [2, 2, 5]. Expert 0 has rows 0-1, expert 1 none, expert 2 rows
+        # 2-4, and row 5 belongs to nobody. counts = [2, 0, 3], used = [2, 0], the parts have 2, 0, 3 and 1 rows. Expert
+        # 2 is multiplied as `multiply(rows 2-4, weight[2:3], offs=[3])`, expert 0 with offs=[2]. The result joins the
+        # rows of expert 0, those of expert 2 and one row of zeros.
         ends = offs.tolist()
         counts = [end - start for start, end in itertools.pairwise([0, *ends])]
+        # The longest computation comes first: the experts behind it are read meanwhile.
         used = sorted((e for e, count in enumerate(counts) if count), key=lambda e: -counts[e])
         parts = self._with_zeros(x, used).split([*counts, len(x) - ends[-1]])
         numbers = torch.tensor([counts[e] for e in used], dtype=offs.dtype, device=offs.device).split(1)
@@ -141,16 +150,18 @@ class ExpertTiles(Tiles):
 
         results = self._of_each(used, multiply_one)
         width = self.tiled.shape[-2 if is_turned else -1]
-        rest = x.new_zeros(len(parts[-1]), width)  # rows of no expert, of which torch says nothing
+        # torch leaves the rows behind the last offset undefined. Zeros keep NaN out of them.
+        rest = x.new_zeros(len(parts[-1]), width)
         return torch.cat([*(results[e] for e in sorted(results)), rest])
 
     def _of_each(
         self, used: Sequence[int], function: Callable[[int, torch.Tensor], torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """What the function gives for each of these experts and its weight, ``[1, ...]``. In this order."""
+        """Call ``function(expert, weight)`` for each expert, in this order; ``weight`` is [1, ...]."""
         tiles = self.tiled.tiles
         if self.together is None:
             modules = self.experts()
+            # Calling a `Tile` runs the engine's hooks: they fetch the expert before its forward and release it after.
             return {e: modules[e](function, e) for e in used}
         found = {}
         for experts, in_memory in self.together(used):
@@ -160,7 +171,7 @@ class ExpertTiles(Tiles):
         return found
 
     def pick(self, index: Any) -> torch.Tensor:
-        """As ``weight[index]``, of an expert or a tensor of experts."""
+        """Compute ``weight[index]`` for one expert (int or 0-dim tensor) or for a tensor of experts."""
         tiles = self.experts()
         if isinstance(index, int) or (isinstance(index, torch.Tensor) and not index.dim() and _is_index(index)):
             number = int(index)
@@ -170,17 +181,24 @@ class ExpertTiles(Tiles):
             chosen: torch.Tensor = tiles[number](_only, None)
             if not self._gives_zeros:
                 return chosen
-            self._gives_zeros = self.routed is None  # else the first of a call gives zeros to all others
+            # Zeros for all unused experts hang on the first expert of a call. Without a known routing, every pick gives
+            # zeros to all others: autograd adds them up, and zeros do not change the sum.
+            self._gives_zeros = self.routed is None
             return self._with_zeros(chosen, self.routed or [number])
         if not isinstance(index, torch.Tensor) or not _is_index(index):
             raise self.tiled.access_error("an index")
+        # batched_mm indexes with one expert per token and choice, for example [2, 0, 2]: numbers = [0, 2], places = [1,
+        # 0, 1]. Each expert is fetched once and the copies are repeated by [places]. They are copies because the tile
+        # may be released before they are used.
         numbers, places = index.remainder(len(tiles)).unique(return_inverse=True)
         used = numbers.tolist()
         copies = self._of_each(used, lambda _, weight: weight.clone())
         return self._with_zeros(torch.cat([copies[e] for e in used]), used)[places]
 
     def _with_zeros(self, x: torch.Tensor, used: Collection[int]) -> torch.Tensor:
-        """``x``, with which experts that are not used get a gradient of zeros when ``x`` gets its own."""
+        """Return ``x``; when it gets its gradient, the experts that are not in ``used`` get zeros."""
+        # The graph: tile 1 -> _zero -> tile 3 -> _zero -> ... -> anchor (0-dim) -> _join -> x. Backward through _join
+        # passes x's gradient on, and sends a zero along the chain of anchors, at which each tile gets its zeros.
         if self.touched_only or not used or not torch.is_grad_enabled() or not self.tiled.tiles[0].requires_grad:
             return x
         anchor = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -189,21 +207,21 @@ class ExpertTiles(Tiles):
         return _join(x, anchor) if anchor.requires_grad else x
 
     def begin_call(self, routed: list[int] | None) -> None:
-        """A call of the module begins, or is over."""
+        """Reset the state of a call: when it begins with its routing, and when it ends with None."""
         self.routed, self.together, self._gives_zeros = routed, None, True
 
     def bring_together(self, together: Together) -> None:
-        """Experts come into memory several at a time in the call that has begun."""
+        """Fetch experts by ``together`` until the call ends."""
         self.together = together
 
     def others(self, used: Iterable[int]) -> list[int]:
-        """The experts besides these."""
+        """The experts that are not in ``used``."""
         known = set(used)
         return [e for e in range(len(self.tiled.tiles)) if e not in known]
 
 
 class ExpertWeight(TiledWeight):
-    """What a weight of all experts is while they are paged one by one. See [Note: experts]."""
+    """The class of a weight of all experts while they are paged one by one. See [Note: experts]."""
 
     tiles: ExpertTiles
 
@@ -218,19 +236,20 @@ class ExpertWeight(TiledWeight):
                 return first.tiles.pick(args[1])
             if _turns(func, args[1:], kwargs):
                 return _Turned.of(first)
+        # Reached without a transpose in models with `is_transposed`, which store [experts, in, out].
         if name_of(func) in _GROUPED and isinstance(args[1], ExpertWeight):
             return _grouped(func, *args, **kwargs)
         return cls.look_at(func, args, kwargs)
 
 
 class _Turned(torch.Tensor):
-    """``weight.transpose(-2, -1)`` of an `ExpertWeight`, without values either."""
+    """``weight.transpose(-2, -1)`` of an `ExpertWeight`. It has no values, and only grouped_mm accepts it."""
 
     weight: ExpertWeight
 
     @staticmethod
     def of(weight: ExpertWeight) -> _Turned:
-        """What stands for the transposed weight."""
+        """Make it: shape [experts, in, out] for a weight [experts, out, in]."""
         shape = torch.Size((weight.shape[0], weight.shape[2], weight.shape[1]))
         made = placeholder(weight.dtype, weight.device, shape).as_subclass(_Turned)
         made.weight = weight
@@ -247,12 +266,14 @@ class _Turned(torch.Tensor):
         return TiledWeight.look_at(func, tuple(weight.weight if arg is weight else arg for arg in args), kwargs)
 
 
+# torch._grouped_mm before torch 2.10, functional.grouped_mm since, and transformers' own operator for other devices.
 _GROUPED = frozenset({"_grouped_mm", "grouped_mm", "grouped_mm_fallback"})
 
 
 def _grouped(func: Callable[..., Any], x: torch.Tensor, weight: Any, offs: Any = None, **others: Any) -> torch.Tensor:
     is_turned = isinstance(weight, _Turned)
     tiles: ExpertTiles = weight.weight.tiles if is_turned else weight.tiles
+    # The batched form (3-dim x, no offs), a bias and an output dtype are not needed by transformers.
     if offs is None or x.dim() != 2 or any(value is not None for value in others.values()):
         raise tiles.tiled.access_error(name_of(func))
     return tiles.grouped_mm(func, x, offs, is_turned=is_turned)
@@ -261,22 +282,27 @@ def _grouped(func: Callable[..., Any], x: torch.Tensor, weight: Any, offs: Any =
 def _turns(func: Callable[..., Any], dims: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name_of(func) == ".mT":
         return True
+    # Modulo 3, as the tensor has 3 dimensions: (-2, -1), (1, 2) and (2, 1) all swap the last two.
     return name_of(func) == "transpose" and sorted(int(each) % 3 for each in (*dims, *kwargs.values())) == [1, 2]
 
 
 def _is_index(index: torch.Tensor) -> bool:
+    # For torch, a bool or uint8 tensor is a mask, not a list of positions.
     return not index.is_floating_point() and index.dtype not in (torch.bool, torch.uint8)
 
 
+# A tile is a view [1, ...] of the tensor of all experts; weight[e] has one dimension less.
 def _only(_: None, weight: torch.Tensor) -> torch.Tensor:
     return weight[0]
 
 
 class _Zero(torch.autograd.Function):
-    """A parameter that is not used, and has zeros for a gradient all the same."""
+    """Returns a zero that depends on ``parameter``, whose gradient is then zeros."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        # Not save_for_backward: that would hold the weight, or fetch its unit again in backward. Metadata needs no
+        # values.
         ctx.form = parameter.shape, parameter.dtype, parameter.device
         return torch.zeros_like(anchor)
 
@@ -287,7 +313,7 @@ class _Zero(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """A tensor as it is; when it gets its gradient, so does what hangs on the anchor."""
+    """Returns ``x``; its backward also sends a zero to ``anchor``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -308,7 +334,8 @@ _join: Any = _Join.apply
 
 
 def route(module: nn.Module, tiles: Sequence[ExpertTiles]) -> list[Any]:
-    """The module's ``tiles`` know which experts each of its calls uses. Returns handles of hooks."""
+    """Register hooks that read the router's choice from each call of ``module``. Returns their handles."""
+    # always_call: a forward that raises must not leave its routing behind for the next call.
     return [
         module.register_forward_pre_hook(_Routing(tiles).begin, with_kwargs=True),
         module.register_forward_hook(_Routing(tiles).end, always_call=True),
@@ -320,10 +347,11 @@ class _Routing:
         self._tiles = tiles
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What the router has chosen is among the arguments: the only tensor of integers."""
+        """Find the router's choice: the only tensor of integers among the arguments, any shape, numbers of experts."""
         chosen = next((each for each in (*args, *kwargs.values()) if _is_choice(each)), None)
         routed = None
         if chosen is not None:
+            # `tolist` waits for the GPU. The router's choice has to be known on the host before reads can begin.
             counts = torch.bincount(chosen.reshape(-1), minlength=len(self._tiles[0].tiled.tiles)).tolist()
             routed = [e for e in range(len(self._tiles[0].tiled.tiles)) if counts[e]]
             routed.sort(key=lambda e: -counts[e])
@@ -331,7 +359,7 @@ class _Routing:
             each.begin_call(routed)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The call is over."""
+        """Forget the routing: outside of calls it is unknown."""
         for each in self._tiles:
             each.begin_call(None)
 
@@ -341,7 +369,7 @@ def _is_choice(value: Any) -> bool:
 
 
 def expert_groups(model: nn.Module, locate: Callable[[nn.Parameter], tuple[Any, Any]]) -> dict[int, int]:
-    """Index of each expert's unit -> a number for the module that it is an expert of."""
+    """Index of each expert's unit -> a number for its module. The prefetch schedule counts uses per module."""
     modules = [experts for module in model.modules() if (experts := experts_of(module))]
     return {
         locate(tile)[0].index: number
@@ -352,7 +380,7 @@ def expert_groups(model: nn.Module, locate: Callable[[nn.Parameter], tuple[Any, 
 
 
 def routed_experts(model: nn.Module) -> set[int]:
-    """``id`` of each expert that a step neither reads nor changes unless a token goes to it: frozen, or ``touched_only``."""
+    """``id`` of each expert that a step leaves alone if no token goes to it: frozen, or ``touched_only``."""
     return {
         id(tile)
         for module in model.modules()
@@ -363,5 +391,5 @@ def routed_experts(model: nn.Module) -> set[int]:
 
 
 def experts_of(module: nn.Module) -> list[ExpertTiles]:
-    """The experts that a module has as its children."""
+    """The `ExpertTiles` among a module's children."""
     return [child for child in module.children() if isinstance(child, ExpertTiles)]

@@ -1,7 +1,4 @@
-"""What modules keep beside parameters and buffers: torch's ``get_extra_state`` and ``set_extra_state``.
-
-Knows which modules have some, as ``state_dict`` does; must not know how it is stored.
-"""
+"""State of modules beside parameters and buffers: torch's ``get_extra_state`` and ``set_extra_state``."""
 
 from __future__ import annotations
 
@@ -11,11 +8,12 @@ from typing import Any
 from torch import nn
 
 EXTRA_STATES = "extra_states"
-"""What `extra_states` gives is called so in what is saved."""
+"""The key in saved files."""
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """Name of a module -> what it keeps; of those whose class says what that is."""
+    """FQN of each module that overrides ``get_extra_state`` -> what that returns."""
+    # As in Module.state_dict: the base class's method raises, so only overriding classes may be asked.
     return {
         fqn: module.get_extra_state()
         for fqn, module in model.named_modules()
@@ -24,7 +22,7 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def takers(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> module; of those whose class takes an extra state."""
+    """FQN -> module, for each module that overrides ``set_extra_state``."""
     return {
         fqn: module
         for fqn, module in model.named_modules()
@@ -33,7 +31,7 @@ def takers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
-    """Go on from what `extra_states` gave; modules that are not in it stay as they are."""
+    """Restore what `extra_states` returned; modules that it does not name are unchanged."""
     for fqn, module in takers(model).items():
         if fqn in states:
             module.set_extra_state(states[fqn])

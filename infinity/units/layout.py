@@ -1,6 +1,4 @@
-"""Where a unit's parameters lie in its flat buffer, and how its optimizer state is cut into chunks.
-
-Pure arithmetic: knows shapes, dtypes and offsets; must not know tensors' contents, files or devices.
+"""Where a unit's parameters lie in its flat buffer, and how its optimizer state is cut into chunks. Pure arithmetic.
 
     flat buffer of a unit (bytes)
     |<-------- segment: trainable, compute dtype -------->|<-- segment: frozen -->| ...
@@ -40,9 +38,9 @@ def round_up(value: int, granule: int) -> int:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the layout has to know of one parameter: its FQN, shape, strides (elements), dtype, and whether it is trained.
+    """FQN, shape, strides (in elements) and dtype of one parameter, and whether it is trained.
 
-    ``packed`` is the name of the format (``infinity.packed``) in which a frozen one is stored; None: as it is in memory.
+    ``packed``: the format (``infinity.packed``) in which a frozen parameter is stored; None: as it is in memory.
     """
 
     fqn: str
@@ -57,13 +55,16 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     def formed(self, elements: torch.Tensor) -> torch.Tensor:
-        """A view of all elements (1-D, as they lie in memory) as the parameter."""
+        """A view of ``elements`` (1-D, in memory order) with the parameter's shape and strides."""
         return elements.as_strided(self.shape, self.stride, elements.storage_offset())
 
 
-@dataclass(frozen=True, eq=False)  # one of a layout is itself alone: it is a key in what runs for each gradient
+# Slots are compared by identity. They are keys of dicts in code that runs once per gradient, and a generated __eq__ and
+# __hash__ would go through the spec each time.
+@dataclass(frozen=True, eq=False)
 class Slot:
-    """The place of one parameter: ``start`` is its first element in the segment, ``offset_bytes`` that in the flat buffer."""
+    """The place of one parameter: ``start`` counts elements of its segment, ``offset_bytes`` bytes of the flat
+    buffer."""
 
     index: int
     spec: ParameterSpec
@@ -81,6 +82,8 @@ class Slot:
     @property
     def is_in_order(self) -> bool:
         """Whether the parameter's elements lie in memory in C order."""
+        # Strides of dimensions of size 1 are ignored, because no element is reached by them: torch gives (1, 5) any
+        # first stride.
         expected = 1
         for size, stride in zip(reversed(self.spec.shape), reversed(self.spec.stride), strict=True):
             if size != 1 and stride != expected:
@@ -90,7 +93,7 @@ class Slot:
 
 
 def in_slot_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """A tensor of the parameter's shape (or as many elements) with the parameter's strides: itself, if it has those."""
+    """``tensor``, or a copy of it, with the parameter's shape and strides. It has as many elements as the parameter."""
     spec = slot.spec
     if not tensor.is_sparse and (tuple(tensor.stride()), tuple(tensor.shape)) == (spec.stride, spec.shape):
         return tensor
@@ -99,14 +102,14 @@ def in_slot_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
 
 
 def in_memory_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """As `in_slot_order`, 1-D: its elements as they lie in memory."""
+    """As `in_slot_order`, but 1-D, in memory order."""
     ordered = in_slot_order(tensor.detach(), slot)
     return ordered.as_strided((ordered.numel(),), (1,), ordered.storage_offset())
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of slots of one dtype, all trainable or all frozen. ``numel`` includes the padding."""
+    """Consecutive slots of one dtype, all trainable or all frozen. ``numel`` includes the padding."""
 
     dtype: torch.dtype
     is_trainable: bool
@@ -148,19 +151,25 @@ class Chunk:
 
 
 class UnitLayout:
-    """The flat buffer of one unit. Segments appear in the order trainable, frozen by dtype, frozen that are stored packed."""
+    """The layout of one unit's flat buffer: first the trainable segment, then frozen ones, then those stored packed."""
 
     def __init__(self, specs: Sequence[ParameterSpec], state_block_numel: int = 1) -> None:
         """
         Args:
             specs: the parameters.
-            state_block_numel: elements of an optimizer state that are stored together. Parameters start at multiples of
-                it, so that none shares a block with another, and cuts between chunks lie between blocks.
+            state_block_numel: elements of an optimizer state that share one scale; 1 where states are not quantized.
         """
+        # Worked example: bf16, two trained parameters of 100 and 5000 elements, one frozen of 10.
+        #   trainable: slot 0 starts at element 0, slot 1 at 128 (100 rounded up to 64s), ends at 5128; numel 6144 = 3 *
+        #   2048 frozen: starts at byte 12288 = 6144 * 2, has 2048 elements (4096 bytes), of which 10 are used
+        #   num_bytes = 12288 + 4096 = 16384
+        # The key sorts False first: trainable before frozen, plain before packed. `StoredForm` relies on packed weights
+        # being last, and on trainable ones having the same offsets with and without packing.
         groups: dict[tuple[bool, bool, str], list[tuple[int, ParameterSpec]]] = {}
         for index, spec in enumerate(specs):
             key = (not spec.is_trainable, spec.packed is not None, str(spec.dtype))
             groups.setdefault(key, []).append((index, spec))
+        # A parameter starts a new block of its quantized states, so that two parameters never share a scale.
         slot_granule = math.lcm(SLOT_GRANULE, state_block_numel)
         segments: list[Segment] = []
         start_bytes = 0
@@ -171,6 +180,8 @@ class UnitLayout:
             for index, spec in members:
                 slots.append(Slot(index, spec, position, start_bytes + position * dtype.itemsize))
                 position = round_up(position + spec.numel, SLOT_GRANULE if is_frozen else slot_granule)
+            # Whole 4096-byte blocks, which O_DIRECT needs. A trainable segment is a multiple of CHUNK_GRANULE, so that
+            # its last chunk ends at a multiple of it as well.
             granule = SEGMENT_GRANULE_BYTES // dtype.itemsize if is_frozen else CHUNK_GRANULE
             numel = round_up(max(position, 1), max(granule, 1))
             segments.append(Segment(dtype, not is_frozen, start_bytes, numel, tuple(slots)))
@@ -204,6 +215,9 @@ class UnitLayout:
         if self.trainable is None:
             return ()
         first, last = span or (0, self.trainable_numel)
+        # Worked example: 10240 elements, chunk_numel 4096, split 6144. starts = [0, 4096] + [6144], and the chunks are
+        # [0, 4096), [4096, 6144) and [6144, 10240). Records of elements below the split rest in host memory, the others
+        # on drives, so a chunk across it would have half a record in each.
         starts = [*range(first, min(split, last), chunk_numel), *range(max(split, first), last, chunk_numel)]
         chunks = []
         for index, (start, stop) in enumerate(itertools.pairwise([*starts, last])):

@@ -1,4 +1,4 @@
-"""Refuses models that cannot be taken over, before anything is written."""
+"""Refuses models that an engine cannot page, before anything is written."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from infinity.units.parameter import PagedParameter, ResidentParameter, host_of
 from infinity.units.unit import dense_strides, is_float8
 
 _SHORT = {torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Attributes of a module that are not looked into for stray tensors: parameters may hold their own memory, buffers are
+# looked at by themselves, and children are visited by `named_modules`.
 _OTHER_HOLDERS = frozenset({"_parameters", "_buffers", "_modules"})
 
+# Compared by name, so that FSDP need not be imported.
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
 
 _OF_BITSANDBYTES = {"Params4bit": "Linear4bit", "Int8Params": "Linear8bitLt"}
@@ -29,12 +32,15 @@ def check_model(model: nn.Module) -> None:
         ModelError: a subclass says what is wrong with which module or parameter, and the cure.
     """
     for fqn, module in model.named_modules():
+        # A scripted module runs in C++ and reads its parameters there, past hooks and __torch_function__.
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(
                 f"module '{fqn or type(module).__name__}' was compiled with torch.jit, which hides its accesses to parameters",
                 cure="Pass the model as it was before compiling",
                 fqn=fqn,
             )
+        # The MRO is searched, so that a subclass of DistributedDataParallel is found, and only torch's own class of
+        # that name.
         of_torch = (each for each in type(module).__mro__ if each.__module__.partition(".")[0] == "torch")
         wrapper = next((each for each in of_torch if each.__name__ in _WRAPPERS), None)
         if wrapper is not None:
@@ -62,6 +68,8 @@ def check_model(model: nn.Module) -> None:
                 "infinity.engine_of(model).close() where no variable holds it",
                 fqn=fqn,
             )
+        # A DTensor of FSDP. Those of `parallelize_module` have given their place to local tensors: see
+        # `infinity.distributed.dtensors`.
         if hasattr(parameter, "device_mesh"):
             raise ModelError(
                 f"parameter '{fqn}' is a DTensor",
@@ -69,6 +77,9 @@ def check_model(model: nn.Module) -> None:
                 fqn=fqn,
             )
         is_trained_fp8 = is_float8(parameter.dtype) and parameter.requires_grad
+        # Subclasses of Parameter (quantized ones of torchao and bitsandbytes, UninitializedParameter) keep data of
+        # their own that a flat buffer does not hold. While an engine holds a parameter, its class is replaced by one of
+        # ours.
         if parameter.is_sparse or is_trained_fp8 or type(parameter) is not nn.Parameter:
             kind = f"{parameter.dtype} that is trained" if is_trained_fp8 else type(parameter).__name__
             if kind in _OF_BITSANDBYTES:
@@ -101,7 +112,8 @@ def check_model(model: nn.Module) -> None:
 
 
 def warn_of_other_dtypes(model: nn.Module) -> None:
-    """Warn once of parameters of which a config without 16 bits makes fp32 ones, as DeepSpeed does; frozen fp64 stays."""
+    """Warn once if an fp32 config changes parameters' dtype to fp32, as DeepSpeed does. Frozen fp64 ones keep
+    theirs."""
     others = [
         (fqn, parameter)
         for fqn, parameter in model.named_parameters()
@@ -127,7 +139,7 @@ def warn_of_other_dtypes(model: nn.Module) -> None:
 
 
 def warn_of_gaps(model: nn.Module) -> None:
-    """Warn once of parameters that lie in memory with gaps or overlaps, as slices do: they get memory without."""
+    """Warn once of parameters whose memory has gaps or overlaps, as that of a slice: the engine stores them dense."""
     for fqn, parameter in model.named_parameters():
         strides = dense_strides(tuple(parameter.shape), tuple(parameter.stride()))
         if strides != tuple(parameter.stride()):
@@ -141,7 +153,9 @@ def warn_of_gaps(model: nn.Module) -> None:
 
 
 def _check_memory(parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters that look at the same memory: they would be torn apart."""
+    """Refuse parameters that share memory: each would get memory of its own, and they would no longer be tied."""
+    # Sorted by address, so only neighbours are compared: (storage, first byte, end, name). Two slices of one tensor
+    # that do not overlap share a storage and are accepted.
     spans = sorted(
         (parameter.untyped_storage().data_ptr(), parameter.data_ptr(), parameter.data_ptr() + _extent(parameter), fqn)
         for fqn, parameter in parameters
@@ -157,7 +171,7 @@ def _check_memory(parameters: list[tuple[str, nn.Parameter]]) -> None:
 
 
 def _check_views(model: nn.Module, parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Refuse buffers and attributes of modules that look at a parameter's memory, which it will leave."""
+    """Refuse buffers and attributes of modules that are views of a parameter: they would keep its old memory."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for fqn, parameter in parameters:
         if parameter.numel():
@@ -168,7 +182,8 @@ def _check_views(model: nn.Module, parameters: list[tuple[str, nn.Parameter]]) -
         for name, value in (*module._buffers.items(), *held.items()):
             for tensor in leaves(value):
                 seen = _seen_by(tensor, spans)
-                # What old-style weight norms have in the place of the weight is made anew before each forward.
+                # torch.nn.utils.weight_norm keeps a computed tensor under the weight's name, and replaces it in a
+                # forward pre-hook whose `name` is that of the weight. A stale one is never used.
                 is_made_anew = any(getattr(hook, "name", None) == name for hook in module._forward_pre_hooks.values())
                 if seen is not None and not is_made_anew:
                     fqn = f"{prefix}.{name}" if prefix else name
@@ -180,7 +195,7 @@ def _check_views(model: nn.Module, parameters: list[tuple[str, nn.Parameter]]) -
 
 
 def _seen_by(value: object, spans: dict[int, list[tuple[int, int, str]]]) -> str | None:
-    """The parameter at whose memory a tensor looks, by name."""
+    """FQN of a parameter whose bytes overlap those of ``value``; None if there is none."""
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or not spans:
         return None
     if value.layout is not torch.strided or value.is_meta or not value.numel():
@@ -191,9 +206,12 @@ def _seen_by(value: object, spans: dict[int, list[tuple[int, int, str]]]) -> str
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    # An upper bound: bytes in the gaps of a strided tensor count as its own.
     return tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)
 
 
 def _extent(parameter: torch.Tensor) -> int:
+    # Offset of the last element, in elements: shape (3, 4) with strides (10, 1) ends at 2 * 10 + 3 * 1 = 23, so 24
+    # elements.
     last = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
     return (last + 1) * parameter.element_size()

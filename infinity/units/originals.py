@@ -1,12 +1,9 @@
-"""What the parameters were before `initialize`, until it has got through: a failure gives them back bit for bit.
+"""Undo of a failed `initialize`: restores the parameters bit for bit.
 
-Knows parameters and how the engine stores them; must not know why it failed.
-
-[Note: what is kept] The engine stores a trainable parameter as fp32 and a frozen one in its compute dtype. Where that holds
-every bit (nearly always), it is the copy from which the parameter comes back. Anything else, an fp64 weight, a frozen fp32 one
-under bf16 or one that is stored packed, is kept as it came, on a drive if there is one: memory is given back as units are taken
-over. What lies on a drive already (see `infinity.loading`) stays there until then, and what comes back to such a parameter lies
-there again.
+[Note: what is kept] The engine stores a trainable parameter as fp32 and a frozen one in its compute dtype. Where that
+keeps every bit (nearly always), the parameter is restored from there. Anything else is kept as it was: an fp64 weight,
+a frozen fp32 one under bf16, or one that is stored packed. It is kept on a drive if there is one, because `initialize`
+releases memory unit by unit. A parameter that was on a drive before (see `infinity.loading`) is restored there.
 """
 
 from __future__ import annotations
@@ -24,28 +21,30 @@ from infinity.units.parameter import PagedParameter, plain_grad, release_paramet
 from infinity.units.unit import Unit
 from swapper import Extent, Swapper
 
+# Elements that are cast and compared at a time: bounds the two temporary copies to 8 MiB each for fp64.
 _PART_NUMEL = 1 << 20
 
 
 @dataclass(eq=False)
 class Originals:
-    """Begins before the first unit is taken over, and ends when `initialize` returns."""
+    """What is needed to undo. Made before the engine takes the first unit, and forgotten when `initialize` returns."""
 
     _units: list[Unit]
-    """All that are to be taken over."""
+    """All units of the engine to be."""
     cuts_nans: bool
-    """Whether trainable weights are split, which know one NaN only."""
+    """Whether main weights are split into bf16 and a remainder, which keeps only one bit pattern of NaN."""
     stored: Callable[[nn.Parameter], torch.Tensor]
-    """What is stored of a parameter that is held: its main weight, or its weight if it is frozen."""
+    """Reads what the engine stores of a parameter: its main weight, or its weight if it is frozen."""
     open_space: Callable[[int], Swapper]
-    """Gives a volume on the drives for so many bytes; raises if there is none."""
+    """Opens a volume of so many bytes on the drives; raises if there is none."""
     close_space: Callable[[Swapper], None]
-    """Releases it."""
+    """Closes that volume."""
     _swapper: Swapper | None = None
     _in_memory: dict[int, torch.Tensor] = field(default_factory=dict)
     _on_drive: dict[int, Extent] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # By id: dtype, device, strides, gradient and drives. All of it is lost when a parameter becomes a paged one.
         self._facts = {
             id(parameter): (
                 parameter.dtype,
@@ -59,19 +58,22 @@ class Originals:
         }
 
     def gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """The parameters that had a gradient, and what it was."""
+        """The parameters that had a gradient before, with that gradient."""
         parameters = [parameter for unit in self._units for parameter in unit.parameters]
         found = ((parameter, self._facts[id(parameter)][3]) for parameter in parameters)
         return [(parameter, gradient) for parameter, gradient in found if gradient is not None]
 
     def keep(self, unit: Unit) -> None:
-        """Take note of a unit's parameters, which are still ordinary, as far as storing them loses anything."""
+        """Keep copies of a unit's parameters that the engine's storage would round. They must still be ordinary
+        ones."""
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             value = parameter.detach()
             dtype = torch.float32 if slot.spec.is_trainable else slot.spec.dtype
             is_rounded = slot.spec.packed is not None
             if not value.numel() or (not is_rounded and self._survives(value, dtype, is_split=slot.spec.is_trainable)):
                 continue
+            # A value of the right dtype is here for its NaNs only (`cuts_nans`), and one on a drive takes no memory:
+            # both are kept as they are. Others are written to the volume of `_space`, if there is one.
             swapper = None if (value.dtype == dtype and not is_rounded) or on_drive(value) else self._space()
             if swapper is None:
                 self._in_memory[id(parameter)] = value
@@ -82,10 +84,12 @@ class Originals:
             self._on_drive[id(parameter)] = extent
 
     def _survives(self, value: torch.Tensor, dtype: torch.dtype, *, is_split: bool) -> bool:
+        # The sum is NaN if any element is (or if inf and -inf meet: then a copy is kept that is not needed).
         if is_split and self.cuts_nans and bool(value.sum().isnan()):
             return False
         if value.dtype == dtype:
             return True
+        # Bytes are compared, as NaN does not equal NaN, and -0 equals 0.
         parts = value.as_strided((value.numel(),), (1,)).split(_PART_NUMEL) if is_dense(value) else [value]
         return all(torch.equal(raw_bytes(part.to(dtype).to(value.dtype)), raw_bytes(part)) for part in parts)
 
@@ -98,19 +102,21 @@ class Originals:
                 if self._facts[id(parameter)][0] != slot.spec.dtype or slot.spec.packed is not None
             ]
             try:
+                # An extent fills whole 4096-byte blocks.
                 self._swapper = self.open_space(sum(-(-size // 4096) * 4096 for size in lossy))
             except (BudgetTooSmallError, StorageError):
                 return None  # no drive, or a full one
         return self._swapper
 
     def restore(self) -> None:
-        """Whatever is held already becomes ordinary again, as it was: values, dtype, device, strides, gradient.
+        """Make all parameters ordinary again, with their values, dtype, device, strides and gradient.
 
-        What cannot be read any more stays paged out; the error is raised when all else is back.
+        A parameter that cannot be read stays paged out. The error is raised when all others are restored.
         """
         failure: BaseException | None = None
         for unit in self._units:
-            values: dict[nn.Parameter, torch.Tensor] = {}  # all first: to read one opens the unit
+            # All values are read before any parameter is released: reading one opens the unit, which binds all of them.
+            values: dict[nn.Parameter, torch.Tensor] = {}
             for parameter in unit.parameters:
                 if isinstance(parameter, PagedParameter):
                     try:
@@ -137,7 +143,7 @@ class Originals:
         else:
             value = self.stored(parameter)
         for dim, step in enumerate(stride):
-            if step == 0:  # as many looked at one element
+            if step == 0:  # an expanded parameter: one element of memory stands for all of this dimension
                 value = value[(slice(None),) * dim + (slice(0, 1),)]
         if drives is not None:
             place = drives.empty(value.shape, dtype, stride=stride)
@@ -146,7 +152,7 @@ class Originals:
         return place.copy_(value).expand(parameter.shape)
 
     def forget(self) -> None:
-        """They are not needed any more."""
+        """Release all copies."""
         self._in_memory.clear()
         self._on_drive.clear()
         self._facts.clear()

@@ -1,19 +1,19 @@
-"""What a parameter is while an engine holds it: two subclasses of ``nn.Parameter`` that are swapped in and out.
+"""The classes of a parameter while an engine holds it: two subclasses of ``nn.Parameter``, exchanged by ``__class__``.
 
-A parameter keeps its identity, shape, dtype and device all the time. While its unit is open it is a
+A parameter keeps its identity, shape, dtype and device. While its unit is in memory and in use it is a
 `ResidentParameter`, which computes like any parameter. Otherwise it is a `PagedParameter`, whose data is one element
-expanded to the right shape: any operation on it goes to its coordinator, which fetches the unit (in forward and backward),
-answers from a fetched copy, or raises `AccessError`. What torch does not ask the class about (functorch's
-transforms, compiled functions, C++) gets an error from the placeholder, or NaN.
+expanded to the right shape. An operation on that goes to its host, which fetches the unit, computes on a copy, or
+raises `AccessError`. Code that does not ask a tensor's class (functorch's transforms, compiled functions, C++) gets an
+error from the placeholder, or NaN.
 
 [Note: seen by version]
-A write to a weight has to be noticed. torch counts writes in a tensor's version, which all views share, and so does what
-``detach()`` gives; but what ``.data`` gives has a count of its own. So `_HeldParameter.data` hands out views of one tensor per
-parameter, its `.data` alias (``Unit.data_alias``): parameter and `.data` alias outlive all views, and their two versions tell
-of every write. They are two because torch does not mind a write by ``.data`` between forward and backward, but does mind
-others. Outside of forward and backward a view of a weight (``p.data``, ``p.detach()``, ``p[0]`` without gradients) is a
-`PagedView`: it holds no memory but says which part of which unit it stands for, and each operation on it pages the unit as one
-on the parameter does. So it shows what the weight is at that moment, and what is written to it is written to the weight.
+The engine has to notice writes to weights. torch counts them in a tensor's version, which views and ``detach()`` share.
+What ``.data`` returns has a version of its own. So `_HeldParameter.data` returns views of one tensor per parameter, its
+`.data` alias (``Unit.data_alias``). Parameter and alias outlive all views, so their two versions count every write.
+There are two because torch allows a write by ``.data`` between forward and backward, and no others.
+Outside of forward and backward a view of a weight (``p.data``, ``p.detach()``, ``p[0]`` without gradients) is a
+`PagedView`. It holds no memory, only the place that it stands for, and each operation on it pages the unit as one on
+the parameter does. So it shows the present weight, and a write to it is a write to the weight.
 """
 
 from __future__ import annotations
@@ -45,15 +45,17 @@ HeldTensor = Any
 
 
 ParameterHost = Any
-"""Whoever holds a parameter's values, and answers for it: a `ParameterHandler`, which is of a layer above."""
+"""Holds a parameter's values and answers for it: a `ParameterHandler`. That is of a layer above, hence no import."""
 
 
 _hosts: Any = WeakIdKeyDictionary()
-"""Side table: parameter -> weak reference to its ParameterHost. Tensors get no attributes of ours."""
+"""Parameter -> weak reference to its ParameterHost."""
+# A side table, because attributes of a parameter are pickled with it. Both sides are weak: the table keeps neither a
+# dropped model nor a dropped engine alive.
 
 
 def host_of(parameter: torch.Tensor) -> ParameterHost | None:
-    """The engine part that holds ``parameter``, or None for a parameter nobody holds."""
+    """The host of a parameter or view; None if no engine holds it, or its engine is gone."""
     if isinstance(parameter, PagedView):
         return parameter.place.host()
     reference = _hosts.get(parameter)
@@ -62,27 +64,30 @@ def host_of(parameter: torch.Tensor) -> ParameterHost | None:
 
 
 class ZeroParamStatus(Enum):
-    """What DeepSpeed's ``parameter.ds_status`` says."""
+    """The values of DeepSpeed's ``parameter.ds_status``."""
 
     AVAILABLE = 1
-    """Its values can be had as those of any tensor."""
+    """The values are in memory."""
     NOT_AVAILABLE = 2
     """It is paged out."""
     INFLIGHT = 3
-    """Never: whoever asks waits."""
+    """Never returned: an access waits until the values have arrived."""
 
 
 class _HeldParameter(nn.Parameter):
-    """Common to both states: gradients live with the engine, so ``grad`` asks there; ``data`` is watched."""
+    """Common to both states: ``grad`` asks the engine, which keeps gradients, and ``data`` is watched for writes."""
+
+    # `ds_*` and `partition_numel` are DeepSpeed's attributes. transformers and PEFT read `ds_numel` to count
+    # parameters, Lightning's model summary also `partition_numel`.
 
     @property
     def ds_id(self) -> int:
-        """A number of this parameter's own, by which scripts for DeepSpeed know that it may be paged out."""
+        """A number that is unique to this parameter."""
         return id(self)
 
     @property
     def ds_numel(self) -> int:
-        """As ``numel()``, which is never that of a part."""
+        """As ``numel()``: here that always counts the whole parameter."""
         return self.numel()
 
     @property
@@ -91,12 +96,12 @@ class _HeldParameter(nn.Parameter):
         return self.shape
 
     def partition_numel(self) -> int:
-        """How many elements one of the processes has to itself, rounded up: DeepSpeed's count, which Lightning shows."""
+        """Elements per process, rounded up: DeepSpeed's count, which Lightning shows."""
         return -(-self.numel() // num_processes())
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """Whether it has its values at this moment."""
+        """Whether its values are in memory at this moment."""
         return ZeroParamStatus.NOT_AVAILABLE if isinstance(self, PagedParameter) else ZeroParamStatus.AVAILABLE
 
     @property
@@ -133,8 +138,9 @@ class _HeldParameter(nn.Parameter):
             raise _dropped("assigning .data")
         host.set_data(self, values)
 
-    def set_(self, *args: Any, **kwargs: Any) -> Any:  # of this one torch does not ask the class
-        """As torch's; what a tensor brings is copied, as by assigning ``data``. Memory without a tensor is refused."""
+    # torch's set_ does not consult __torch_function__, so the method itself is replaced.
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Copy the values of a tensor, as assigning ``data`` does. A storage is refused."""
         host = host_of(self)
         if host is None:
             raise _dropped("set_")
@@ -147,7 +153,9 @@ class _HeldParameter(nn.Parameter):
             )
         if self.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-        if args[0] is self:  # register_parametrization does so; a count of a write would be one to the drive
+        # register_parametrization sets a parameter to itself, and PEFT's target_parameters registers one in each
+        # forward. Counted as a write, it would send the weight to the drive each time.
+        if args[0] is self:
             return self
         host.set_data(self, args[0])
         torch.autograd.graph.increment_version(self)
@@ -156,7 +164,7 @@ class _HeldParameter(nn.Parameter):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         try:
             return repr(_plain_copy(self))
-        except Exception as error:  # whoever prints a model that cannot be read now wants to see why
+        except Exception as error:  # printing a model must not fail: the text says why there are no values
             shape, dtype = tuple(self.shape), self.dtype
             return (
                 f"Parameter containing:\ntensor(..., size={shape}, dtype={dtype}) whose values cannot be shown: {error}"
@@ -171,7 +179,7 @@ class _HeldParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         copy = _plain_copy(self)
-        copy.__dict__.update(self.__dict__)  # what a script has noted on it
+        copy.__dict__.update(self.__dict__)  # attributes that a script has set
         return nn.Parameter.__reduce_ex__(copy, protocol)
 
 
@@ -179,11 +187,15 @@ def _guarded(*arguments: Any) -> Any:
     return _operate(*arguments)
 
 
+# A property that gives torch's "no override" to threads whose call holds an engine, and `_guarded` to all others. A
+# thread that trains therefore pays no call of Python for an operation on a bound weight.
 _guard = guard(_guarded)
 
 
 class _Guarded(type(nn.Parameter)):  # type: ignore[misc]  # torch does not export it
-    """Of a class that shows its ``__torch_function__`` as its instances do: functions written in Python look there."""
+    """Metaclass of `ResidentParameter`, for functions in Python that read ``type(tensor).__torch_function__``."""
+
+    # `_guard` is a property, which an access by the class itself would return as an object, and not evaluate.
 
     __torch_function__ = _guard
 
@@ -192,14 +204,16 @@ class ResidentParameter(_HeldParameter, metaclass=_Guarded):
     """A parameter whose values are in its unit's open flat buffer."""
 
     __torch_function__ = _guard
-    """None for the thread whose call is inside: to others the weight is paged out, and the engine is busy."""
+    """None for a thread whose call holds the engine. For others the weight counts as paged out, and the engine as
+    busy."""
 
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
 def _refuse_new_parameter(parameter: nn.Parameter, caller: FrameType | None) -> None:
-    """Raise if ``caller`` makes an ``nn.Parameter`` of a held one: torch's message would blame our classes for it."""
+    """Raise if ``caller`` is ``nn.Parameter.__new__``, which detaches a tensor to make a parameter of it."""
+    # Without this, torch complains that `detach` returned another type, and names our classes as the culprits.
     host = host_of(parameter)
     if host is not None and caller is not None and caller.f_code is _NEW_PARAMETER:
         fqn = host.slot_of(parameter).spec.fqn
@@ -213,7 +227,8 @@ def _refuse_new_parameter(parameter: nn.Parameter, caller: FrameType | None) -> 
 
 
 def _watched(name: str) -> Callable[..., Any]:
-    """A method of a tensor that writes to it, or gives a view to write to, and says so before."""
+    """Wrap a method of a tensor that writes to it, or returns a view to write to: the host is told before the write."""
+    # Told before, because a host may have to keep the old values (`Unit.save_before`).
 
     def write(self: ResidentParameter, *args: Any, **kwargs: Any) -> Any:
         if name == "detach" and not torch.compiler.is_compiling():
@@ -221,20 +236,22 @@ def _watched(name: str) -> Callable[..., Any]:
         host = host_of(self)
         if host is not None:
             host.before_write(self)
-        return getattr(torch.Tensor, name)(self, *args, **kwargs)  # as it is now: it may be watched itself
+        # Looked up now: a script may have replaced torch's method meanwhile.
+        return getattr(torch.Tensor, name)(self, *args, **kwargs)
 
     write.__name__ = name
     write.__doc__ = getattr(torch.Tensor, name).__doc__
     return write
 
 
+# Methods on the class, and not __torch_function__: `_guard` gives the training thread none.
 for _name in (*WRITING_METHODS, "detach"):
     if _name not in vars(_HeldParameter):
         setattr(ResidentParameter, _name, _watched(_name))
 
 
 class PagedParameter(_HeldParameter):
-    """A parameter whose values are elsewhere. See the module's docstring."""
+    """A parameter whose values are not in memory. See the module's docstring."""
 
     def detach(self) -> torch.Tensor:
         _refuse_new_parameter(self, sys._getframe(1))
@@ -250,7 +267,7 @@ class PagedParameter(_HeldParameter):
 
 @dataclass(frozen=True)
 class Place:
-    """What a `PagedView` stands for: elements of a parameter, in the flat buffer of its unit."""
+    """Which elements of which parameter a `PagedView` stands for. Strides in elements."""
 
     host: weakref.ref[ParameterHost]
     unit: Any
@@ -265,7 +282,7 @@ class Place:
 
 
 class PagedView(torch.Tensor):
-    """A tensor that stands for a part of a weight that may be paged out. See [Note: seen by version]."""
+    """A view of a weight that may be paged out. See [Note: seen by version]."""
 
     place: Place
 
@@ -283,8 +300,8 @@ class PagedView(torch.Tensor):
     def data(self, values: torch.Tensor) -> None:
         detach_view(self, values)
 
-    def set_(self, *args: Any, **kwargs: Any) -> Any:  # of this one torch does not ask the class
-        """As torch's: the view looks at other memory then, and the parameter stays as it is."""
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's: the view gets other memory, and no longer belongs to the parameter."""
         with torch.no_grad():
             detach_view(self, torch.empty(0, dtype=self.dtype, device=self.device).set_(*args, **kwargs))
         return self
@@ -307,11 +324,9 @@ _APPLY = nn.Module._apply.__code__
 
 
 def _is_converted_to_the_same(parameter: nn.Parameter, caller: FrameType) -> bool:
-    """Whether it is ``module.to(...)`` that asks for the gradient, and leaves the parameter as it is: then the gradient, too.
-
-    The routers of Switch Transformers and NLLB-MoE convert themselves in each forward. In one of several micro-batches that go
-    through the model together there is no gradient to be looked at.
-    """
+    """Whether ``caller`` is ``nn.Module._apply`` (``module.to(...)``), and its conversion changed nothing."""
+    # `_apply` reads the gradient of every parameter. The routers of Switch Transformers and NLLB-MoE convert themselves
+    # in each forward. In a vertical step gradients cannot be read then, so the step would be refused for nothing.
     return caller.f_code is _APPLY and caller.f_locals.get("param_applied") is parameter
 
 
@@ -319,24 +334,29 @@ def _is_converted_to_the_same(parameter: nn.Parameter, caller: FrameType) -> boo
 def _operate(
     func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """An operation gets parameters, or views of some, that it may not compute with as they are."""
+    """Run a torch function that was given parameters or views without values."""
     kwargs = kwargs or {}
     if func in METADATA:
         with as_plain():
             return func(*args, **kwargs)
+    # For a thread that holds no engine, resident parameters are as unusable as paged ones: another thread's call may
+    # evict them.
     kinds = (PagedParameter if is_inside() else _HeldParameter, PagedView)
     tensors: list[Any] = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, kinds)]
     if not tensors:
-        return func(*args, **kwargs)  # another thread has opened them a moment ago
+        # A class may change between torch's look at it and this line, when another thread binds the unit.
+        return func(*args, **kwargs)
     first = tensors[0]
     host = host_of(first)
     if host is None:
         raise _dropped(name_of(func))
+    # A held tensor among the outputs (or their gradients) needs values. Held tensors among the inputs do not.
     if func in _DIFFERENTIATING and not any(
         isinstance(leaf, kinds) for leaf in leaves((args[:1], kwargs.get("grad_outputs")))
     ):
         return _differentiate(func, args, kwargs)
     if first is args[0] if args else False:
+        # The placeholder is an expanded element with strides of 0, so strides come from the layout.
         if func is torch.Tensor.stride and len(args) == 1 and not kwargs:
             return first.place.stride if isinstance(first, PagedView) else host.slot_of(first).spec.stride
         if is_conversion_to_the_same(func, args, kwargs, first):
@@ -356,9 +376,10 @@ _DIFFERENTIATING: frozenset[Any] = frozenset([torch.autograd.grad, torch.autogra
 
 
 def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Derivatives with respect to parameters need no values of theirs: places in the graph stand for them."""
+    """``autograd.grad`` and ``backward`` with parameters as inputs: their gradient edges stand for them."""
     inputs = args[1] if len(args) > 1 else kwargs.pop("inputs")
-    fills = bool(kwargs.pop("materialize_grads", False))  # torch wants tensors for that
+    # torch makes zeros for unused inputs only from tensors, not from edges, so that is done here.
+    fills = bool(kwargs.pop("materialize_grads", False))
     if fills:
         kwargs["allow_unused"] = True
     with as_plain():
@@ -382,21 +403,23 @@ def _plain_copy(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def hold(parameter: nn.Parameter, host: ParameterHost, dtype: torch.dtype, device: torch.device) -> None:
-    """``host`` answers for ``parameter`` from now on, which becomes paged out, with ``dtype``, on ``device``."""
+    """Make ``parameter`` a paged one that ``host`` answers for, with ``dtype`` on ``device``. Its memory is
+    released."""
     _hosts[parameter] = weakref.ref(host)
     parameter.data = placeholder(dtype, device, parameter.shape)
     parameter.__class__ = PagedParameter
 
 
 def release_parameters(parameters: Iterable[nn.Parameter]) -> None:
-    """The parameters are ordinary again: whatever data they have is theirs."""
+    """Make the parameters ordinary ones again. They keep the data that they have."""
     for parameter in parameters:
         _hosts.pop(parameter, None)
         parameter.__class__ = nn.Parameter
 
 
 def bind(parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor]) -> None:
-    """Each of ``parameters`` computes with its ``values`` (same shape and dtype), which it does not own."""
+    """Give each parameter its ``values`` (same shape and dtype), views of memory that the unit owns."""
+    # Data before class: another thread that sees a ResidentParameter finds values in it. `unbind` is the reverse.
     with as_plain(), unrecorded():
         for parameter, its_values in zip(parameters, values, strict=True):
             _DATA_FIELD.__set__(parameter, its_values)
@@ -404,7 +427,7 @@ def bind(parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor]) -> 
 
 
 def unbind(parameters: Iterable[nn.Parameter], placeholders: Iterable[torch.Tensor]) -> None:
-    """Each of ``parameters`` gives up its data: a placeholder has its shape, dtype and device."""
+    """Replace each parameter's data by its placeholder."""
     with as_plain(), unrecorded():
         for parameter, its_placeholder in zip(parameters, placeholders, strict=True):
             parameter.__class__ = PagedParameter
@@ -412,13 +435,13 @@ def unbind(parameters: Iterable[nn.Parameter], placeholders: Iterable[torch.Tens
 
 
 def empty(tensor: torch.Tensor) -> None:
-    """``tensor`` gives up its data; a placeholder keeps shape, dtype and device."""
+    """Replace the data of ``tensor`` by a placeholder of its shape, dtype and device."""
     with as_plain():
         set_plain_data(tensor, placeholder(tensor.dtype, tensor.device, tensor.shape))
 
 
 def make_view(tensor: torch.Tensor, place: Place) -> torch.Tensor:
-    """``tensor``, a view of a weight or of its `.data` alias, holds no memory any more, but stands for its place."""
+    """Turn ``tensor``, a view of a weight or of its `.data` alias, into a `PagedView` without memory."""
     empty(tensor)
     tensor.__class__ = PagedView
     view: Any = tensor
@@ -431,19 +454,19 @@ def _make(tensor: Any, kind: type) -> None:
 
 
 def bind_view(view: PagedView, values: torch.Tensor) -> None:
-    """``view`` is an ordinary tensor over ``values`` until `unbind_view`."""
+    """Turn ``view`` into an ordinary tensor over ``values`` for one operation, until `unbind_view`."""
     _make(view, torch.Tensor)
     set_plain_data(view, values)
 
 
 def unbind_view(view: torch.Tensor) -> None:
-    """The counterpart of `bind_view`."""
+    """Turn ``view`` into a `PagedView` without memory again."""
     empty(view)
     _make(view, PagedView)
 
 
 def detach_view(view: torch.Tensor, values: torch.Tensor) -> None:
-    """``view`` stands for a weight no longer: it is an ordinary tensor over ``values``."""
+    """Turn ``view`` into an ordinary tensor over ``values``."""
     if isinstance(view, PagedView):
         del view.__dict__["place"]
         _make(view, torch.Tensor)
@@ -459,8 +482,9 @@ _placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 @outside_modes
 def placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> torch.Tensor:
-    """What a paged-out parameter is bound to: one element for all, which no kernel may write to, nor read where torch can
-    forbid that. It has memory: a freed storage would end the process where a kernel reads it."""
+    """Data of a paged-out parameter: one NaN (0 for integers), expanded to ``shape``, shared per dtype and device."""
+    # It has real memory: with a freed storage, a kernel that reads it would end the process. Writes are forbidden, and
+    # reads too where the build of torch can do so (see `forbid_access`). Elsewhere NaN makes a wrong read visible.
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device=device)  # nothing is missing
     if (dtype, device) not in _placeholders:
@@ -475,14 +499,14 @@ _DATA_FIELD: Any = torch.Tensor.data
 
 
 def plain_data(tensor: torch.Tensor) -> torch.Tensor:
-    """What torch itself gives as ``tensor.data``."""
+    """``tensor.data`` as torch itself returns it."""
     with as_plain():
         data: torch.Tensor = _DATA_FIELD.__get__(tensor)
     return data
 
 
 def set_plain_data(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Give ``tensor`` other memory; its version stays."""
+    """Give ``tensor`` other memory. Its version does not change."""
     with as_plain(), unrecorded():
         _DATA_FIELD.__set__(tensor, values)
 
@@ -492,20 +516,21 @@ AUTOGRAD_FIELD: Any = torch.Tensor.grad
 
 
 def plain_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that autograd put into the parameter, whatever the engine says about it."""
+    """The gradient that autograd itself holds for the parameter."""
     with as_plain():
         gradient: torch.Tensor | None = AUTOGRAD_FIELD.__get__(parameter)
     return gradient
 
 
 def set_plain_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Set or clear the gradient that autograd accumulates into."""
+    """Set or clear the tensor that autograd accumulates into."""
     with as_plain():
         AUTOGRAD_FIELD.__set__(parameter, gradient)
 
 
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """As ``register_post_accumulate_grad_hook``, for a frozen parameter as well: it may be thawed. Returns the handle."""
+    """As ``register_post_accumulate_grad_hook``, also for a frozen parameter. Returns the handle."""
+    # torch registers such a hook only on a tensor that requires a gradient. A frozen parameter may be thawed later.
     with as_plain():
         requires_grad = parameter.requires_grad
         parameter.requires_grad_(True)

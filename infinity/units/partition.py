@@ -1,4 +1,4 @@
-"""Cuts a model into units: repeated blocks find themselves, what is left over is grouped in the order of registration."""
+"""Cuts a model into units: one per repeated block, and groups of the other parameters in order of registration."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import nn
 from infinity.errors import ConfigError
 from infinity.units.tiles import tiled_in
 
+# Leftovers are grouped up to the size of the largest block, but at least up to 1 MiB: a unit of a few bytes would cost
+# a request to the drive of its own. Also the scale of models without blocks.
 _SMALL_UNIT_BYTES = 1 << 20
-"""Leftover parameters smaller than this join their neighbours even when no block gives a scale."""
 
 
 @dataclass
 class UnitMembers:
-    """One unit to be: a name for messages, and the FQNs of its parameters in registration order."""
+    """A unit before it is made: a name for messages, and the FQNs of its parameters in registration order."""
 
     name: str
     fqns: list[str] = field(default_factory=list)
@@ -48,12 +49,16 @@ def find_blocks(module: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     def is_list_of_blocks(parent: nn.Module) -> bool:
         if patterns or not isinstance(parent, nn.ModuleList | nn.Sequential):
             return False
+        # Two of a class, so that a Sequential of a Linear and a ReLU is no list of blocks, and one of Linear, ReLU,
+        # Linear is one.
         classes = [type(block) for block in parent if has_parameters(block)]
         return any(classes.count(kind) >= 2 for kind in set(classes))
 
     def visit(parent: nn.Module, prefix: str) -> None:
         is_list = is_list_of_blocks(parent)
         for name, child in parent.named_children():
+            # Not visited any deeper once it is a block: inner lists (experts of a layer, say) belong to their block's
+            # unit.
             if has_parameters(child) if is_list else by_pattern(child, f"{prefix}{name}"):
                 blocks.append(f"{prefix}{name}")
             elif not is_list:
@@ -76,17 +81,19 @@ def partition(
     patterns: Sequence[str] = (),
     takes: Callable[[nn.Parameter], bool] = lambda parameter: True,
 ) -> list[UnitMembers]:
-    """Assign every parameter to exactly one unit, in registration order. Each tile (`infinity.units.tiles`) has its own.
-
-    A parameter shared between modules (tied weights) belongs to the unit where it is registered first, unless that is
-    a block and somebody outside uses it too: then it is a leftover, so that no block has to stay for it.
+    """Assign every parameter to exactly one unit, in registration order. Each tile (`infinity.units.tiles`) is its own
+    unit.
 
     Args:
         module: the model.
         item_bytes: bytes of one element of the compute dtype, used for sizes.
         patterns: see `find_blocks`.
-        takes: whether a parameter is assigned; others come into no unit.
+        takes: whether a parameter is assigned; others are in no unit.
     """
+    # Worked example: embed (tied to lm_head), layers.0, layers.1, norm, with blocks of 8 MB.
+    #   embed.weight has the home None (embed and lm_head are outside of blocks): it begins a unit of leftovers
+    #   layers.0 and layers.1 are units of their own, whatever their size; each of them ends the leftovers before it
+    #   norm.weight begins new leftovers, "norm"; lm_head.weight is not listed again
     blocks = find_blocks(module, patterns)
     block_set = set(blocks)
     tiles = tiled_in(module)
@@ -95,6 +102,8 @@ def partition(
         parts = fqn.split(".")
         return next((".".join(parts[:n]) for n in range(1, len(parts)) if ".".join(parts[:n]) in block_set), None)
 
+    # A parameter used by two blocks, or by a block and a module outside, has two homes and becomes a leftover. In the
+    # unit of one of its blocks, it would keep that whole block in memory whenever the other user runs.
     homes: dict[int, set[str | None]] = {}
     for fqn, parameter in module.named_parameters(remove_duplicate=False):
         homes.setdefault(id(parameter), set()).add(block_of(fqn))
@@ -126,6 +135,8 @@ def partition(
             unit = by_block[home]
         else:
             owner = fqn.rpartition(".")[0]
+            # Parameters of one module stay together even if that is too large: weight and bias are used at the same
+            # moment.
             too_large = leftovers is not None and leftovers.num_bytes + num_bytes > max(
                 largest_block, _SMALL_UNIT_BYTES
             )
@@ -140,16 +151,16 @@ def partition(
 
 
 def used_together(model: nn.Module, patterns: Sequence[str], unit_of: Mapping[int, int]) -> tuple[frozenset[int], ...]:
-    """For each block, the units in which its parameters lie: more than one if some of them are shared with other blocks.
+    """For each block, the units of its parameters, which must fit into memory together. Shared weights add other units.
 
     Args:
-        model: whose.
+        model: the model.
         patterns: see `find_blocks`.
-        unit_of: ``id`` of each parameter that is in a unit -> its index.
+        unit_of: ``id`` of a parameter -> index of its unit.
     """
     modules = dict(model.named_modules())
     blocks = [modules[fqn] for fqn in find_blocks(model, patterns)]
-    tiles = tiled_in(model)  # which come and go while their block runs
+    tiles = tiled_in(model)  # not counted: tiles are fetched and released one by one while their block runs
     return tuple(
         frozenset(unit_of[id(p)] for p in block.parameters() if id(p) in unit_of and id(p) not in tiles)
         for block in blocks

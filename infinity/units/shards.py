@@ -1,13 +1,11 @@
-"""Which rank keeps the optimizer state of which elements, and updates those: a shard of every unit.
-
-Pure arithmetic: knows layouts and numbers of ranks; must not know processes, files or what an update is.
+"""Which rank keeps the optimizer state of which elements, and updates them: a shard of every unit. Pure arithmetic.
 
     trainable segment of a unit, 4 ranks (elements); cuts lie at multiples of CHUNK_GRANULE
     |     place 0     |     place 1     |     place 2     |     place 3     |
-    rank r has the place (r + index of the unit) modulo the number of ranks: so what cannot be divided evenly goes around
+    rank r has the place (r + index of the unit) modulo the number of ranks
 
-A shard follows from the model, its units and the number of ranks alone, never from budgets or drives: all ranks know those
-of all.
+A shard depends on the model, its units and the number of ranks only, and never on budgets or drives. So each rank can
+compute the shards of all others.
 """
 
 from __future__ import annotations
@@ -19,12 +17,12 @@ from infinity.units.layout import CHUNK_GRANULE, SEGMENT_GRANULE_BYTES, SLOT_GRA
 from infinity.units.unit import Unit
 
 NUM_SERVED = 3
-"""Shards of weights that are kept in memory at a time for other ranks."""
+"""Buffers, each as large as the largest shard of a unit's weights, that a rank holds to send its shards to others."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The shards of ``num`` ranks, of which this process is ``index``. With one rank, or none that share, it has all."""
+    """The shards of ``num`` ranks, of which this process is rank ``index``. A single rank has everything."""
 
     index: int = 0
     num: int = 1
@@ -35,23 +33,17 @@ class Shards:
         return self.num > 1
 
     def span(self, unit: Unit, rank: int | None = None) -> tuple[int, int]:
-        """Elements [start, stop) of the unit's trainable segment, padding included. They may be none.
+        """Elements [start, stop) of the unit's trainable segment, padding included. The span may be empty.
 
-        Args:
-            unit: whose.
-            rank: whose shard; None: that of this process.
+        ``rank``: whose shard; None: that of this process.
         """
         return self._part(unit, unit.layout.trainable_numel, CHUNK_GRANULE, rank)
 
     def weight_spans(self, unit: Unit, rank: int | None = None) -> list[tuple[int, int]]:
-        """Bytes [start, stop) of the unit's flat buffer that a rank keeps where weights are divided, too, in order.
+        """Bytes [start, stop) of the unit's flat buffer that a rank keeps in stage 3, in order; may be empty.
 
-        Of the trainable segment, those of `span`; of each frozen one as large a part. Without any, the list is empty. The
-        ranks together have each byte once, and all numbers are multiples of SEGMENT_GRANULE_BYTES.
-
-        Args:
-            unit: whose.
-            rank: whose shard; None: that of this process.
+        Of the trainable segment these are the elements of `span`, of each frozen segment a part of the same size. The
+        ranks together have each byte once. All numbers are multiples of SEGMENT_GRANULE_BYTES.
         """
         found = []
         for segment in unit.layout.segments:
@@ -62,6 +54,9 @@ class Shards:
         return found
 
     def _part(self, unit: Unit, total: int, granule: int, rank: int | None) -> tuple[int, int]:
+        # Worked example: 7 granules, 3 ranks. Place 0 has granules [0, 2), place 1 [2, 4), place 2 [4, 7). The place
+        # moves by one with each unit, so that the larger shard is not always that of the same rank. In unit 1, rank 1
+        # has place 2.
         place = ((self.index if rank is None else rank) + unit.index) % self.num
         granules = total // granule
         return granules * place // self.num * granule, granules * (place + 1) // self.num * granule
@@ -71,26 +66,29 @@ class Shards:
         return [self.span(unit, rank) for rank in range(self.num)]
 
     def parts_of_parameter(self, unit: Unit, slot: Slot) -> list[tuple[int, int]]:
-        """Of each rank, the elements [start, stop) of one trainable parameter of which it keeps main weight and states.
+        """For each rank, the elements [start, stop) of a trainable parameter whose main weight and states it keeps.
 
-        They count in the order in which the parameter lies in memory (C order for ordinary ones). Without any, start is stop.
-        All ranks together have each element once. What a parameter keeps once (its step count) all ranks keep.
+        Elements are counted in memory order (C order for a contiguous parameter). An empty part has start == stop. All
+        ranks together have each element once. All of them keep a state that exists once per parameter, such as its step
+        count.
         """
         clips = (clipped(span, slot.start, slot.stop) for span in self.spans(unit))
         return [(start - slot.start, stop - slot.start) for start, stop in clips]
 
 
 def clipped(span: tuple[int, int], start: int, stop: int) -> tuple[int, int]:
-    """What of a span lies in [start, stop); where nothing does, both ends are ``start``."""
+    """The intersection of a span with [start, stop); if that is empty, (start, start)."""
     low, high = max(span[0], start), min(span[1], stop)
     return (low, high) if low < high else (start, start)
 
 
 def runs_of(slots: Iterable[Slot]) -> list[tuple[int, int]]:
-    """The elements [start, stop) of a unit in which the parameters lie; what lies side by side is one run."""
+    """The elements [start, stop) that these parameters occupy in the segment; adjacent ones are merged into one run."""
     runs: list[tuple[int, int]] = []
     for slot in sorted(slots, key=lambda slot: slot.start):
-        if runs and slot.start - runs[-1][1] < SLOT_GRANULE:  # nothing but padding lies between
+        # A gap below SLOT_GRANULE is padding. With quantized states (slots at multiples of 256) some gaps are longer:
+        # then there are more runs than needed, which is correct as well.
+        if runs and slot.start - runs[-1][1] < SLOT_GRANULE:
             runs[-1] = runs[-1][0], slot.stop
         else:
             runs.append((slot.start, slot.stop))

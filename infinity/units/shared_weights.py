@@ -1,4 +1,4 @@
-"""All ranks begin with the same model: that of rank 0. Knows a model and ranks; must not know what takes it over."""
+"""Gives all ranks the weights of rank 0 before training."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from infinity.distributed.collectives import Ranks
 
 
 def share_weights(model: nn.Module, ranks: Ranks) -> None:
-    """Let parameters and buffers of all ranks become those of rank 0, as DDP does.
+    """Copy parameters and buffers of rank 0 to all ranks, as DDP does.
 
     Raises:
-        RankError: ranks have models with other names, shapes or dtypes, or train other parameters; nothing has been changed.
+        RankError: names, shapes, dtypes or trained parameters differ between ranks. Nothing has been changed then.
     """
     if ranks.num == 1:
         return
     tensors = dict(model.named_parameters())
     for name, buffer in model.named_buffers():
         tensors.setdefault(name, buffer)  # type: ignore[arg-type]
+    # The checksum is part of the collective's label, and ranks compare labels. So a rank with another model gets an
+    # error here, and not a hang or a wrong shape in one of the broadcasts below.
     facts = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors.items()]
     ranks.all_gather_ints(
         f"infinity.initialize with a model of {len(tensors)} tensors, {zlib.crc32(repr(facts).encode()):08x}"

@@ -1,17 +1,17 @@
-"""Weights that are used tile by tile: a layer of which memory never has to hold more than some rows.
+"""Weights that are used tile by tile: memory holds some rows of a layer at a time, never all of them.
 
-Knows linear layers, embeddings and their weights; must not know when anything moves.
+[Note: what is equal] A tile is some rows of the weight: output features of a linear layer, rows of an embedding table.
+Forward sums nothing that the whole layer does not sum. So outputs, an embedding's gradient and a linear weight's
+gradient have the bits of the whole layer, if torch's kernels give an element the same bits in a matrix of another size.
+Three things may differ in the last bits:
+  * a bias's gradient: torch chooses the order of that sum by the number of features;
+  * the gradient of a linear layer's input, a sum over output features: each tile's product is rounded, and autograd
+    adds the products, the last tile's first;
+  * the global norm, which is computed from the tiles' norms.
 
-[Note: what is equal] A tile is some rows of the weight: output features of a linear layer, numbers of an embedding. Nothing
-is summed in forward that the whole layer does not sum: outputs, an embedding's gradient and the gradient of a linear weight
-are those of the whole layer, bit for bit as far as torch's kernels give an element the same bits in a matrix of another
-size. That of a bias is the same sum, whose order torch chooses by the number of features. The gradient of a linear layer's
-input is a sum over output features: here each tile's product is rounded to its dtype, and autograd adds these up, the last
-tile's first. And the global norm is taken of the tiles' norms.
-
-[Note: in place of the weight] The module has its tiles as a child (`TILES`). Its ``weight`` stays the parameter that it was,
-but has no values: ``linear`` and ``embedding`` take it, whoever calls them, and all else that would need values raises, also
-where a script holds on to the parameter. State dicts have the whole weight.
+[Note: in place of the weight] The module has its tiles as a child (`TILES`). Its ``weight`` is the same parameter as
+before, without values. ``linear`` and ``embedding`` accept it wherever they are called. Everything else that needs
+values raises, also on a reference that a script has kept. State dicts have the whole weight.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from infinity.units.parameter import placeholder
 
 
 class Tile(nn.Module):
-    """Some rows of a weight; a module, so that they are fetched and released by themselves."""
+    """Some rows of a weight. It is a module, because the engine fetches and releases weights by hooks on modules."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
 
     def forward(self, function: Callable[..., torch.Tensor], x: torch.Tensor, **options: Any) -> torch.Tensor:
-        """What the function gives for an input and these rows."""
+        """Call ``function`` with the input and these rows."""
         return function(x, self.weight, **options)
 
 
 class Tiles(nn.Module):
-    """All tiles of a weight. Modules that are tied have the same ones."""
+    """All tiles of a weight. Tied modules share one instance."""
 
     @property
     def weight_class(self) -> type[TiledWeight]:
-        """What stands for the weight."""
+        """The class that the weight gets."""
         return TiledWeight
 
     def __init__(self, tiled: TiledParameter) -> None:
@@ -58,7 +58,9 @@ class Tiles(nn.Module):
             self.add_module(str(number), Tile(tile))
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """As ``functional.linear``."""
+        """``functional.linear`` with the whole weight: [..., in] -> [..., out]."""
+        # cuts (0, 100, 200, 250) make three tiles: [100, in], [100, in] and [50, in]. Each computes its output features
+        # with its part of the bias, and the results are joined in the last dimension.
         parts = [
             tile(functional.linear, x, bias=None if bias is None else bias[start:stop])
             for (start, stop), tile in zip(itertools.pairwise(self.tiled.cuts), self.children(), strict=True)
@@ -66,9 +68,13 @@ class Tiles(nn.Module):
         return torch.cat(parts, dim=-1)
 
     def embedding(self, x: torch.Tensor, padding_idx: int | None, *, scale_grad_by_freq: bool) -> torch.Tensor:
-        """As ``functional.embedding``."""
+        """``functional.embedding`` with the whole weight: ids of any shape -> [..., dim]."""
+        # Worked example: 250 rows with cuts (0, 100, 200, 250), x = [120, 3, 120].
+        #   tile 0: place = [1], own = [3]; tile 1: place = [0, 2], own = [20, 20]; tile 2: nothing
+        #   order = argsort([1, 0, 2]) = [1, 0, 2] puts the joined rows back into the order of x
         flat = x.reshape(-1)
         if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= self.tiled.shape[0]):
+            # torch's message. Without the check an id in no tile would be missing from the result, with no error.
             raise IndexError("index out of range in self")
         if padding_idx is not None and padding_idx < 0:
             padding_idx += self.tiled.shape[0]
@@ -77,7 +83,8 @@ class Tiles(nn.Module):
             place = ((flat >= start) & (flat < stop)).nonzero().reshape(-1)
             pads = padding_idx is not None and start <= padding_idx < stop
             options = {"padding_idx": padding_idx - start} if pads and padding_idx is not None else {}
-            own = flat.index_select(0, place) - start  # none, too: then its gradient is zero
+            # A tile without ids is called as well, so that its gradient is zeros and not missing, as in torch.
+            own = flat.index_select(0, place) - start
             parts.append(tile(functional.embedding, own, scale_grad_by_freq=scale_grad_by_freq, **options))
             places.append(place)
         order = torch.cat(places).argsort()
@@ -85,13 +92,13 @@ class Tiles(nn.Module):
 
 
 class TiledWeight(nn.Parameter):
-    """What a weight is while its tiles have its values. See [Note: in place of the weight]."""
+    """The class of a weight whose values are in its tiles. See [Note: in place of the weight]."""
 
     tiles: Tiles
 
     @classmethod
     def become(cls, weight: nn.Parameter, tiles: Tiles) -> None:
-        """The weight stands for these tiles, of their dtype and device as they are now."""
+        """Make ``weight`` stand for these tiles, with their present dtype and device."""
         first = tiles.tiled.tiles[0]
         shape, requires_grad = torch.Size(tiles.tiled.shape), first.requires_grad
         with as_plain():
@@ -104,7 +111,7 @@ class TiledWeight(nn.Parameter):
 
     @staticmethod
     def cease(weight: nn.Parameter) -> None:
-        """It is an ordinary parameter again, without values."""
+        """Make it an ordinary parameter again, still without values."""
         weight.__class__ = nn.Parameter
         weight.__dict__.pop("tiles", None)
 
@@ -121,9 +128,11 @@ class TiledWeight(nn.Parameter):
 
     @staticmethod
     def look_at(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation that needs no values; any other raises."""
+        """Run an operation that needs no values; any other raises."""
         weight = next(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, TiledWeight))
-        if (func in METADATA and func not in _HOOKS) or func is torch.Tensor.untyped_storage:  # which nobody can read
+        # transformers calls untyped_storage() to find tied weights by address. The storage is that of a placeholder.
+        if (func in METADATA and func not in _HOOKS) or func is torch.Tensor.untyped_storage:
+            # A script that freezes the weight has to freeze its tiles, which are what is trained.
             if func in _SETTING_GRAD:
                 for tile in weight.tiles.tiled.tiles:
                     func(tile, *args[1:], **kwargs)
@@ -137,6 +146,7 @@ class TiledWeight(nn.Parameter):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TiledWeight:
+        # Tied modules copy one weight: through `memo` they share the copy, and its tiles.
         if id(self) not in memo:
             copied = memo[id(self)] = _stand_in(type(self), self.dtype, self.device, self.shape, self.requires_grad)
             copied.tiles = copy.deepcopy(self.tiles, memo)
@@ -163,11 +173,13 @@ def _stand_in(
 _SETTING_GRAD: tuple[Any, ...] = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
+# Metadata operations that are refused all the same: no gradient ever comes to the whole weight, so they would never
+# run.
 _HOOKS: tuple[Any, ...] = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
-"""They would never be called."""
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+    # A tiled weight may also be passed as input or bias, where it would have to be whole.
     if not isinstance(weight, TiledWeight) or isinstance(input, TiledWeight):
         wrong = input if isinstance(input, TiledWeight) else bias
         raise wrong.tiles.tiled.access_error(name_of(functional.linear))
@@ -183,6 +195,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
+    # max_norm writes to the weight, and a sparse gradient would name rows of the whole weight.
     if max_norm is not None or sparse:
         raise weight.tiles.tiled.access_error(name_of(functional.embedding))
     return weight.tiles.embedding(input, padding_idx, scale_grad_by_freq=scale_grad_by_freq)  # type: ignore[no-any-return]
@@ -192,13 +205,15 @@ def _embedding(
 
 
 def tiled_in(model: nn.Module) -> dict[int, tuple[TiledParameter, int]]:
-    """``id`` of each tile of a model -> what it is a tile of, and its number."""
+    """``id`` of each tile in a model -> its tiled parameter, and its number."""
     found = [module.tiled for module in model.modules() if isinstance(module, Tiles)]
     return {id(tile): (tiled, number) for tiled in found for number, tile in enumerate(tiled.tiles)}
 
 
 def untiled_name(fqn: str) -> str:
-    """The name of a tile's weight in the model as it was; any other name as it is."""
+    """The FQN of the whole weight that a tile belongs to; any other FQN unchanged."""
+    # "lm_head.weight_tiles.3.weight" -> "lm_head.weight"
+    # "mlp.experts.down_proj_by_expert.5.weight" -> "mlp.experts.down_proj"
     head, mark, _ = fqn.rpartition(f"{TILES}.")
     if mark:
         return f"{head}weight"
@@ -206,7 +221,7 @@ def untiled_name(fqn: str) -> str:
 
 
 def parameters_with_states(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By name, of what an optimizer's state dict has entries: `whole_parameters`, and the tiles that have states of their own."""
+    """The entries of an optimizer's state dict, by FQN: `whole_parameters`, and tiles with states of their own."""
     tiled = tiled_in(model)
     own = {
         fqn: parameter
@@ -217,7 +232,7 @@ def parameters_with_states(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def whole_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """As ``dict(model.named_parameters())`` with `TiledParameter.original` in place of tiles."""
+    """``dict(model.named_parameters())``, with `TiledParameter.original` in place of tiles."""
     tiled = tiled_in(model)
     return {
         untiled_name(fqn): tiled[id(parameter)][0].original if id(parameter) in tiled else parameter

@@ -1,8 +1,5 @@
-"""Which weights of a model are tiled, and how that is undone.
-
-Knows modules and their parameters; must not know when anything moves. See [Note: in place of the weight] in
-``infinity.units.tiles``.
-"""
+"""Puts tiles in place of large weights, and undoes that. See [Note: in place of the weight] in
+``infinity.units.tiles``."""
 
 from __future__ import annotations
 
@@ -23,27 +20,28 @@ from infinity.optim.groups import TiledGroups, TiledParameter
 from infinity.units.experts import ExpertTiles, route
 from infinity.units.tiles import TiledWeight, Tiles
 
+# Tiles begin at multiples of 64 elements, so that an element-wise kernel's vector loop has the same iterations on a
+# tile as on the whole weight, and the same bits. See [Note: why 64 elements] in `infinity.units.layout`.
 _ELEMENTS = 64
-"""Tiles begin at multiples of so many elements: element-wise kernels then give the bits that they give on the whole."""
 
 
 class Tiling:
-    """What of a model is tiled, and how that is undone."""
+    """All tiled weights of a model."""
 
     def __init__(self, model: nn.Module, above_bytes: int | None, item_bytes: int, directories: Sequence[Path]) -> None:
-        """Put tiles in place of each weight of a linear layer or embedding that is larger.
+        """Put tiles in place of each weight of a linear layer or embedding that is larger than ``above_bytes``.
 
-        Left whole is what others use in another way: weights of other modules as well, parametrized ones, those with
-        hooks of their own, and embeddings that are sparse or limit their norms.
+        These weights are not tiled: weights that other modules use as well, parametrized ones, those with hooks of
+        their own, and those of embeddings that are sparse or have a ``max_norm``.
 
         Args:
             model: its parameters are ordinary ones.
-            above_bytes: the largest weight that stays whole, and the size of tiles; None: all stay whole.
-            item_bytes: of an element of the compute dtype.
-            directories: where whole tensors are made later; none: in memory.
+            above_bytes: the largest weight that stays whole, and the size of tiles; None: nothing is tiled.
+            item_bytes: bytes of an element of the compute dtype.
+            directories: on drives, for whole tensors that are joined from tiles later; none: in memory.
         """
         self._places: list[tuple[nn.Module, TiledParameter, tuple[str, ...]]] = []
-        """Modules with what is tiled in them, and the names of all their parameters then, in their order."""
+        """Module, its tiled parameter, and the names of all its parameters before, in order."""
         self._handles: list[Any] = []
         self._new = functools.partial(_new, tuple(directories))
         self.groups = TiledGroups()
@@ -52,6 +50,7 @@ class Tiling:
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.numel() * item_bytes > (above_bytes or 0):
                     owners.setdefault(parameter, []).append((prefix, module, name))
+        # MultiheadAttention passes `out_proj.weight` to one fused function, and never calls out_proj itself.
         inside = {
             id(child)
             for module in model.modules()
@@ -65,13 +64,14 @@ class Tiling:
                 self._put(Tiles, modules, f"{places[0][0]}.weight".removeprefix("."), parameter, cuts)
 
     def cut_experts(self, found: Sequence[tuple[str, nn.Module, Sequence[str]]], *, touched_only: bool) -> None:
-        """Put a tile for each expert in place of tensors that have those of all (see ``infinity.units.experts``).
+        """Put a tile for each expert in place of tensors of all experts (see ``infinity.units.experts``).
 
         Args:
-            found: names of modules, the modules, and names of parameters.
+            found: what `fused_experts` yields.
             touched_only: see `ExpertTiles`.
         """
         for prefix, module, names in found:
+            # Before the first parameter is taken out, so that state dicts can list all of them in their old order.
             order = tuple(module._parameters)
             made = []
             for name in names:
@@ -114,14 +114,16 @@ class Tiling:
         return tiles
 
     def show(self) -> None:
-        """Modules have something in place of their weights from now on."""
+        """Give modules the weight without values as their attribute."""
+        # Apart from __init__, because tiles have their final dtype and device only when the engine has taken them. The
+        # attribute goes into __dict__, so `named_parameters` lists the tiles and not the weight.
         for module, tiled, _ in self._places:
             tiles = _tiles_of(module, tiled.child)
             tiles.weight_class.become(tiled.original, tiles)
             module.__dict__[tiled.name] = tiled.original
 
     def undo(self) -> None:
-        """Modules have their weights again, whole, if those are in memory: nobody holds them."""
+        """Give modules their whole weights back. No engine may hold the tiles any more."""
         for tiled in self.groups.tiled if self._places else ():
             TiledWeight.cease(tiled.original)
             values = [tile.detach() for tile in tiled.tiles]
@@ -130,6 +132,7 @@ class Tiling:
             gradients = [tile.grad for tile in tiled.tiles if tile.grad is not None]
             with torch.no_grad():
                 tiled.original.data = dataclasses.replace(tiled, new=new).join(values)
+                # Only if all tiles have one: a gradient of some rows is no gradient of the weight.
                 if len(gradients) == len(values):
                     tiled.original.grad = torch.cat(gradients)
         for handle in self._handles:
@@ -137,6 +140,7 @@ class Tiling:
         for module, tiled, names in self._places:
             module.__dict__.pop(tiled.name, None)
             del module._modules[tiled.child]
+            # The order of parameters decides the order of state dicts and of `parameters()`: it becomes that of before.
             there = {**module._parameters, tiled.name: tiled.original}
             module._parameters.clear()
             module._parameters.update({name: there.pop(name) for name in names if name in there} | there)
@@ -162,10 +166,13 @@ def _can_be_tiled(parameter: nn.Parameter, places: Sequence[tuple[str, nn.Module
 
 def _row_cuts(parameter: nn.Parameter, tile_numel: int) -> tuple[int, ...]:
     """Rows at which tiles of about the same size begin, and the number of rows."""
+    # Worked example: [250, 48], tile_numel 5000. granule = 64 // gcd(64, 48) = 4: after 4 rows, 192 elements are a
+    # multiple of 64. most = 5000 // 48 = 104 rows, a multiple of 4. 250 rows need 3 tiles of at most 104; equal ones
+    # have 84. Cuts: 0, 84, 168, 250.
     num_rows, width = parameter.shape
     granule = _ELEMENTS // math.gcd(_ELEMENTS, width)
     most = max(tile_numel // width // granule * granule, granule)
-    rows = -(-num_rows // -(-num_rows // most))  # all about equally large
+    rows = -(-num_rows // -(-num_rows // most))  # the fewest tiles, of about equal size
     rows = -(-rows // granule) * granule
     return (*range(0, num_rows, rows), num_rows)
 
@@ -181,13 +188,14 @@ def _cut(
     data, gradient = parameter.detach(), parameter.grad
     tiles = []
     for start, stop in itertools.pairwise(cuts):
-        rows_of_it = data[start:stop].data  # whose writes are counted by themselves
+        rows_of_it = data[start:stop].data  # `.data`: a view with a version counter of its own
         tile = nn.Parameter(rows_of_it, requires_grad=parameter.requires_grad)
-        vars(tile).update(vars(parameter))  # what a script has noted there
+        vars(tile).update(vars(parameter))  # attributes that a script has set
         tile.grad = None if gradient is None else gradient[start:stop]
         tiles.append(tile)
     parameter.grad = None
-    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)  # the tiles' memory is not its own
+    # Tiles are views of the weight's memory. Without this, that memory would stay until the last tile has left it.
+    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     return TiledParameter(fqn, parameter, tuple(tiles), cuts, shape, new, name)
 
 
@@ -198,12 +206,14 @@ def _tiles_of(module: nn.Module, child: str) -> Tiles:
 
 
 _joined: weakref.WeakKeyDictionary[Tiles, tuple[Callable[[], Any], Callable[[], Any]]] = weakref.WeakKeyDictionary()
-"""For which state dict tiles were joined last, and what came out."""
+"""Tiles -> weak references to the state dict for which they were joined last, and to the whole tensor."""
 
 
 def _join_state_dict(
     child: str, order: Sequence[str], module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any
 ) -> None:
+    # A post hook of the module: its own entries and those of the tiles are in `state_dict`. The tiles' are replaced by
+    # one entry with the weight's name, and the module's entries are put into their old order.
     tiles = _tiles_of(module, child)
     names = [f"{prefix}{child}.{number}.weight" for number in range(len(tiles.tiled.tiles))]
     if names[0] not in state_dict:
@@ -215,6 +225,7 @@ def _join_state_dict(
         is_live = isinstance(values[0], nn.Parameter)  # keep_vars=True
         whole = getattr(module, tiles.tiled.name) if is_live else tiles.tiled.join(values)
         _joined[tiles] = weakref.ref(state_dict), weakref.ref(whole)
+    # Dicts keep the order of insertion, so all entries of the module are taken out and inserted anew.
     others = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
     others[f"{prefix}{tiles.tiled.name}"] = whole
     state_dict.update({name: others.pop(name) for each in order if (name := f"{prefix}{each}") in others})
@@ -232,6 +243,7 @@ def _split_state_dict(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
+    # The reverse, before torch loads: the entry of the whole weight becomes one entry per tile.
     tiled = _tiles_of(module, child).tiled
     whole = f"{prefix}{tiled.name}"
     value = state_dict.pop(whole, None)
@@ -240,5 +252,7 @@ def _split_state_dict(
     if tuple(value.shape) != tiled.shape:
         errors.append(f"size mismatch for {whole}: {tuple(value.shape)} is given, and {tiled.shape} is needed.")
         value = None
+    # After an error the tiles load themselves. Otherwise torch would report each tile as missing, under names that
+    # nobody knows.
     for number, part in enumerate(tiled.split(value) if value is not None else tiled.tiles):
         state_dict[f"{prefix}{child}.{number}.weight"] = part

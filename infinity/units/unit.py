@@ -1,7 +1,4 @@
-"""A unit: the parameters that are fetched and released together.
-
-Knows its parameters, layout and what is in memory of it; must not decide when anything moves.
-"""
+"""A unit: the parameters that are fetched and released together. It records what is in memory, and decides nothing."""
 
 from __future__ import annotations
 
@@ -35,26 +32,26 @@ if TYPE_CHECKING:
 
 
 class UnitState(Enum):
-    """Where a unit's weights are, and to whom its flat buffer belongs."""
+    """Where a unit's weights are, and who may use its flat buffer."""
 
     PAGED_OUT = auto()
-    """Nobody holds memory: the weights are where they rest. Next: they come into a buffer, or are updated where they rest."""
+    """No flat buffer. Next: a fetch begins, or an update of the stored weights."""
     ARRIVING = auto()
-    """The flat buffer belongs to a read. Next: the weights are there, or their update is asked for, or the read has failed."""
+    """A read fills the flat buffer. Next: it ends or fails, or an update is requested."""
     RESIDENT = auto()
-    """The unit holds the flat buffer with its weights. Next: parameters look at it, an update begins, or it is given back."""
+    """The flat buffer holds the weights, and nobody uses them. Next: bound, updated or released."""
     BOUND = auto()
-    """The unit and its parameters hold the flat buffer, for modules and operations. Next: that ends; if the user has
-    gathered the unit, it may be updated meanwhile."""
+    """The parameters are views of the flat buffer. Next: unbound; a unit that the user has gathered may also be
+    updated."""
     UPDATING_PAGED_OUT = auto()
-    """The unit holds nothing, the update's pages hold a chunk at a time. What rests may not be read. Next: the update ends,
-    or a buffer is found into which it puts the new weights."""
+    """An update works chunk by chunk in staging buffers. Stored weights may not be read. Next: it ends, or gets a
+    buffer for the new weights."""
     UPDATING_ARRIVING = auto()
-    """The flat buffer belongs to an update that fills it, or to a read after which the update begins. Next: either ends."""
+    """An update fills the flat buffer, or waits for a read that does. Next: the weights are complete."""
     UPDATING_RESIDENT = auto()
-    """The flat buffer belongs to the update: it reads and writes the weights there. Next: it ends."""
+    """An update reads and writes the weights in the flat buffer. Next: it ends."""
     UPDATING_BOUND = auto()
-    """As UPDATING_RESIDENT, and parameters still look at the flat buffer. Next: the update ends, or they are cut off."""
+    """As UPDATING_RESIDENT, while parameters are still views of the flat buffer. Next: the update ends, or unbound."""
 
 
 _PAIRS = {
@@ -63,7 +60,7 @@ _PAIRS = {
     UnitState.RESIDENT: UnitState.UPDATING_RESIDENT,
     UnitState.BOUND: UnitState.UPDATING_BOUND,
 }
-"""Without and with an update that is pending."""
+"""State without an update -> state with a pending one."""
 
 UNIT_MOVES: Mapping[str, Mapping[UnitState, UnitState]] = {
     "adopt": {UnitState.PAGED_OUT: UnitState.RESIDENT},
@@ -91,7 +88,7 @@ class Arrival(Protocol):
     """Weights on their way into a flat buffer: a read, or an update that writes its results there."""
 
     def wait(self) -> None:
-        """Return when the compute stream may use the buffer; raise what went wrong."""
+        """Return when the compute stream may use the buffer; raises the error of the read or update."""
         ...
 
     def done(self) -> bool:
@@ -99,7 +96,7 @@ class Arrival(Protocol):
         ...
 
     def promote(self) -> None:
-        """Somebody waits for it now."""
+        """Raise its priority to that of a demand read."""
         ...
 
 
@@ -108,13 +105,13 @@ class PendingUpdate(Arrival, Protocol):
 
     @property
     def accepts_buffer(self) -> bool:
-        """Whether `attach` has a chance: not begun, no buffer yet, and all of the unit's weights are being updated."""
+        """Whether `attach` may succeed: not begun, no buffer yet, and all weights of the unit are updated."""
         ...
 
     def attach(self, flat: FlatBuffer, after: Fence = None) -> bool:
-        """Ask the update to leave the whole unit's new weights in ``flat``, which is free after the fence ``after``.
+        """Have the update write the unit's new weights to ``flat``, which is free after the fence ``after``.
 
-        Returns False if it is too late, or if the update does not have them all.
+        Returns False if the update has begun, or does not have all weights of the unit.
         """
         ...
 
@@ -125,7 +122,7 @@ _version_of = operator.attrgetter("_version")
 class Unit:
     """One unit and its side tables. ``parameters[i]`` lies in ``layout.slots[i]``.
 
-    What is in memory of it is its `state`: others read the fields that make it up, and change them by its methods only.
+    Others read the fields that make up its `state`, and change them by its methods only.
     """
 
     def __init__(self, index: int, name: str, parameters: Sequence[nn.Parameter], layout: UnitLayout) -> None:
@@ -136,53 +133,55 @@ class Unit:
         self.parameters = list(parameters)
         self.layout = layout
         self.extent: Extent | None = None
-        """Where the weights rest on NVMe, from `WeightStore.allocate` on; None if they rest elsewhere."""
+        """The weights' bytes on NVMe, from `WeightStore.allocate` on; None if they are stored elsewhere."""
         self.is_persistent = False
-        """Whether its weights rest in its flat buffer and nowhere else: it never leaves. Set once, before `adopt`."""
+        """Whether the flat buffer is the only place of its weights, so that it is never evicted. Set once, before
+        `adopt`."""
         self.flat: FlatBuffer | None = None
         """The memory of the weights: from `adopt` or `fetch_into` until `release`."""
         self.arrival: Arrival | None = None
-        """What brings the weights into `flat`, which does not hold them yet: from `fetch_into` until `on_arrival`."""
+        """The transfer that fills `flat`, which has no weights yet: from `fetch_into` until `on_arrival`."""
         self.update: PendingUpdate | None = None
-        """What changes the weights: from `begin_update` until somebody has waited for it and calls `end_update`."""
+        """The update of the weights: from `begin_update` until somebody has waited for it and calls `end_update`."""
         self.is_bound = False
-        """Whether the parameters look at `flat`: from `bind` until `unbind`."""
+        """Whether the parameters are views of `flat`: from `bind` until `unbind`."""
         self.num_active = 0
-        """How many modules and operations use the unit: each from `begin_use` until `end_use`."""
+        """Modules and operations that use the unit: each from `begin_use` until `end_use`. It is not evicted
+        meanwhile."""
         self.gathered: list[object] = []
-        """What the user holds it open for (`checkpoint.stored_weights.Gathered`): each from `hold_gathered` until
+        """User blocks that hold it open (`checkpoint.stored_weights.Gathered`): each from `hold_gathered` until
         `release_gathered`. The unit stays bound, and no step is made meanwhile."""
         self.version = 0
-        """Counts the changes of the weights, so that a graph over old ones is noticed."""
+        """Counts changes of the weights. A backward over a graph of an older version raises an error."""
         self.dirty: set[int] = set()
-        """Indices of slots whose weights in `flat` are newer than where they rest: from `detect_writes` until they are
-        stored."""
+        """Indices of slots that a user has written to in `flat`: from `detect_writes` until they are stored."""
         self.before: dict[int, torch.Tensor] = {}
-        """Slot index -> weights before they were written to, where nothing else knows them: from `save_before` until what was
-        written is stored."""
+        """Slot index -> its weights before a user's write, where no other copy exists: from `save_before` until the
+        write is stored."""
         self.stored_checksums: dict[int, tuple[int, int]] = {}
-        """Index of a frozen slot -> crc32c before and after its stored weights, where a checkpoint asked for it: until other
-        weights are stored. A base of 70B would be read whole at each save without it."""
+        """Index of a frozen slot -> crc32c before and after its stored weights, as a checkpoint has computed it: until
+        other weights are stored. Without it, each save would read a frozen base of 70B parameters."""
         self.has_been_written = False
-        """Whether anybody but the engine has ever written to a weight, counted in its version."""
+        """Whether a user has ever written to a weight, as counted by torch's versions."""
         self.saved_references: set[weakref.ref[object]] = set()
-        """What stands for views of the unit in autograd's graph: added by `PackedSavedTensor`, discarded when it dies, which
-        may be on any thread and in the midst of backward, so that nothing written in Python runs then."""
+        """Weak references to the `PackedSavedTensor` objects in autograd's graph that stand for views of this unit."""
+        # Their callback is `set.discard` itself, a function in C: an object may die on any thread, in the midst of
+        # backward, where a callback in Python could run while another thread iterates.
         self._counters = [parameter._version for parameter in self.parameters]
         """torch's count of writes to each parameter, as of the last `detect_writes`."""
         self._forms = [
             (slot.spec.dtype, (slot.spec.shape, slot.spec.stride, slot.offset_bytes // slot.spec.dtype.itemsize))
             for slot in layout.slots
         ]
-        """Of each parameter, the dtype of its segment, and shape, strides and first element in the flat buffer as that dtype."""
+        """Per parameter its dtype, and the arguments of `as_strided` on the flat buffer viewed as that dtype."""
         self._placeholders: list[torch.Tensor] = []
-        """What the parameters hold while they are unbound: from the first time on, for good."""
+        """The data of unbound parameters; made once."""
         self._data_aliases: dict[int, torch.Tensor] = {}
-        """Slot index -> see `data_alias`; from its first use on, for good."""
+        """Slot index -> see `data_alias`; made at first use, never dropped."""
         self._alias_counters: dict[int, int] = {}
-        """As `_counters`, of the `.data` aliases."""
+        """As `_counters`, for the `.data` aliases."""
         self._data_views: dict[int, list[weakref.ref[torch.Tensor]]] = {}
-        """Slot index -> views of the `.data` alias that somebody may still hold."""
+        """Slot index -> views of the `.data` alias that were given to users."""
 
     def __repr__(self) -> str:
         return f"Unit({self.index}, {self.name!r}, {len(self.parameters)} parameters, {self.layout.num_bytes} bytes)"
@@ -194,11 +193,12 @@ class Unit:
 
     @property
     def num_saved_tensors(self) -> int:
-        """How many saved tensors of autograd stand for views of this unit."""
+        """Tensors that autograd has saved and that are views of this unit."""
         return len(self.saved_references)
 
     def saved_tensors(self) -> list[object]:
-        """What stands for them."""
+        """Those saved tensors, as far as they are alive."""
+        # The tuple is a copy made in C: objects die, and are discarded, while the loop runs.
         found = [reference() for reference in tuple(self.saved_references)]
         return [saved for saved in found if saved is not None]
 
@@ -206,8 +206,7 @@ class Unit:
 
     @property
     def state(self) -> UnitState:
-        """Who holds memory, as the fields tell."""
-        # There is no other record of it, which could contradict them.
+        """The state, computed from the fields, so that no second record can contradict them."""
         if self.flat is None:
             return UnitState.PAGED_OUT if self.update is None else UnitState.UPDATING_PAGED_OUT
         if self.arrival is not None:
@@ -218,27 +217,29 @@ class Unit:
 
     @moves(UNIT_MOVES)
     def adopt(self, flat: FlatBuffer) -> None:
-        """``flat`` is the unit's memory from now on; the caller has put its weights there, or does so next."""
+        """Take ``flat`` as the unit's memory. The caller has written its weights there, or does so next."""
         self.flat = flat
 
     @moves(UNIT_MOVES)
     def fetch_into(self, flat: FlatBuffer, arrival: Arrival) -> None:
-        """``flat`` is the unit's memory from now on; its weights come with ``arrival``, which may be the pending update."""
-        self.arrival, self.flat = arrival, flat  # at once: a buffer without arrival looks as if it held the weights
+        """Take ``flat`` as the unit's memory, which ``arrival`` fills. That may be the pending update."""
+        # Arrival first: a signal handler between the two stores would take a buffer without arrival for one with
+        # weights.
+        self.arrival, self.flat = arrival, flat
 
     @moves(UNIT_MOVES)
     def expect(self, arrival: Arrival) -> None:
-        """The weights come with this ``arrival``, not with what `fetch_into` was given."""
+        """Replace the arrival that `fetch_into` was given."""
         self.arrival = arrival
 
     @moves(UNIT_MOVES)
     def on_arrival(self) -> None:
-        """The weights have arrived: somebody has waited for that."""
+        """Record that the weights have arrived. The caller has waited for them."""
         self.arrival = None
 
     @moves(UNIT_MOVES)
     def release(self) -> FlatBuffer:
-        """Give up the memory, with whatever was to come into it. It is the caller's from now on."""
+        """Return the flat buffer to the caller. A read that is still under way is no concern of the unit any more."""
         if self.flat is None:
             raise RuntimeError(f"unit {self.name} is paged out and has no memory to release")
         flat, self.flat, self.arrival = self.flat, None, None
@@ -246,17 +247,19 @@ class Unit:
 
     @moves(UNIT_MOVES)
     def begin_update(self, update: PendingUpdate) -> None:
-        """The weights belong to ``update`` until `end_update`; those that a graph was made with are outdated."""
+        """Let ``update`` change the weights until `end_update`. Graphs over the present weights become invalid."""
         self.update = update
         self.version += 1
 
     @moves(UNIT_MOVES)
     def end_update(self) -> None:
-        """The update is done, or never began."""
+        """Forget the update, which is done or never began."""
         self.update = None
 
     def count_update(self, indices: Iterable[int]) -> None:
-        """These slots' parameters are updated: torch's count of writes moves, by which a module may know what it has kept."""
+        """Increment the versions of these slots' parameters, as an optimizer's in-place update does in torch."""
+        # Modules use a weight's version to invalidate what they have computed from it. `_counters` moves with it, so
+        # that `detect_writes` does not take an update for a write of the user's.
         with as_plain():
             for index in indices:
                 parameter = self.parameters[index]
@@ -265,24 +268,25 @@ class Unit:
                 self._counters[index] += parameter._version - before
 
     def begin_use(self) -> None:
-        """A module or operation needs the unit in memory until `end_use`."""
+        """Keep the unit in memory until `end_use`."""
         self.num_active += 1
 
     def end_use(self) -> None:
-        """The counterpart of `begin_use`."""
-        self.num_active = max(self.num_active - 1, 0)
+        """End one use."""
+        self.num_active = max(self.num_active - 1, 0)  # may be late: `forget_uses` has reset the count
 
     def forget_uses(self, *, keeps_gathered: bool = False) -> None:
-        """Those inside the unit were cut off, and will not come back to end their use; gathered weights may stay in use."""
+        """End all uses, after an exception has cut off a forward or backward; gathered weights may stay in use."""
         self.num_active = len(self.gathered) if keeps_gathered else 0
 
     def hold_gathered(self, gathered: object) -> None:
-        """The user wants the unit to stay bound until `release_gathered`."""
+        """Keep the unit bound for the user until `release_gathered`."""
         self.num_active += 1
         self.gathered.append(gathered)
 
     def release_gathered(self, gathered: object) -> None:
-        """The counterpart of `hold_gathered`, also if that was cut off. Unbinds the unit if nobody else uses it."""
+        """End a `hold_gathered`, also one that was cut off. Unbinds the unit if nobody else uses it."""
+        # Not in the list if it was ended before, or if an interrupt came before the append.
         others = [other for other in self.gathered if other is not gathered]
         if len(others) < len(self.gathered):
             self.gathered = others
@@ -291,10 +295,8 @@ class Unit:
             self.unbind()
 
     def unbind_unused(self) -> bool:
-        """Unbind the unit if no module uses it. Returns whether no backward to come needs its present weights.
-
-        That is so when nothing that autograd has saved stands for them (packed saved tensors) or looks at them (plain views).
-        """
+        """Unbind the unit if no module uses it. Returns whether no later backward needs its present weights."""
+        # A backward may need them if autograd has saved a packed tensor, or if a plain view of the memory is alive.
         if self.num_active:
             return False
         self.unbind()
@@ -308,7 +310,7 @@ class Unit:
         return base.view(spec.dtype).as_strided(spec.shape, spec.stride, slot.offset_bytes // spec.dtype.itemsize)
 
     def slot_at(self, offset_bytes: int) -> Slot | None:
-        """The parameter in which this byte of the flat buffer lies."""
+        """The slot that contains this byte of the flat buffer; None for padding."""
         for slot in self.layout.slots:
             if slot.offset_bytes <= offset_bytes < slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize:
                 return slot
@@ -339,28 +341,33 @@ class Unit:
     @moves(UNIT_MOVES)
     @outside_modes
     def bind(self) -> None:
-        """Let the parameters look at the flat buffer, which must hold their weights."""
+        """Make the parameters views of the flat buffer, which must hold their weights."""
         if self.is_bound:
             return
+        # A view that a user kept shares the parameter's version, and may have been written to while the unit was
+        # unbound.
         self.detect_writes()
         base = self.memory
+        # One view per dtype and one as_strided per parameter, and not two calls per parameter: this runs for every unit
+        # and pass.
         of_dtype = {segment.dtype: base.view(segment.dtype) for segment in self.layout.segments}
         try:
             bind(self.parameters, [of_dtype[dtype].as_strided(*form) for dtype, form in self._forms])
             for index, data_alias in self._data_aliases.items():
                 set_plain_data(data_alias, self.view(base, self.layout.slots[index]))
             self.is_bound = True
-        except BaseException:  # all or none
+        except BaseException:  # an interrupt in the loop leaves some bound: `is_bound` speaks for all of them
             self._unbind()
             raise
 
     @outside_modes
     def data_alias(self, slot: Slot) -> torch.Tensor:
-        """A tensor that is bound to memory as the parameter is, with a version of its own. See `infinity.units.parameter`."""
+        """The tensor behind ``.data``, bound and unbound with the parameter. See [Note: seen by version] in
+        `parameter`."""
         data_alias = self._data_aliases.get(slot.index)
         if data_alias is None:
             parameter = self.parameters[slot.index]
-            # Not a view: it would hold its base, and with that the memory.
+            # Not made as a view: a view holds its base tensor, and through that the flat buffer's memory.
             data_alias = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             set_plain_data(data_alias, plain_data(parameter))
             self._alias_counters[slot.index] = data_alias._version
@@ -369,26 +376,27 @@ class Unit:
 
     @outside_modes
     def data_view(self, slot: Slot) -> torch.Tensor:
-        """A view of the parameter's `.data` alias, for the user: what ``.data`` gives."""
+        """A new view of the `.data` alias: the value of ``parameter.data``."""
         view = self.data_alias(slot).detach()
         self.on_view(slot, view)
         return view
 
     def data_views(self, slot: Slot) -> list[torch.Tensor]:
-        """The views that `data_view` and `on_view` were called for, as far as anybody holds them."""
+        """The views from `data_view` and `on_view` that are alive."""
         views = [reference() for reference in self._data_views.get(slot.index, ())]
         return [view for view in views if view is not None]
 
     def on_view(self, slot: Slot, view: torch.Tensor) -> None:
-        """The user has got this view of the parameter."""
+        """Remember a view that a user gets. It is detached if the parameter gets other values."""
         known = self._data_views.setdefault(slot.index, [])
         known[:] = [reference for reference in known if reference() is not None]
         known.append(weakref.ref(view))
 
     def detect_writes(self) -> None:
-        """Take note of what others than the engine have written, as far as torch's counters tell: see `dirty`."""
+        """Add slots to `dirty` whose versions have changed since the last call. The engine's own writes do not
+        count."""
         with as_plain():
-            counters = [*map(_version_of, self.parameters)]
+            counters = [*map(_version_of, self.parameters)]  # map and attrgetter: one loop in C
         if counters != self._counters:
             changed = [i for i, (a, b) in enumerate(zip(counters, self._counters, strict=True)) if a != b]
             self._counters = counters
@@ -404,7 +412,10 @@ class Unit:
         return self.memory[slot.offset_bytes : slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize]
 
     def redirect_views(self, slot: Slot, values: torch.Tensor) -> None:
-        """What the user holds of a parameter shows ``values`` (its shape and strides) from now on."""
+        """Make the user's views of a parameter views of ``values`` (the parameter's shape and strides)."""
+        # Worked example: a parameter of 6 elements starts at byte 128 of the flat buffer, dtype bf16. A view of its
+        # elements 2..4 has place.offset = 64 + 2 = 66 elements from the buffer's beginning; in `values` it begins at 66
+        # - 64 = 2.
         for view in self.data_views(slot):
             if isinstance(view, PagedView) and view.dtype == values.dtype:
                 place, start = view.place, slot.offset_bytes // values.dtype.itemsize
@@ -412,34 +423,34 @@ class Unit:
                 detach_view(view, with_lazy_bits(shown, place.bits))
 
     def on_write(self, indices: Iterable[int]) -> None:
-        """The weights of these slots have been written to."""
+        """Mark these slots as written to."""
         self.dirty.update(indices)
 
     def save_before(self, slot: Slot) -> None:
-        """The parameter may be written to from now on: see `before`."""
+        """Copy a slot's weights before a write: see `before`."""
         self.before[slot.index] = self.weight(slot).clone()
 
     def undo_writes(self) -> None:
-        """Undo what was written, as far as it is known what was there `before`."""
+        """Restore the weights of the slots in `before`."""
         for index, values in self.before.items():
             self.weight(self.layout.slots[index]).copy_(values)
 
     def forget_written(self, indices: Iterable[int]) -> None:
-        """What was written to these slots will not be stored."""
+        """Drop these slots from `dirty`: the writes are not stored."""
         self.dirty.difference_update(indices)
 
     def forget_changes(self) -> None:
-        """What has been noted of writes is stored, or undone."""
+        """Forget all writes, which have been stored or undone."""
         self.dirty.clear()
         self.before.clear()
 
     def outdate(self) -> None:
-        """The weights are others from now on: a graph over the present ones is not to be used any more."""
+        """Invalidate graphs over the present weights, which have been replaced."""
         self.version += 1
 
     @moves(UNIT_MOVES)
     def unbind(self) -> None:
-        """Take the flat buffer away from the parameters; views held by others keep it alive."""
+        """Replace the parameters' data by placeholders. Views that others hold keep the flat buffer alive."""
         if not self.is_bound:
             return
         self.detect_writes()
@@ -463,10 +474,13 @@ def spec_of(
     is_trainable: bool | None = None,
     packed: str | None = None,
 ) -> ParameterSpec:
-    """The layout's view of a parameter. Of strides with gaps or overlaps, only the order of dimensions stays.
+    """The `ParameterSpec` of a parameter; gaps and overlaps of its strides are removed.
 
-    A float8 parameter, which is frozen, keeps its dtype. ``keeps_double``: so does a frozen fp64 one. ``is_trainable``: whether
-    it gets room for states; None: if it requires a gradient. ``packed``: the format in which it is stored if it does not.
+    Args:
+        fqn, parameter, compute_dtype: see `ParameterSpec`. Float8 and integer parameters keep their dtype.
+        keeps_double: whether a frozen fp64 parameter keeps its dtype.
+        is_trainable: whether it gets room for states; None: if it requires a gradient.
+        packed: the format in which a parameter without states is stored.
     """
     dtype = compute_dtype if parameter.is_floating_point() and not is_float8(parameter.dtype) else parameter.dtype
     if is_trainable is None:
@@ -478,11 +492,14 @@ def spec_of(
 
 
 def is_float8(dtype: torch.dtype) -> bool:
-    """Whether it is one of torch's float8 dtypes, whose values have a scale elsewhere: a cast alone would lose it."""
+    """Whether ``dtype`` is one of torch's float8 dtypes. Their values have a scale elsewhere, which a cast would
+    lose."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def dense_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """``stride`` if elements fill their memory with it, else what ``clone()`` gives: dimensions in the same order."""
+    """``stride`` if it has no gaps or overlaps, else the strides of a ``clone()``, with dimensions in the same
+    order."""
+    # Meta tensors let torch compute strides without memory. A transposed weight keeps its strides: (3, 4) with (1, 3).
     form = torch.empty_strided(shape, stride, device="meta", dtype=torch.float32)
     return stride if 0 in shape or is_dense(form) else tuple(torch.empty_like(form).stride())

@@ -1,4 +1,4 @@
-"""Arguments and results of a block as a list of tensors, and the same again around other tensors."""
+"""Takes a block's arguments or results apart into tensors, and builds them again around other tensors."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.activations.unsupported import UnsupportedSchedule
 
+# Not searched for tensors. The immutable ones may be compared by value; modules, whose parameters do not count as
+# arguments, have no `==` of their own and compare by identity.
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type, nn.Module, torch.dtype, torch.device)
-"""What carries no gradient, or is not looked into."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Stands for a tensor: its number in the list."""
+    """Takes the place of a tensor in the form: its index in ``Tree.tensors``."""
 
     number: int
 
 
 class _Fields:
-    """A dataclass, which torch's trees do not know: an object like it without its fields, and their forms."""
+    """A dataclass instance taken apart, since torch's pytrees treat it as a leaf. transformers' outputs are
+    dataclasses."""
 
     def __init__(self, value: Any, take_apart: Callable[[Any], Any]) -> None:
         found = {
@@ -40,11 +42,13 @@ class _Fields:
 
 
 def _is_size(value: Any) -> bool:
-    """torch's trees would make a tuple of it."""
+    # A torch.Size is a tuple: tree_map would build a plain tuple of it, which has no `numel`.
     return isinstance(value, torch.Size)
 
 
 def _refilled(value: Any, fields: dict[str, Any]) -> Any:
+    # A copy and object.__setattr__, since __init__ may compute or check things, and a frozen dataclass forbids
+    # assignment.
     fresh = copy.copy(value)
     for name, item in fields.items():
         object.__setattr__(fresh, name, item)
@@ -54,13 +58,16 @@ def _refilled(value: Any, fields: dict[str, Any]) -> Any:
 class Tree:
     """A value taken apart: ``tensors`` (each once, however often it occurs), and the form around them.
 
-    Containers are those of `torch.utils._pytree`, and dataclasses. Anything else is kept as it is.
+    Containers are those of `torch.utils._pytree`, and dataclasses. Any other object is part of the form.
     """
+
+    # Worked example: (x, {"mask": m, "again": x}, 3) has tensors [x, m] and the form (P0, {"mask": P1, "again": P0},
+    # 3). `build([a, b])` returns (a, {"mask": b, "again": a}, 3).
 
     def __init__(self, value: Any) -> None:
         """
         Raises:
-            Refusal: an object carries a gradient in a way that cannot be followed.
+            UnsupportedSchedule: an object that is no container has tensors with gradients in its attributes.
         """
         self.tensors: list[torch.Tensor] = []
         self._places: dict[int, _Place] = {}
@@ -79,12 +86,12 @@ class Tree:
         return leaf
 
     def forget(self) -> None:
-        """Release the tensors; only the form is left."""
+        """Release the tensors, and keep the form."""
         self.tensors.clear()
         self._places.clear()
 
     def build(self, tensors: Sequence[Any]) -> Any:
-        """The value again, in fresh containers, with ``tensors`` in the place of its own: as many as there were."""
+        """Return the value in fresh containers, with ``tensors`` in place of its own; as many as there were."""
 
         def put_in(leaf: Any) -> Any:
             if isinstance(leaf, _Place):
@@ -95,7 +102,7 @@ class Tree:
 
 
 def is_same(before: Sequence[Any], now: Sequence[Any]) -> bool:
-    """Whether two lists hold the same objects, or equal ones of a kind that cannot change."""
+    """Whether two lists hold the same objects, or equal ones of immutable types."""
     return len(before) == len(now) and all(
         a is b or (isinstance(a, _ATOMS) and isinstance(b, _ATOMS) and bool(a == b))
         for a, b in zip(before, now, strict=True)
@@ -103,13 +110,14 @@ def is_same(before: Sequence[Any], now: Sequence[Any]) -> bool:
 
 
 def _tensors_inside(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in the attributes of an object, however deep."""
+    """Yield the tensors in an object's attributes, at any depth."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
         item = waiting.pop()
         if isinstance(item, torch.Tensor):
             yield item
+        # Callables are skipped: a function or bound method may reach the whole model.
         elif not isinstance(item, _ATOMS) and not callable(item) and id(item) not in seen:
             seen.add(id(item))
             waiting += tree_leaves(list(getattr(item, "__dict__", {}).values()))

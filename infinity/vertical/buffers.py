@@ -1,8 +1,9 @@
-"""A model's buffers, attributes and random numbers before a step, and what its forward does to the buffers.
+"""Saves and restores a model's buffers, attributes and random generators around a vertical step.
 
-A block is computed twice, so buffers that it writes to (batch norms, spectral norms) are set back for the second time.
-Between blocks only batch norms may write: each uses its own buffers, at one place. Any other buffer might be read at another
-place, which the micro-batches reach in another order, so a step that changes one is taken again in the ordinary order.
+A block is computed twice. So buffers that its forward writes to (batch norms, spectral norms) are restored before the
+second computation. Between blocks only batch norms may write, since each uses its own buffers at one place of the
+model. Any other buffer may be read elsewhere, where the micro-batches arrive in another order. A step that changes one
+is repeated in the ordinary order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from infinity.torch_internals.names import NormBase, version_of
 from infinity.units.tiles import TiledWeight
 from infinity.vertical.thread_state import RandomState
 
+# Attributes that are not saved: the dicts of a module, which are handled by themselves or do not change, and the two
+# that `Interception` replaces during a step.
 _OF_THE_SCHEDULE = frozenset({"_parameters", "_buffers", "_modules", "forward", "gradient_checkpointing"})
+# A buffer above 64 MiB is not copied before each step. If a step that fails has written to one, that is an error.
 _MOST_COPIED_BYTES = 1 << 26
 
 
@@ -28,23 +32,25 @@ class BlockBuffers:
     def __init__(self, block: nn.Module) -> None:
         self.modules = list(dict.fromkeys(block.modules()))
         self.are_written = False
-        """Whether a forward has been seen to change them."""
+        """Whether a forward of the block has changed them."""
 
     def on_write(self) -> None:
-        """A forward has changed them."""
+        """Record that a forward has changed them."""
         self.are_written = True
 
     def marks(self) -> list[object]:
-        """Something that differs after a buffer was replaced or written to."""
+        """A list that compares unequal after a buffer was replaced or written to."""
         marks: list[object] = [(id(buffer), version_of(buffer)) for _, _, buffer in self._present()]
         if any(
             isinstance(module, NormBase) and module.training and module.track_running_stats for module in self.modules
         ):
-            marks.append(object())  # their kernels write past the version
+            # torch's norm kernels update running statistics without counting it in the version. A fresh object equals
+            # no other, so a training batch norm always counts as written to.
+            marks.append(object())
         return marks
 
     def capture(self) -> BufferValues:
-        """Their present values."""
+        """Copy their present values."""
         return BufferValues([(home, name, buffer, buffer.detach().clone()) for home, name, buffer in self._present()])
 
     def _present(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
@@ -61,21 +67,23 @@ class BufferValues:
         self._entries = entries
 
     def restore(self) -> None:
-        """The buffers are the same tensors with the same values again."""
+        """Put the same tensors with the same values back into the modules."""
         for home, name, buffer, values in self._entries:
             _put_back(buffer, values)
             home[name] = buffer
 
 
 class StepStart:
-    """A model and the random generators as they are before a step, to begin it anew.
+    """A model's buffers and attributes and the random generators before a step, to repeat it.
 
-    Attributes are put back as they were, but not what they hold: a rotary table that has grown comes with the length for
-    which it was made.
+    Attributes are restored by reference, and the objects in them are not copied.
     """
 
+    # Attributes matter for a rotary embedding that grows in forward: it stores its new table in a buffer and the length
+    # of that in an attribute. Restoring the buffer alone would leave a length for which there is no table.
+
     def __init__(self, model: nn.Module, device: torch.device, before: StepStart | None = None) -> None:
-        """``before``: of an earlier step; copies of buffers that have not changed since are taken from it."""
+        """``before``: of the step before; its copies of unchanged buffers are reused."""
         self._random = RandomState(device)
         self._modules = [(module, dict(_attributes(module)), dict(module._buffers)) for module in model.modules()]
         earlier = {} if before is None else before._kept
@@ -90,7 +98,8 @@ class StepStart:
                 self._kept[id(buffer)] = known
 
     def changed_buffer(self, known: Container[nn.Module]) -> str | None:
-        """A buffer that has been replaced or written to since, by class and name; not of ``known`` modules or batch norms."""
+        """Class and name of a buffer that was replaced or written to; those of ``known`` modules and norms do not
+        count."""
         for module, _, before in self._modules:
             if module in known or isinstance(module, NormBase):
                 continue
@@ -101,10 +110,10 @@ class StepStart:
         return None
 
     def restore(self) -> None:
-        """All is as it was.
+        """Restore everything.
 
         Raises:
-            ModelError: something too large to be copied beforehand has been written to.
+            ModelError: a buffer that was too large to be copied has been written to.
         """
         self._random.restore()
         for module, attributes, buffers in self._modules:
@@ -118,10 +127,10 @@ class StepStart:
 
 
 class _Buffer:
-    """One of them, with its values."""
+    """A buffer with a copy of its values."""
 
     def __init__(self, name: str, buffer: torch.Tensor, *, counts: bool) -> None:
-        """``counts``: whether its version shows all writes; the kernels of batch norms write past it."""
+        """``counts``: whether its version counts all writes, which it does not for the statistics of norms."""
         self._name = name
         self._counts = counts
         self._buffer = buffer
@@ -129,7 +138,7 @@ class _Buffer:
         self._values = buffer.detach().clone() if buffer.nbytes <= _MOST_COPIED_BYTES else None
 
     def is_unchanged(self) -> bool:
-        """Whether nobody has written to it, as far as torch counts."""
+        """Whether its version is the same as before."""
         return version_of(self._buffer) == self._version
 
     def is_surely_unchanged(self) -> bool:
@@ -140,7 +149,7 @@ class _Buffer:
             return
         if self._values is not None:
             _put_back(self._buffer, self._values)
-            self._version = version_of(self._buffer)
+            self._version = version_of(self._buffer)  # restoring is a write too; the next step may reuse this copy
         elif not self.is_unchanged():
             raise ModelError(
                 f"the model's forward writes to '{self._name}' in a way that forbids taking micro-batches together, and it is "
@@ -150,7 +159,8 @@ class _Buffer:
 
 
 def _put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """``tensor`` has these values again, and their shape: observers of quantization give theirs one in the first forward."""
+    """Give ``tensor`` these values, and their shape."""
+    # The shape changes too: torch's quantization observers start with empty buffers, which the first forward resizes.
     with torch.no_grad():
         if tensor.shape != values.shape:
             tensor.resize_(values.shape)

@@ -1,9 +1,9 @@
 """One call of a block by one micro-batch: its forward, and the same once more for backward.
 
 [Note: calls]
-In a vertical step a unit's weights have to come twice, whatever the number of micro-batches: once when all of them call
-it, and once for all their backwards. Two blocks and two micro-batches compute 1 1 2 2, and backward 2 2 1 1 once more. Between
-those, nothing of the inside of a call may be left: its activations would fill the memory that the weights have left.
+In a vertical step a unit's weights are fetched twice, whatever the number of micro-batches: once for all forwards, and
+once for all backwards. Two blocks and two micro-batches compute 1 1 2 2 in forward, and 2 2 1 1 in backward. Between
+these, no activation inside a call may stay in memory.
 
     forward     inputs -> kept (`ActivationCheckpoints`), detached -> `Entered` -> the module -> results -> detached ->
     `Returned` -> caller
@@ -13,13 +13,13 @@ those, nothing of the inside of a call may be left: its activations would fill t
                 ``infinity.vertical.inter_block_graph``); gradients of the parameters -> accumulated, as ever
 
 Both times the module sees what it would see in plain torch: the same values, gradient mode, autocast, random numbers and
-buffers. Then both have the same bits, and the gradients are those of the first. What
-must hold is looked at, and raises `UnsupportedSchedule` before anything has been updated:
-  * nothing outlives the call but what it returns: all that autograd saved inside keeps a `_Trail` alive, and the trail has to
-    be gone, after garbage was collected if need be;
-  * inputs are not written to (`Entered` makes them no leaves, so that it can be tried, and is seen), results are no views of
-    inputs or of each other;
-  * in the first step (``is_trial``) the second results have the checksums of the first.
+buffers. So both computations have the same bits, and the gradients are those of the first. These conditions are
+checked, and `UnsupportedSchedule` is raised before anything is updated:
+  * Only what the call returns outlives it. Everything that autograd saves inside keeps a `_Trail` alive, and the trail
+    must be gone after the call.
+  * Inputs are not written to, and results are no views of inputs or of each other. `Entered` makes inputs non-leaves,
+    so that an in-place write is no error in torch, and shows in the version.
+  * In the first step (``is_trial``) the results of the second computation have the checksums of the first.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from infinity.vertical.thread_state import RandomState, ThreadState
 
 Edge = tuple[Any, int]
 """A node of autograd's graph and the number of one of its outputs in forward."""
+# Elements per partial sum of a checksum: a sum in int64 converts its input, 2 MiB at a time.
 _BLOCK_NUMEL = 1 << 18
 
 
@@ -61,20 +62,20 @@ class Block:
         self.unit = unit
         self.buffers = BlockBuffers(module)
         self.leaves_cycles = False
-        """Whether its forward leaves garbage that only the collector finds."""
+        """Whether its forward leaves reference cycles, which only the garbage collector frees."""
 
 
 class _Trail:
-    """Lives as long as anything of a call's own graph lives."""
+    """Is alive as long as any node or saved tensor of a call's own graph."""
 
 
 class Entered(torch.autograd.Function):
-    """An input as a call gets it: no leaf, so that it may be modified in place, which shows in its version."""
+    """Makes a call's input a non-leaf with a version of its own: see [Note: calls]."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, trail: _Trail) -> torch.Tensor:
         ctx.trail = trail
-        return tensor.data
+        return tensor.data  # the same memory, without being a view for autograd
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -82,15 +83,15 @@ class Entered(torch.autograd.Function):
 
 
 class Returned(torch.autograd.Function):
-    """The node of a call: its outputs are results of a computation that is not in the graph."""
+    """The node of a call in the micro-batch's graph. The computation of its outputs is not in that graph."""
 
     @staticmethod
     def forward(ctx: Any, call: BlockCall, anchor: torch.Tensor, results: list[torch.Tensor]) -> Any:
         """``anchor`` requires a gradient, so the outputs do. ``results`` is emptied."""
         ctx.call = call
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # None and zeros differ: a result without a gradient is no root in backward
         outputs = tuple(results)
-        results.clear()
+        results.clear()  # in a list, because autograd would link tensors that are arguments
         return outputs
 
     @staticmethod
@@ -100,7 +101,7 @@ class Returned(torch.autograd.Function):
 
 
 def edge_of(tensor: torch.Tensor) -> Edge:
-    """Where the gradient of ``tensor``, which requires one, goes."""
+    """The node that receives the gradient of ``tensor``, and the number of its input there."""
     edge = torch.autograd.graph.get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
@@ -114,24 +115,26 @@ class BlockCall:
     """Runs a block on detached inputs and keeps what it needs to do so again."""
 
     block: Block
-    """The module."""
     _forward: Callable[..., Any]
-    """Its forward."""
     micro_batch: int
     """The number of the micro-batch."""
     _checkpoints: ActivationCheckpoints
-    """Keeps the inputs."""
+    """Keeps the inputs until backward."""
     _device: ComputeDevice
-    """The compute device."""
     is_trial: bool
-    """Look closely at everything that might differ the second time."""
-    _tree: Tree | None = None
+    """Compare the two computations."""
+    _tree: Tree | None = None  # the form of the arguments
+    # Parallel lists, one entry per tensor of the arguments. The edge is None for an input without gradient.
     _inputs: list[ActivationCheckpoint | nn.Parameter] = field(default_factory=list)
     _edges: list[Edge | None] = field(default_factory=list)
     _unreported_edges: list[Edge] = field(default_factory=list)
+    # Parallel lists, one entry per result with a gradient: its index among the tensors of the results, its checksum (in
+    # a trial), and the sum of the gradients that have come for it.
     _results: list[int] = field(default_factory=list)
     _sums: list[torch.Tensor] = field(default_factory=list)
     _gradients: list[torch.Tensor | None] = field(default_factory=list)
+    # What the second computation needs besides: settings of the thread, and random states and buffers if forward
+    # changes them.
     _state: ThreadState | None = None
     _random: RandomState | None = None
     _buffer_values: BufferValues | None = None
@@ -145,34 +148,37 @@ class BlockCall:
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[[Callable[[], Tree]], Tree]
     ) -> tuple[Any, list[Any]]:
-        """The call as the user's code makes it.
+        """Compute the call for the user's code.
 
         Args:
-            args, kwargs: of the module's forward.
-            compute: calls a function, in whatever thread.
+            args, kwargs: the arguments of the module's forward.
+            compute: calls a function, maybe in another thread.
 
         Returns:
-            What the module returns, and the tensors in it; those that have a gradient come from a `Returned` node.
+            What the module returns, and the tensors in it. Those with a gradient are outputs of a `Returned` node.
 
         Raises:
-            Refusal: the call has effects that are not seen here.
+            UnsupportedSchedule: the call cannot be repeated, see [Note: calls].
         """
         self._check_surroundings()
         tree = Tree(without_caches(args, kwargs))
         trail = _Trail()
         reference = weakref.ref(trail)
         marks, random = self.block.buffers.marks(), RandomState(self._device.torch_device)
+        # Copied only where a write is possible: in a trial always, later in blocks that the trial saw writing.
         if self.is_trial or self.block.buffers.are_written:
             self._buffer_values = self.block.buffers.capture()
         self._state = ThreadState(self._device)
         given, versions = self._enter(tree, trail)
         form = tree.build(given)
+        # A block that appends to a list or sets a key of a dict that it is given would do so again in the second
+        # computation.
         before = tree_leaves(form)
         saving = torch.autograd.graph.saved_tensors_hooks(*self._checkpoints.hooks_with(trail))
         result = compute(functools.partial(self._first, saving, form))
         if not is_same(before, tree_leaves(form)):
             raise UnsupportedSchedule(f"{self.block.name} changes a container that it is given")
-        del trail, form, saving, before
+        del trail, form, saving, before  # the last references from here into the graph of the call
         if [version_of(tensor) for tensor in given] != versions:
             raise UnsupportedSchedule(f"{self.block.name} writes to its input")
         if self.block.buffers.marks() != marks:
@@ -183,10 +189,10 @@ class BlockCall:
         outputs = self._leave(tree, given, result)
         returned = result.build(outputs)
         del result, given
-        tree.forget()
+        tree.forget()  # the inputs are kept as checkpoints, which may leave memory
         self._check_gone(reference)
         if not self._results:
-            self.drop()
+            self.drop()  # no gradient can come
         return returned, outputs
 
     def _check_surroundings(self) -> None:
@@ -200,6 +206,9 @@ class BlockCall:
             )
 
     def _check_gone(self, reference: weakref.ref[_Trail]) -> None:
+        # A block that leaves cycles (a module that stores a closure over its output, say) is collected once, in the
+        # trial. Later the check is skipped for it, as a full collection for each call would take longer than many
+        # blocks compute.
         if reference() is not None and not self.block.leaves_cycles:
             gc.collect()
             if reference() is not None:
@@ -213,6 +222,7 @@ class BlockCall:
     def _enter(self, tree: Tree, trail: _Trail) -> tuple[list[torch.Tensor], list[int]]:
         given: list[torch.Tensor] = []
         for tensor in tree.tensors:
+            # A parameter is passed as it is: its gradient is accumulated in it both ways, and it needs no checkpoint.
             if isinstance(tensor, nn.Parameter):
                 self._inputs.append(tensor)
                 self._edges.append(None)
@@ -227,6 +237,8 @@ class BlockCall:
 
     def _record_written_buffers(self) -> None:
         self.block.buffers.on_write()
+        # A block that checkpoints inside would recompute a part of itself in the backward of the second computation,
+        # and so write a third time.
         if not self._checkpoints.hooks_are_innermost():
             raise UnsupportedSchedule(
                 f"{self.block.name} writes to its buffers, and would do so again under its own checkpointing"
@@ -235,7 +247,10 @@ class BlockCall:
             raise UnsupportedSchedule(f"{self.block.name} begins to write to its buffers")
 
     def _leave(self, tree: Tree, given: Sequence[torch.Tensor], result: Tree) -> list[Any]:
+        # A result that is an input itself is returned as the caller's own tensor, with its own graph.
         passed = {id(tensor): original for tensor, original in zip(given, tree.tensors, strict=True)}
+        # Results over the memory of an input or of each other would be separate tensors for the caller. In torch they
+        # are views: an in-place write to one changes the other.
         memory = {_address(tensor) for tensor in given}
         outputs: list[Any] = []
         carried: list[torch.Tensor] = []
@@ -253,6 +268,8 @@ class BlockCall:
             self._sums = [_checksum(tensor) for tensor in carried]
         if carried:
             self._gradients = [None] * len(carried)
+            # A custom function's outputs require a gradient only if an input does. The call's real inputs are no inputs
+            # of this node.
             anchor = torch.zeros((), requires_grad=True, dtype=torch.float32, device=self._device.torch_device)
             for index, tensor in zip(self._results, _return(self, anchor, carried), strict=True):
                 outputs[index] = tensor
@@ -261,29 +278,29 @@ class BlockCall:
     # ---------------------------------------------------------------------------------------------------- backward
 
     def end_forward(self) -> None:
-        """The micro-batch has its loss: gradients may come.
+        """Allow gradients to come: the micro-batch has its loss.
 
         Raises:
-            Refusal: one has come before.
+            UnsupportedSchedule: one has come before.
         """
         if self._is_differentiated:
             raise _differentiated()
         self._is_forward_over = True
 
     def pop_edges(self) -> list[Edge]:
-        """Where the gradients of the inputs go, or would go if the call gave something new back; told once."""
+        """The edges of the inputs that have a gradient. A second call returns none."""
         edges, self._unreported_edges = self._unreported_edges, []
         return edges
 
     @property
     def kept(self) -> list[ActivationCheckpoint]:
-        """What is kept for backward."""
+        """The checkpoints of the inputs."""
         return [item for item in self._inputs if isinstance(item, ActivationCheckpoint)]
 
     def receive(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Gradients of the results have come at its node: the sums of all that came so far."""
+        """Store the gradients of the results: each is the sum of all that have come so far."""
         if not self._is_forward_over:
-            self._is_differentiated = True  # the model may catch what is raised here
+            self._is_differentiated = True  # the model may catch this error, so `end_forward` raises it again
             raise _differentiated()
         if self.is_over:
             raise RuntimeError(f"a gradient of {self.block.name} came after its backward")
@@ -292,7 +309,7 @@ class BlockCall:
                 self._gradients[index] = gradient
 
     def pop(self, number: int) -> torch.Tensor | None:
-        """What has come for a result so far. It comes again, as part of a sum."""
+        """Take the gradient that has come for a result so far. The caller adds to it, and delivers the sum."""
         gradient, self._gradients[number] = self._gradients[number], None
         return gradient
 
@@ -309,12 +326,15 @@ class BlockCall:
         """Compute once more, and differentiate. Gradients of parameters are accumulated in the parameters.
 
         Args:
-            recomputing: surrounds the computation.
-            take: gives what has come for an input so far, and forgets it. The sum begins with that, as in one single backward.
+            recomputing: a context around the computation.
+            take: removes and returns the gradient that has come for an edge so far.
 
         Returns:
-            The gradients of the inputs so far, and where they go.
+            The edges of the inputs, with the sums of their gradients so far.
         """
+        # Worked example: the block computes y = 5 * x, and x also goes past it (a residual). Gradients: 7 for y, and 1
+        # for x from the later use. In one single backward the later use comes first, so the sum at x is 1 + 35. Hence 1
+        # is a root at the node of `given`, which autograd fills before 35 arrives there. The result is (edge of x, 36).
         gradients, self._gradients = self._gradients, []
         leaves = [
             item
@@ -323,7 +343,8 @@ class BlockCall:
             for item, edge in zip(self._inputs, self._edges, strict=True)
         ]
         with contextlib.ExitStack() as stack:
-            if self._random is not None:  # what is drawn is what was drawn then, and afterwards what would come now
+            # The same random numbers are drawn again. At the end the generators return to where they are now.
+            if self._random is not None:
                 stack.callback(RandomState(self._device.torch_device).restore)
                 self._random.restore()
             if self._buffer_values is not None:
@@ -331,7 +352,8 @@ class BlockCall:
                 self._buffer_values.restore()
             earlier = [None if edge is None else take(edge) for edge in self._edges]
             with recomputing():
-                # What is no leaf takes gradients part by part.
+                # A leaf's AccumulateGrad would add both parts to `.grad` by itself, the later one last. At a node in
+                # between they are summed first, beginning with the root's.
                 given = [x if g is None else _enter(x, None) for x, g in zip(leaves, earlier, strict=True)]
                 results = self._compute(given)
             if self.is_trial and not all(
@@ -339,6 +361,7 @@ class BlockCall:
             ):
                 raise UnsupportedSchedule(f"{self.block.name} gives another result when it is computed again")
             roots = [(x, g) for x, g in zip([*given, *results], [*earlier, *gradients], strict=True) if g is not None]
+            # Only `roots` and the graph hold them now, so that autograd can free each as soon as it has been used.
             del given, earlier
             del results, gradients
             torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
@@ -357,7 +380,7 @@ class BlockCall:
         return [result.tensors[index] for index in self._results]
 
     def drop(self) -> None:
-        """Nothing will be computed any more."""
+        """Release everything. No gradient may come any more."""
         for kept in self.kept:
             self._checkpoints.release(kept)
         self._inputs.clear()
@@ -373,17 +396,19 @@ def _differentiated() -> UnsupportedSchedule:
 
 
 def _address(tensor: torch.Tensor) -> int | None:
+    # None for tensors whose memory is not compared: parameters, other layouts, and empty ones, which all have address
+    # 0.
     if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     return tensor.untyped_storage().data_ptr()
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that changes with any bit of the tensor."""
+    """The sum of the tensor's elements read as integers, modulo 2**64: it changes if any single bit does."""
+    # Summed as integers, so that the order of the sum does not matter, and NaN has no special meaning.
     values = tensor.detach().contiguous()
     if values.dtype.is_complex:
         values = torch.view_as_real(values)
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    # torch widens what it sums as a whole: block by block that is bounded.
     blocks = values.flatten().view(integers).split(_BLOCK_NUMEL)
     return torch.stack([block.sum(dtype=torch.int64) for block in blocks]).sum()

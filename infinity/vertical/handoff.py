@@ -1,8 +1,9 @@
-"""Functions in a thread of their own, which stop wherever they say so and go on when the training thread says so.
+"""Threads that run a function step by step: it pauses itself, and the training thread resumes it. Coroutines by
+threads.
 
-[Note: hand-off] Each micro-batch runs the user's forward in a thread of its own, because only a thread can be stopped in the
-midst of somebody else's function. The training thread resumes one of them at a time, and waits until that pauses or ends. So
-nothing ever runs beside anything else, and neither the model nor the engine needs a lock.
+[Note: hand-off] Each micro-batch runs the user's forward in a thread of its own, because only a thread can be paused
+inside somebody else's function. The training thread resumes one of them at a time, and waits until it pauses or ends.
+So only one thread ever runs, and neither the model nor the engine needs a lock.
 
     training thread     resume() ....waits.... resume() ....waits.... resume()
     micro-batch 0                 runs, pause()                                 runs, ...
@@ -23,26 +24,27 @@ from infinity.threads.denormals import flush_denormals, flushes_denormals
 from infinity.threads.openmp import release_workers
 from swapper.sync.limits import start_threads
 
+# How often the waiting training thread returns to Python code, where a KeyboardInterrupt is raised.
 _POLL_SECONDS = 1.0
+# How long to wait for a thread to end. It may be inside a kernel that takes longer: then it is left to itself.
 _TIMEOUT_SECONDS = 5.0
-"""How long to wait for a thread that was told to end, before it is left to itself."""
 
 
 class Abandoned(BaseException):
-    """Raised inside a micro-batch's thread when nobody waits for it any more.
-
-    Not an `Exception`, so that the model's own ``except`` clauses let it pass.
-    """
+    """Raised inside a micro-batch's thread to end it. No `Exception`, so that the model's ``except`` clauses let it
+    pass."""
 
 
 class MicroBatchThread:
-    """Runs one function after another, only between a `resume` and the moment when the function pauses or ends.
+    """Runs one function after another, each only between a `resume` and its next pause or its end.
 
-    It is kept from step to step, with what kernels keep per thread: buffers, compiled code.
+    It is kept from step to step, because kernels keep buffers and compiled code per thread.
     """
 
     def __init__(self, index: int) -> None:
-        # Each is held but for the moment in which it hands over.
+        # Two locks as signals, both locked at rest. `resume` unlocks `_go` and waits to lock `_stopped`; `pause`
+        # unlocks `_stopped` and waits to lock `_go`. A plain Lock may be unlocked by another thread than the one that
+        # locked it.
         self._go, self._stopped = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._stopped.acquire()
@@ -51,25 +53,27 @@ class MicroBatchThread:
         self._is_running = False
         self._is_abandoned = False
         self.is_over = True
-        """Whether no function has begun that has not ended."""
-        # When the interpreter ends, one that waits does no harm.
+        """Whether the last function has ended."""
+        # A daemon: the interpreter does not wait at exit for a thread that is paused.
         self._thread = threading.Thread(target=self._serve, name=f"infinity-micro-batch-{index}", daemon=True)
 
     # ---------------------------------------------------------------------------------------------- training thread
 
     def begin(self, function: Callable[[], object]) -> None:
-        """Have ``function`` run at the first `resume`, in a copy of the caller's context, with its number of threads.
+        """Prepare ``function`` for the first `resume`, with the caller's context variables and thread settings.
 
         Raises:
             LimitError: the system gives no more threads.
         """
         if self._thread.ident is None:
             start_threads(self._thread)
+        # Both are kept per thread, by OpenMP and by the processor's control register. With other values, results would
+        # have other bits.
         context, num_threads, flushes = contextvars.copy_context(), torch.get_num_threads(), flushes_denormals()
 
         def job() -> None:
             if torch.get_num_threads() != num_threads:
-                torch.set_num_threads(num_threads)  # is kept per thread
+                torch.set_num_threads(num_threads)
             flush_denormals(flushes)
             context.run(function)
 
@@ -77,10 +81,10 @@ class MicroBatchThread:
         self.is_over = False
 
     def resume(self) -> None:
-        """Let the function run on until it pauses or ends. Raises what it has raised."""
+        """Let the function run until it pauses or ends. Raises the function's exception."""
         self._is_running = True
         self._go.release()
-        while not self._stopped.acquire(timeout=_POLL_SECONDS):  # so that a KeyboardInterrupt gets through
+        while not self._stopped.acquire(timeout=_POLL_SECONDS):
             pass
         self._is_running = False
         error, self._error = self._error, None
@@ -88,22 +92,24 @@ class MicroBatchThread:
             try:
                 raise error
             finally:
-                del error  # it refers to this frame
+                del error  # its traceback refers to this frame: a cycle that would keep tensors alive
 
     def forbid(self) -> None:
-        """The function ends with `Abandoned` when it pauses next, and the thread with it."""
+        """Let the function end with `Abandoned` at its next pause, and the thread with it."""
         self._is_abandoned = True
 
     def end(self) -> None:
-        """End the thread, in the midst of a function as well if that has paused. Waits for nothing."""
+        """End the thread, also while its function is paused. Waits for nothing."""
         self._is_abandoned = True
-        with contextlib.suppress(RuntimeError):  # it runs, and has not paused a moment ago
+        with contextlib.suppress(RuntimeError):  # raised for an unlocked lock: the thread has just been resumed
             self._go.release()
 
     def abandon(self) -> None:
-        """End the thread, and wait until it has ended, though not for ever."""
+        """End the thread, and wait for that at most ``_TIMEOUT_SECONDS``."""
         self._is_abandoned = True
-        if self._is_running and self._thread.ident is not None:  # the training thread was interrupted while it waited
+        # An interrupt has reached the training thread inside `resume`, while the function runs. The exception is raised
+        # in that thread at its next instruction in Python.
+        if self._is_running and self._thread.ident is not None:
             identity = ctypes.c_ulong(self._thread.ident)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(Abandoned))
         self.end()
@@ -122,11 +128,11 @@ class MicroBatchThread:
         if not self._is_abandoned:
             self._stopped.release()
             self._go.acquire()
-        if self._is_abandoned:
+        if self._is_abandoned:  # looked at twice: it may have been set before the pause, or during it
             raise Abandoned
 
     def _serve(self) -> None:
-        with contextlib.suppress(Abandoned):  # between two lines of this function
+        with contextlib.suppress(Abandoned):  # `abandon` may raise it between any two lines here
             while not self._is_abandoned:
                 self._go.acquire()
                 job, self._job = self._job, None
@@ -136,8 +142,8 @@ class MicroBatchThread:
                     job()
                 except BaseException as error:
                     self._error = error
-                del job  # it holds the model
+                del job  # the thread waits in `acquire` next, and would keep the model alive
                 release_workers()
-                self.is_over = True
-                with contextlib.suppress(RuntimeError):  # nobody waits, if it was abandoned
+                self.is_over = True  # before the release: `resume` returns then, and its caller reads this
+                with contextlib.suppress(RuntimeError):  # already unlocked, if the thread was abandoned
                     self._stopped.release()

@@ -1,11 +1,11 @@
-"""What one micro-batch computes between its units, as autograd recorded it, and its backward segment by segment.
+"""The graph of what one micro-batch computes between its units, and its backward segment by segment.
 
 [Note: inter-block graph]
-In a vertical step the backward of a unit is run for all micro-batches before that of the unit below. But a loss knows only
-one backward, which runs through everything. What lies between the units (embedding, residual paths, masks, the loss) has to
-be run in parts, each at its time, and still give the bits of one single backward.
-A unit's call is a node (`Returned`) at which backward stops: it hands the gradients of the call's results over and goes no
-further. So the graph of a micro-batch falls into segments, one before each call and one behind the last:
+In a vertical step the backward of a unit runs for all micro-batches before that of the unit below. But
+``loss.backward()`` runs through everything at once. So the graph between the units (embedding, residual paths, masks,
+the loss) is run in parts, each at its time, and must still give the bits of one single backward.
+A unit's call is a node (`Returned`) at which backward stops: it stores the gradients of the call's results. So the
+graph of a micro-batch falls into segments, one before each call and one behind the last:
 
     forward     x = e * 3  ->  call 1: y1 = 5 * x  ->  call 2: y2 = 7 * y1  ->  loss = y2 + x
     segment       1: x                                 2: empty                 3: the sum
@@ -16,20 +16,20 @@ further. So the graph of a micro-batch falls into segments, one before each call
                 run(1): x runs, once, with 36                                                        e.grad = 108
 
 What must hold:
-  * Each node runs once, when all gradients that meet in it have come. Were x run in `run(3)` as well, e would get 3 + 105
-    instead of 3 * 36, which is rounded differently, and a hook would see two gradients.
-  * What meets in a node is added up in autograd's order. Autograd runs nodes from the highest number to the lowest,
-    and they are numbered as they are made. So a node belongs to the segment in which it was *made*, not to the first call that
-    needs it, as in an earlier version: s = 2 * x, made before call 2 and needed by the loss alone, is of segment 2. In
-    ``run(3)`` it would come before call 2, and where that uses x as well, the sum at x would begin with another term.
-  * What waits at a cut goes first into the next sum there, for it came first.
+  * Each node runs once, when all its gradients have come. If x ran in `run(3)` as well, e would get 3 + 105 instead of
+    3 * 36, which is rounded differently, and a hook would see two gradients.
+  * Gradients of a node are added in autograd's order. Autograd runs nodes from the highest number to the lowest, and
+    numbers them as they are made. So a node belongs to the segment in which it was *made*, not to that of the first
+    call that needs it. For example s = 2 * x, made before call 2 and used by the loss only, is in segment 2. In
+    ``run(3)`` it would run before call 2. If call 2 uses x as well, the sum at x would begin with another term.
+  * A gradient that waits at a cut is the first term of the next sum there, because it came first.
   * Calls without a gradient have a position and no node: they cut nothing (`on_block_call`).
-A segment that can reach what it catches also *through* a cut (it *crosses*: in ``loss = y2 + x + e``, e is an end of segment
-3 and lies behind x as well) would be run on into the earlier segment, to find all that comes for e. There, nothing is let
-through the nodes at cuts, and the graph is kept for their own time: e gets 1 now and 108 later.
-Refused (`UnsupportedSchedule`, then the step goes in the ordinary order) is what would see gradients in parts: hooks on what is
-caught or on what comes from several segments, and the user's own functions behind a crossing, which may give gradients for
-nothing.
+A segment *crosses* if an edge at which it stops can also be reached through one of its cuts. In ``loss = y2 + x + e``,
+e is an end of segment 3 and also lies behind x. Autograd would run on through x to find all gradients for e. So hooks
+at the cuts stop all gradients there, and the graph is kept for the later run: e gets 1 now and 108 later.
+Whatever would see gradients in parts raises `UnsupportedSchedule`, and the step goes in the ordinary order. These are
+hooks on a caught tensor or on one used in several segments, and the user's own functions behind a crossing, which may
+return gradients for None.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class _GraphSegment:
 
     def __init__(self) -> None:
         self.nodes: list[Any] = []
+        # Dicts as ordered sets: the order of edges decides the order in which gradients are added.
         self.cuts: dict[Edge, None] = {}
         """Edges into nodes of earlier segments."""
         self.ends: dict[Edge, None] = {}
@@ -68,39 +69,44 @@ class InterBlockGraph:
     def __init__(self, micro_batch: int) -> None:
         """``micro_batch``: its number."""
         self._micro_batch = micro_batch
-        self._inputs: list[list[Edge]] = []
+        self._inputs: list[list[Edge]] = []  # by call: the edges of its inputs
+        # Worked example: call 1 has a gradient and ends when autograd has made 5 nodes, call 2 has none, call 3 ends at
+        # 9. marks = [5, 9], places = [1, 3], and 4, the position of the loss, is appended by `seal`. Node number 3 was
+        # made before call 1 (segment 1), number 6 before call 3 (segment 3), and number 10 before the loss (segment 4).
         self._marks: list[int] = []
-        """By call that is not without gradient: nodes made before it have lower numbers."""
+        """For each call with a gradient, autograd's next number at its end."""
         self._places: list[int] = []
-        """The positions of these calls; in the end that of the loss as well."""
+        """The positions of these calls, and finally that of the loss."""
         self._segment_of: dict[Any, int] = {}
         self._segments: dict[int, _GraphSegment] = {}
         self._waiting: dict[Edge, torch.Tensor] = {}
+        """Sums of the gradients that have come for an edge whose node runs later."""
         self._watched: list[weakref.ref[torch.Tensor]] = []
         self._hooked: set[Edge] = set()
         self.repeated: set[int] = set()
-        """Parameters, by ``id``, that are used more than once between two calls."""
+        """``id`` of each parameter that is used more than once between two calls."""
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The user may put hooks on these tensors, which have to see whole gradients."""
+        """Look for gradient hooks of the user on these tensors until the forward ends: hooks must see whole
+        gradients."""
         self._watched += [weakref.ref(tensor) for tensor in tensors if tensor.requires_grad]
 
     def on_hook(self, tensor: torch.Tensor) -> None:
-        """The user has put a hook on ``tensor``."""
+        """Record a hook that the user has put on ``tensor``."""
         if tensor.requires_grad and not tensor.is_leaf:
             self._hooked.add(edge_of(tensor))
 
     def find_hooks(self) -> None:
-        """See which of the watched tensors that are still alive have hooks by now."""
+        """Record the hooks on watched tensors."""
+        # Called at each call of a block, before tensors die: a hook stays in the graph when its tensor is gone.
         alive = [(reference, tensor) for reference in self._watched if (tensor := reference()) is not None]
         self._hooked.update(edge_of(tensor) for _, tensor in alive if tensor._backward_hooks)
         self._watched = [reference for reference, _ in alive]
 
     def on_block_call(self, edges: Sequence[Edge] | None) -> None:
-        """A call has been made. The calling thread is that of the forward.
+        """Record a call of a block. Must run on the thread of the forward, as autograd counts nodes per thread.
 
-        Args:
-            edges: of its inputs; None for a call without gradient.
+        ``edges``: of its inputs; None for a call without gradient.
         """
         self._inputs.append(list(edges or ()))
         if edges is not None:
@@ -108,13 +114,16 @@ class InterBlockGraph:
             self._places.append(len(self._inputs))
 
     def seal(self, loss: torch.Tensor) -> None:
-        """Forward is complete, and ``loss`` is what backward starts from (0-dim, divided already).
+        """Divide the graph into segments. Forward is complete, and backward starts from ``loss`` (0-dim, divided
+        already).
 
         Raises:
-            Refusal: micro-batches share parts of their graphs.
+            UnsupportedSchedule: a hook or a function of the user would see gradients in parts, or micro-batches share
+                graphs.
         """
         loss_edge = edge_of(loss)
         self._places.append(len(self._inputs) + 1)
+        # Earlier calls first: a node that several calls need belongs to the first of them, if it was made before that.
         for position, edges in enumerate([*self._inputs, [loss_edge]], start=1):
             self._segments[position] = _GraphSegment()
             for edge in edges:
@@ -129,7 +138,9 @@ class InterBlockGraph:
         self.add(loss_edge, torch.ones_like(loss))
 
     def _check_hooks(self) -> None:
-        """A gradient that comes in parts would go through a hook part by part; one that is caught, once more."""
+        """Raise if a hook would see parts of a gradient, or see a caught gradient twice."""
+        # A gradient comes in parts if its edge is an end of several segments. It is caught by autograd.grad, which runs
+        # the hooks of a tensor, and they run again when the sum is passed on.
         cuts = {edge for segment in self._segments.values() for edge in segment.cuts}
         num_parts: Counter[Edge] = Counter()
         caught = set(cuts)
@@ -146,7 +157,9 @@ class InterBlockGraph:
                 raise UnsupportedSchedule("a parameter that is used between blocks has a hook for its gradient")
 
     def _check_crossings(self) -> None:
-        """Functions of the user's own may give gradients even for nothing."""
+        """Mark the segments that cross. Raise if a function of the user's would run behind a cut of such a segment."""
+        # There, the hooks at cuts pass None on. torch's own nodes return None for None; a function of the user's may
+        # not.
         for segment in self._segments.values():
             segment.crosses = self._crosses(segment)
             if segment.crosses:
@@ -156,6 +169,7 @@ class InterBlockGraph:
                     node = stack.pop()
                     if node not in seen:
                         seen.add(node)
+                        # Nodes of torch.autograd.Function subclasses in Python have `_forward_cls`.
                         if hasattr(node, "_forward_cls") and not self._is_call(node):
                             raise UnsupportedSchedule(
                                 "blocks are skipped by a value that a function of the user's own has computed"
@@ -163,7 +177,7 @@ class InterBlockGraph:
                         stack += [edge[0] for edge in node.next_functions if edge[0] is not None]
 
     def _crosses(self, segment: _GraphSegment) -> bool:
-        """Whether what is caught at the cuts of ``segment``, or at its ends, can also be reached through a cut."""
+        """Whether a node at a cut or an end of ``segment`` can also be reached through one of its cuts."""
         caught = {edge[0] for edge in (*segment.cuts, *segment.ends)}
         seen: set[Any] = set()
         stack = [edge[0] for edge in segment.cuts]
@@ -177,13 +191,17 @@ class InterBlockGraph:
         return False
 
     def _claim(self, start: Any, latest: int) -> None:
-        """Find the segment of all that ``start`` leads to and that has none yet. The call at ``latest`` depends on it."""
+        """Find the segments of ``start`` and of all nodes behind it that have none yet. Position ``latest`` depends on
+        them."""
+        # Depth first, without recursion, as graphs may be deeper than Python's stack. A node is pushed twice: it is
+        # left, with True, when all its followers have their segments.
         seen: set[Any] = set()
         stack = [(start, False)]
         while stack:
             node, is_left = stack.pop()
             if is_left:
-                # A node from another thread has a number of another count: it comes behind what it is made of.
+                # A node that another thread made has a number from that thread's count. It cannot belong to an earlier
+                # segment than its followers, nor to a later one than the call that needs it.
                 followers = [self._place_behind(follower) for follower, _ in node.next_functions]
                 self._segment_of[node] = min(latest, max(self._place(node), *followers, 1))
             elif node not in seen and node not in self._segment_of and not self._is_call(node):
@@ -192,11 +210,13 @@ class InterBlockGraph:
                 stack += [(edge[0], False) for edge in node.next_functions if not self._is_end(edge[0])]
 
     def _place(self, node: Any) -> int:
-        """The position of the first call that was made after ``node``, or that of the loss."""
+        """The position of the first call with a gradient that was made after ``node``, or that of the loss."""
         return self._places[bisect.bisect_right(self._marks, node._sequence_nr())]
 
     def _place_behind(self, node: Any) -> int:
-        """The position of the first segment that may use what ``node`` has given."""
+        """The position of the first segment that may use the output of ``node``."""
+        # Of a call: the segment behind it. A call's own number is below its mark, hence the + 1. Parameters and
+        # constants may be used anywhere.
         if self._is_end(node):
             if node is None or not self._is_call(node):
                 return 1
@@ -221,38 +241,39 @@ class InterBlockGraph:
 
     def _is_call(self, node: Any) -> bool:
         call = getattr(node, "call", None) if getattr(node, "_forward_cls", None) is Returned else None
+        # A model that keeps a tensor of one micro-batch in an attribute may use it in the next one.
         if call is not None and call.micro_batch != self._micro_batch:
             raise UnsupportedSchedule("micro-batches of one step use each other's results")
         return call is not None
 
     def add(self, edge: Edge, gradient: torch.Tensor) -> bool:
-        """A gradient has come for ``edge``. Returns whether it was not the first."""
+        """Add a gradient that has come for ``edge``. Returns whether there was one before."""
         before = self.pop(edge)
         self._waiting[edge] = gradient if before is None else before + gradient
         return before is not None
 
     def pop(self, edge: Edge) -> torch.Tensor | None:
-        """What has come for ``edge`` so far. What comes next is added to it, part by part, as in one single backward."""
+        """Remove and return the sum of the gradients that have come for ``edge`` so far."""
         if edge not in self._waiting and self._is_call(edge[0]):
             call: BlockCall = edge[0].call
             return call.pop(edge[1])
         return self._waiting.pop(edge, None)
 
     def deliver(self, call: BlockCall) -> None:
-        """All gradients of the call's results have come: what still waits for them is given to it.
-
-        Through autograd, so that a hook of the user for such a result sees the gradient once, and whole.
-        """
+        """Pass on the gradients that wait for the results of ``call``. All of them have come."""
+        # By autograd, so that a hook of the user on such a result runs, once, and with the whole gradient.
         edges = [edge for edge in self._waiting if getattr(edge[0], "call", None) is call]
         if edges:
             gradients = [self._waiting.pop(edge) for edge in edges]
             torch.autograd.backward(_edges(edges), gradients)
 
     def run(self, position: int) -> None:
-        """The backward of the call at ``position`` has run: run what depended on it alone."""
+        """Run the segment at ``position``, after the backward of the call at that position."""
         segment = self._segments.pop(position)
         starts = [edge for edge in self._waiting if self._segment_of.get(edge[0]) == position]
         gradients = [self._waiting.pop(edge) for edge in starts]
+        # What has come before for an edge at which this segment ends is a root there. autograd.grad then returns the
+        # whole sum, with that as its first term.
         for edge in (*segment.cuts, *segment.ends) if starts else ():
             before = self.pop(edge)
             if before is not None:
@@ -263,11 +284,12 @@ class InterBlockGraph:
         elif starts:
             torch.autograd.backward(_edges(starts), gradients)
         for node in segment.nodes:
-            del self._segment_of[node]
+            del self._segment_of[node]  # the last references to the nodes, and to what they have saved
 
     def _run_to_cuts(self, segment: _GraphSegment, starts: list[Edge], gradients: list[torch.Tensor]) -> None:
         wanted = [*segment.cuts, *segment.ends]
         with contextlib.ExitStack() as stack:
+            # A pre-hook that replaces the gradients by None: autograd reaches the node, and passes nothing on.
             for node in {edge[0] for edge in segment.cuts} if segment.crosses else ():
                 stack.callback(node.register_prehook(_nothing).remove)
             found = torch.autograd.grad(
@@ -279,7 +301,7 @@ class InterBlockGraph:
                 continue
             if edge in segment.cuts:
                 self._waiting[edge] = gradient
-            else:
+            else:  # a parameter or a call: into `.grad`, or to `BlockCall.receive`
                 torch.autograd.backward(_edges([edge]), [gradient])
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Which modules are computed as a whole, and how the schedule gets hold of their calls."""
+"""Intercepts the calls of blocks during a vertical step, by replacing ``forward`` of their modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Handler = Callable[[Block, Callable[..., Any], tuple[Any, ...], dict[str, Any]],
 
 
 class Interception:
-    """Puts a handler in the place of the forwards of all modules that lie in a block."""
+    """Replaces the forwards of all blocks, and of the modules in them, by a handler."""
+
+    # Modules inside a block are included for calls from outside of its forward, as when a model calls
+    # `self.layers[0].norm(x)`. A call inside a block that runs goes straight through: see `VerticalStep.on_call`.
 
     def __init__(self, parameter_map: ParameterMap, module_hooks: ModuleHooks, blocks: Sequence[str]) -> None:
         """``blocks``: FQNs of the modules that were made units of their own."""
@@ -29,7 +32,7 @@ class Interception:
         self.blocks: list[Block] = []
         """The modules, each before its descendants."""
         self._undo = ExitStack()
-        """Puts the modules back as they were."""
+        """Restores the modules."""
         modules = dict(parameter_map.model.named_modules())
         for block in blocks:
             home = _home(parameter_map, modules[block])
@@ -37,13 +40,14 @@ class Interception:
                 continue
             for name, module in modules[block].named_modules(prefix=block):
                 units = {parameter_map.locate(p)[0].index for p in module.parameters() if parameter_map.holds(p)}
+                # Modules without weights of the block's unit (activations, dropout) need nothing fetched.
                 if home.index in units and not isinstance(module, torch.jit.ScriptModule):
                     self.blocks.append(Block(name, module, home))
         self.unit_indices = {block.unit.index for block in self.blocks}
 
     @contextmanager
     def active(self, handler: Handler) -> Iterator[None]:
-        """Inside the ``with`` block ``handler`` is called in place of the modules' forwards, which it gets."""
+        """Inside the ``with`` block, ``handler`` is called in place of the modules' forwards. It gets the forward."""
         with self._undo:
             relieved: list[Any] = [module for module in self._model.modules() if _checkpoints_itself(module)]
             for module in relieved:
@@ -51,19 +55,21 @@ class Interception:
                 module.gradient_checkpointing = False
             for block in self.blocks:
                 if id(block.module) in self._module_hooks.covered:
-                    continue  # its forward is part of a compiled one
+                    continue  # its forward was traced into a compiled one, which does not look the attribute up
+                # An instance attribute, and not the class's: other models may have modules of the same class. Restored
+                # as it was, since a script or accelerate may have set such an attribute before.
                 attributes, forward = block.module.__dict__, block.module.forward
                 if "forward" in attributes:
                     self._undo.callback(attributes.__setitem__, "forward", forward)
                 else:
                     self._undo.callback(attributes.pop, "forward", None)
-                # Without the engine's own checkpointing: units are recomputed anyway.
+                # Without the engine's own activation checkpointing: blocks are recomputed anyway.
                 computing = forward.forward if isinstance(forward, RecomputedForward) else forward
                 attributes["forward"] = _wrap(handler, block, computing)
             yield
 
     def restore(self) -> None:
-        """The modules are as they were, however `active` was left. May be repeated."""
+        """Restore the modules, however `active` was left. May be called again."""
         self._undo.close()
 
 
@@ -76,7 +82,8 @@ def _wrap(handler: Handler, block: Block, forward: Callable[..., Any]) -> Callab
 
 
 def _home(parameter_map: ParameterMap, block: nn.Module) -> Unit | None:
-    """The unit that holds parameters of this block only."""
+    """A unit all of whose parameters belong to this block; None if it has none."""
+    # A block may have parameters in other units too: tied weights, tiles, experts.
     inside = {id(parameter) for parameter in block.parameters()}
     for parameter in filter(parameter_map.holds, block.parameters()):
         unit = parameter_map.locate(parameter)[0]
@@ -86,10 +93,9 @@ def _home(parameter_map: ParameterMap, block: nn.Module) -> Unit | None:
 
 
 def _checkpoints_itself(module: Any) -> bool:
-    """Whether a layer of transformers would be recomputed once more inside a recomputation.
-
-    The reentrant kind is left as it is: it gives other gradients where no input needs one.
-    """
+    """Whether ``module`` is a transformers layer with non-reentrant activation checkpointing."""
+    # That is switched off during a step, or the block would be recomputed twice. Reentrant checkpointing is left on: it
+    # returns no gradients where no input requires one, so switching it off would change results.
     function = getattr(module, "_gradient_checkpointing_func", None)
     use_reentrant = getattr(function, "keywords", {}).get("use_reentrant")
     return getattr(module, "gradient_checkpointing", None) is True and use_reentrant is False

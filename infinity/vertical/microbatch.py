@@ -1,4 +1,4 @@
-"""One micro-batch on its way through the model: its thread, its calls of blocks, and its graph between them."""
+"""One micro-batch of a vertical step: its thread, its calls of blocks, and its graph between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from infinity.vertical.thread_state import ThreadState, obstacle
 
 
 class Arrival(NamedTuple):
-    """The next call of a block is due."""
+    """The call of a block that a micro-batch has arrived at."""
 
     block: Block
     with_gradient: bool
@@ -32,32 +32,39 @@ class Arrival(NamedTuple):
 
 @dataclass(eq=False)
 class MicroBatch:
-    """Runs one forward, and stops before and after each call of a block."""
+    """Runs one forward, and pauses before and after each call of a block."""
+
+    # resume() number   the thread runs                           it pauses with
+    #        1          embedding, up to the call of block 0      arrival = block 0
+    #        2          block 0                                   arrival = None
+    #        3          what follows, up to the call of block 1   arrival = block 1
+    #        ...
+    #       last        norm, head and loss                       is_over
+    # Before number 2 all micro-batches have had number 1, and the weights of block 0 are fetched once for all of them.
 
     index: int
     """Its number in the step."""
     compute_loss: InitVar[Callable[[], torch.Tensor]]
     """Runs the user's forward."""
     _thread: MicroBatchThread
-    """Runs that; nothing else is under way there."""
+    """A thread on which no function is under way."""
     _checkpoints: ActivationCheckpoints
     """Keeps inputs of blocks."""
     _coordinator: ParameterCoordinator
-    """The call that holds its lock is what the thread works for."""
     _device: ComputeDevice
-    """The compute device."""
     is_trial: bool
-    """Look closely at everything."""
+    """Check everything that might make a repetition differ."""
     calls: list[BlockCall | None] = field(default_factory=list)
     """By position from 0; None for a call without gradient."""
     arrival: Arrival | None = None
-    """The call that waits for the next `resume`; None where it has just been computed, and at the end of forward."""
+    """The call that the next `resume` computes; None after it, and at the end of forward."""
     _loss: Any = None
     is_inside = False
     """Whether a block is being computed."""
     _task: Callable[[], Tree] | None = None
-    """What the training thread computes before it goes on with this one."""
+    """A computation for the training thread, which runs it before it resumes this thread."""
     _computed: Tree | BaseException | None = None
+    """The result of that task, or the exception that it raised."""
     _unsupported: UnsupportedSchedule | None = None
 
     def __post_init__(self, compute_loss: Callable[[], torch.Tensor]) -> None:
@@ -67,10 +74,10 @@ class MicroBatch:
     # ------------------------------------------------------------------------------------------------ training thread
 
     def resume(self) -> None:
-        """Let it run on until it arrives at a block, or has computed one, or has its loss.
+        """Run until the micro-batch arrives at a block, or has computed one, or has its loss.
 
         Raises:
-            Refusal: it cannot go on like this.
+            UnsupportedSchedule: the step cannot go on in the vertical order.
         """
         try:
             self._thread.resume()
@@ -84,7 +91,9 @@ class MicroBatch:
             raise self._unsupported
 
     def _run_task(self) -> None:
-        """Compute a block for the micro-batch's thread. What is raised is that one's, unless it is to end the program."""
+        """Compute a block for the micro-batch's thread. An exception is raised again there, where the model may catch
+        it."""
+        # KeyboardInterrupt and SystemExit are not caught: they belong to the training thread, which this one is.
         task, self._task = self._task, None
         if task is not None:
             try:
@@ -98,7 +107,7 @@ class MicroBatch:
         return self._thread.is_over
 
     def end_forward(self) -> Any:
-        """Its forward has ended, gradients may come. Gives the loss, whatever that is."""
+        """Let gradients come, after the end of forward. Returns what the user's function returned."""
         loss, self._loss = self._loss, None
         for call in self.calls:
             if call is not None:
@@ -106,7 +115,7 @@ class MicroBatch:
         return loss
 
     def forbid(self) -> None:
-        """It does not go on behind the next block: the engine is closed."""
+        """End the forward at its next pause, because the engine was closed."""
         self._thread.forbid()
 
     def clear(self) -> None:
@@ -120,9 +129,11 @@ class MicroBatch:
     # ----------------------------------------------------------------------------------------- the micro-batch's thread
 
     def _run(self, compute_loss: Callable[[], torch.Tensor], state: ThreadState) -> None:
-        present.micro_batch = self
+        present.micro_batch = self  # thread-local: how hooks of modules and parameters find out for whom they run
         coordinator = self._coordinator
         try:
+            # The engine's own view of this thread first: `joined` lets it work for the call that holds the lock. The
+            # saved tensor hooks pack views of weights, as in an ordinary forward.
             with (
                 coordinator.lock.joined(),
                 state.entered(),
@@ -136,8 +147,10 @@ class MicroBatch:
             present.micro_batch = None
 
     def call(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block is called by the user's code."""
+        """Compute a call of a block by the user's code. Runs on the micro-batch's thread."""
         with_gradient = torch.is_grad_enabled()
+        # Gradients of a block's inputs come in a backward of their own, so hooks on them are looked for before the
+        # tensors die.
         self.graph.watch(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
         self.graph.find_hooks()
         self.arrival = Arrival(block, with_gradient)
@@ -152,11 +165,13 @@ class MicroBatch:
                 self.graph.on_block_call(call.pop_edges())
                 self.graph.watch(outputs)
             else:
-                self.calls.append(None)
+                self.calls.append(None)  # keeps positions equal to those of other micro-batches
                 self.graph.on_block_call(None)
                 result = forward(*args, **kwargs)
         except UnsupportedSchedule as unsupported:
-            self._unsupported = unsupported  # the model may catch it
+            # Not raised as it is: a model with `except Exception` would go on. `resume` raises it on the training
+            # thread.
+            self._unsupported = unsupported
             raise Abandoned from unsupported
         finally:
             self.is_inside = False
@@ -164,7 +179,9 @@ class MicroBatch:
         return result
 
     def _compute(self, function: Callable[[], Tree]) -> Tree:
-        """Call ``function``, on the training thread if this one's state can be carried over: that one keeps its workers."""
+        """Call ``function``, on the training thread if the state of this one can be carried over."""
+        # The training thread keeps its OpenMP workers, while this one has to release them at each pause: see
+        # [Note: one pool] in `infinity.threads.openmp`.
         if obstacle() is not None:
             return function()
         self._task = functools.partial(ThreadState(self._device).run, function)
@@ -175,11 +192,11 @@ class MicroBatch:
         try:
             raise computed or RuntimeError("a block has not been computed")
         finally:
-            del computed  # it refers to this frame
+            del computed  # an exception's traceback refers to this frame
 
 
 class _HookWatch(TorchFunctionMode):
-    """Notices tensors that are given hooks for their gradients between blocks: they have to see whole gradients."""
+    """Sees calls of ``register_hook`` between blocks, also on tensors that are no arguments of a block."""
 
     def __init__(self, micro_batch: MicroBatch) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Steps that go vertically, one after the other, as long as the model allows."""
+"""Runs steps in the vertical order as long as the model allows."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from infinity.vertical.sums import Key
 from swapper import SwapperError
 from swapper.sync.interrupts import uninterrupted
 
+# `Spilling` keeps two tensors in memory, whatever its capacity: one is written out while the next one is made. A
+# gradient that does not fit twice would go beyond the budget.
 _NUM_IN_MEMORY = 2
-"""Tensors that a `ActivationCheckpoints` has in memory at least, whatever room there is."""
 
 
 class VerticalSchedule:
-    """Runs steps vertically, as long as the model allows."""
+    """The vertical schedule of one engine."""
 
     def __init__(self, context: StepContext, backwards: Backwards, guard: PhaseGuard) -> None:
-        """``context``, ``backwards``, ``guard``: those of the engine."""
+        """All arguments are parts of the engine."""
         self._on = context
         self._backwards = backwards
         self._guard = guard
@@ -38,16 +39,17 @@ class VerticalSchedule:
         self._interception = Interception(context.parameter_map, context.module_hooks, context.blocks)
         self._start: StepStart | None = None
         self._step: VerticalStep | None = None
-        """The one under way."""
+        """The step under way."""
         self._threads: list[MicroBatchThread] = []
         """One per micro-batch, kept from step to step."""
+        # Ends the threads of an engine that is garbage-collected without close(). At exit the threads are daemons.
         weakref.finalize(self, _end_all, self._threads).atexit = False
         self._tied: list[Key] = []
         self.traffic = Traffic(is_vertical=self._selector.is_expected)
-        """What the order of the last step, or before it of the first one, means for the bytes that a step moves."""
+        """The order of the last step (at first, of the expected one), from which the plan predicts bytes."""
 
     def obstacle(self) -> str | None:
-        """Why the next step cannot go vertically; None if it can be tried."""
+        """Why the next step cannot go vertically; None if it can be tried. The first reason that applies."""
         return (
             self._selector.reason_against
             or (None if self._interception.blocks else "the model has no repeated blocks")
@@ -66,7 +68,7 @@ class VerticalSchedule:
     def _hooks_of_the_user(self) -> str | None:
         for unit in self._on.parameter_map.units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-                # One is the engine's own.
+                # One hook is the engine's own; a second one is the user's.
                 if slot.spec.is_trainable and len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
                     return (
                         f"'{slot.spec.fqn}' has a hook for its accumulated gradient, which would see each micro-batch's"
@@ -82,19 +84,20 @@ class VerticalSchedule:
         updates: bool = True,
         keeps_bits: bool = False,
     ) -> list[torch.Tensor] | str:
-        """Forward and backward of all micro-batches.
+        """Run forward and backward of all micro-batches.
 
         Args:
-            compute_losses: one function per micro-batch, which runs the model and gives the loss.
-            step: its number.
-            divisor: of each loss; None: their number.
+            compute_losses: one function per micro-batch, which runs the model and returns the loss.
+            step: the number of the step.
+            divisor: of each loss; None: the number of losses.
             updates, keeps_bits: see `StepOptions`.
 
         Returns:
-            The losses, detached. Or, in words, why the step has to be done in the ordinary order; then the model and the
-            random generators are as if nothing had happened.
+            The losses, detached. Or the reason why the step must go in the ordinary order. Then the model and the
+            random generators are restored.
         """
         with self._on.coordinator.lock.held("engine.train_batch()"):
+            # Looked for again in each trial: the model may have been changed since.
             if keeps_bits and not self._selector.is_proven:
                 self._tied = self._find_tied()
             tied = self._tied if keeps_bits else ()
@@ -102,7 +105,9 @@ class VerticalSchedule:
             return self._run(compute_losses, options)
 
     def _find_tied(self) -> list[Key]:
-        """The parameters between blocks that two modules have, and of whose gradients there is room for some."""
+        """Trainable parameters outside of blocks that exactly two modules share, such as a tied embedding."""
+        # Their gradients are joined micro-batch by micro-batch: see [Note: parts] in `infinity.vertical.sums`. One part
+        # per micro-batch waits as an activation checkpoint, so two of them have to fit into host memory.
         on, hooks = self._on, self._on.parameter_map
         capacity_bytes = on.activation_bytes if on.device.uses_host_memory else None
         found: list[Key] = []
@@ -119,6 +124,7 @@ class VerticalSchedule:
     ) -> list[torch.Tensor] | str:
         on = self._on
         on.module_hooks.follow_compilation()
+        # Before anything of the step: from here it can be repeated.
         self._start = StepStart(on.parameter_map.model, on.device.torch_device, self._start)
         is_trial = not self._selector.is_proven
         step = VerticalStep(on, self._backwards, self._guard, self._interception, options, is_trial=is_trial)
@@ -129,7 +135,9 @@ class VerticalSchedule:
                 losses = step.run(compute_losses, self._threads_for(len(compute_losses)), self._start)
         except Exception as error:
             self._cut_off(step, error)
-            # Whatever went wrong in the first step, if it is the model's own fault it will show in the ordinary order too.
+            # In a trial nothing has been updated, so the ordinary order is tried after any error. If the model is to
+            # blame, it raises there as well, with the user's usual traceback. Errors of drives and of a closed engine
+            # are final.
             is_foreign = step.is_trial and not isinstance(error, SwapperError | EngineClosedError)
             if not is_foreign and not isinstance(error, UnsupportedSchedule):
                 raise
@@ -144,23 +152,24 @@ class VerticalSchedule:
             return reason
         except BaseException as error:
             self._cut_off(step, error)
-            if isinstance(error, Abandoned):  # the engine was closed by the model's own code
+            if isinstance(error, Abandoned):  # the model's own code has closed the engine: see `close`
                 raise EngineClosedError.after_close("a step under way") from error
             raise
         finally:
             self._step = None
         self._selector.on_success()
-        # In a trial all gradients wait for the end, which is not how it goes on.
+        # In a trial all gradients wait for the end of the step. Later steps spill less, so the trial predicts nothing.
         resumed_bytes = 0 if is_trial else on.stepper.gradients.resumed_bytes - resumed_bytes
         self.traffic = Traffic(
             is_vertical=True, spilled_bytes=step.checkpoints.spilled_bytes, resumed_bytes=resumed_bytes
         )
         on.space.tidy()
-        # Outside of what would begin anew in the ordinary order.
+        # After the `try`: an error of the collective is no reason to repeat the step.
         on.stepper.gradients.average_last(options.step)
         return losses
 
     def _cut_off(self, step: VerticalStep, error: BaseException) -> None:
+        # Threads first: none may run the model while its forwards and gradients are restored.
         with uninterrupted():
             self._end_threads()
             self._interception.restore()
@@ -176,25 +185,26 @@ class VerticalSchedule:
         self._threads.clear()
 
     def on_ordinary_step(self, reason: str | None = None) -> None:
-        """A step goes in the ordinary order, or a part of it; ``reason`` is logged once."""
+        """Record that a step, or a part of it, goes in the ordinary order; ``reason`` is logged once."""
         self.traffic = Traffic()
         if reason is not None and self._selector.reason_against is None:
             self._selector.say(reason)
 
     def forgive(self) -> None:
-        """The ordinary order failed as well: see `ScheduleSelector.forgive`."""
+        """See `ScheduleSelector.forgive`."""
         self._selector.forgive()
 
     def close(self) -> None:
-        """End the threads, and a step that is under way: the model itself may call this."""
+        """End the threads, and a step that is under way."""
         self._interception.restore()
         if self._step is None:
             self._end_threads()
-        else:
+        else:  # called by the model's own code, on a micro-batch's thread: that cannot wait for its own end
             self._step.forbid()
 
 
 def _end_all(threads: list[MicroBatchThread]) -> None:
-    """The owner is garbage. Takes no lock and waits for nothing: see [Note: reaping] in ``infinity.engine.shutdown``."""
+    """End the threads of an owner that is garbage. Takes no lock: see [Note: reaping] in
+    ``infinity.engine.shutdown``."""
     for thread in threads:
         thread.end()

@@ -1,4 +1,4 @@
-"""Whether steps go on vertically, by what happened in those that were made."""
+"""Decides whether to go on with vertical steps, from how many have failed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import logging
 
 logger = logging.getLogger(__name__)
 
+# A vertical step that fails has computed its forward for nothing. Two failures are always allowed, since a model may
+# change a buffer in its first steps only (a rotary table that grows), and one more for every ten successes.
 _FREE_FAILURES = 2
 _SUCCESSES_PER_FAILURE = 10
 
 
 class ScheduleSelector:
-    """Counts steps that went vertically and steps that did not. A failure costs a forward: too many, and it is over."""
+    """Counts vertical steps and failures. With too many failures, all later steps go in the ordinary order."""
 
     def __init__(self, asked: str, reason_against: str | None) -> None:
         """
@@ -20,9 +22,9 @@ class ScheduleSelector:
             reason_against: see `infinity.plan.cost_model.place_for_schedule`.
         """
         self.is_asked = asked == "vertical"
-        """Whether the config asks for it, and not only allows it."""
+        """Whether the config says "vertical", and not only "auto"."""
         self.reason_against = reason_against
-        """Why no step goes vertically any more; None while they do."""
+        """Why no step goes vertically any more; None while steps may."""
         self._num_failures = 0
         self._num_successes = 0
         self._said: set[str] = set()
@@ -30,21 +32,22 @@ class ScheduleSelector:
 
     @property
     def is_expected(self) -> bool:
-        """Whether steps go vertically as far as the config tells: it asks for that, and nothing is against it."""
+        """Whether the first step is planned as a vertical one."""
         return self.is_asked and self.reason_against is None
 
     @property
     def is_proven(self) -> bool:
-        """Whether the last step went vertically, under close watch or after one that did, so that the next one needs less."""
+        """Whether the last step went vertically. Otherwise the next one is a trial, with all checks."""
         return self._num_successes > 0 and not self._failed_last
 
     def on_success(self) -> None:
-        """A step went vertically."""
+        """Count a step that went vertically."""
         self._num_successes += 1
         self._failed_last = False
 
     def on_failure(self, reason: str, *, is_final: bool = False) -> None:
-        """A step had to be begun anew in the ordinary order; ``is_final``: so would be all that come."""
+        """Count a step that had to be repeated in the ordinary order; ``is_final``: all later ones would fail as
+        well."""
         self._failed_last = True
         self._num_failures += 1
         if is_final or self._num_failures > _FREE_FAILURES + self._num_successes // _SUCCESSES_PER_FAILURE:
@@ -59,14 +62,15 @@ class ScheduleSelector:
             logger.log(level, "a step is done in the ordinary order: %s", reason)
 
     def on_difference(self, what: str) -> bool:
-        """Bits of a vertical step differ by this. Returns whether that is to be: the config asks for such steps; it is logged."""
+        """Whether to go on although ``what`` changes bits: only if the config asks for vertical steps. It is logged
+        once."""
         if self.is_asked and what not in self._said:
             self._said.add(what)
             logger.warning("the vertical schedule differs in bits from one micro-batch after the other: %s", what)
         return self.is_asked
 
     def forgive(self) -> None:
-        """The last failure, if the last step was one, does not count: the ordinary order failed as well."""
+        """Take the last failure back, because the ordinary order failed as well: the model was to blame."""
         if self._failed_last:
             self._failed_last = False
             self._num_failures -= 1

@@ -1,4 +1,14 @@
-"""One step, unit by unit over all its micro-batches."""
+"""One vertical step: unit by unit, each with all micro-batches.
+
+[Note: moments] The parts of a step are numbered, so that "no gradient of this unit can come any more" is one
+comparison. With blocks 1 and 2, the moments of forward are:
+
+    0  embedding     1  block 1     2  between them     3  block 2     4  norm, head, loss
+
+Backward goes through the same moments from 4 to 0. A unit's entry in `first_moments` is the moment at which forward
+touched it first. Its gradients are complete when backward has ended that moment. The head alone has 4, so its sum is
+complete after 4. If the embedding is also the head, its entry is 0, and its sum is complete at the very end.
+"""
 
 from __future__ import annotations
 
@@ -47,32 +57,32 @@ class StepContext:
     device: ComputeDevice
     space: SpillSpace
     activation_bytes: int | None
-    """Host memory for inputs of units; None: they stay where they are."""
+    """Host memory for activation checkpoints; None: they are not spilled."""
     blocks: tuple[str, ...]
-    """FQNs of the modules that were made units of their own."""
+    """FQNs of the modules that are units of their own."""
     selector: ScheduleSelector
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What is asked of a step."""
+    """Options of one step."""
 
     step: int
-    """Its number."""
+    """The number of the step."""
     divisor: int
     """Of each loss."""
     updates: bool = True
-    """Whether a unit may be updated before all gradients have come."""
+    """Whether a unit may be updated before all gradients of the step have come."""
     keeps_bits: bool = False
-    """Whether to keep to the bits of one micro-batch after the other: then what would change them is a reason against, or, if
-    the config asks for vertical steps, a warning."""
+    """Whether results must have the bits of one micro-batch after the other. What changes them stops vertical steps, or
+    is a warning if the config asks for vertical steps."""
     tied: Collection[Key] = ()
-    """Parameters whose gradients come in two parts, which are added up as they would be one micro-batch after the other."""
+    """Parameters whose gradients come in two parts: see [Note: parts] in `infinity.vertical.sums`."""
 
 
 @dataclass(eq=False)
 class VerticalStep:
-    """One step."""
+    """One vertical step. All methods but `on_call` run on the training thread."""
 
     _on: StepContext
     _backwards: Backwards
@@ -80,21 +90,25 @@ class VerticalStep:
     interception: InitVar[Interception]
     _options: StepOptions
     is_trial: bool
-    """Look closely at everything, and update nothing before the end."""
+    """Check everything, and update nothing before the end, so that the step can be repeated in the ordinary order."""
     _batches: list[MicroBatch] = field(default_factory=list)
     _blocks: list[Block] = field(default_factory=list)
+    """In the order of calls; a block that is called twice is in it twice. Position p is `_blocks[p - 1]`."""
     _losses: list[torch.Tensor] = field(default_factory=list)
     _hooked: set[tuple[int, int, int]] = field(default_factory=set)
-    """Gradients that have been through a hook of the user: micro-batch, unit and slot."""
+    """(micro-batch, unit, slot) of gradients that have been through a hook of the user."""
     _others: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
-    """Parameters that no engine holds, with the gradients that they had: the inter-block graph adds to them."""
+    """Parameters that no engine holds, with copies of the gradients they had: backward adds to those in place."""
     _runs_segment_backward = False
     _is_final = False
+    """Whether weights may have been updated, so that the step cannot be repeated."""
     _place = 0
-    """What all micro-batches do one after the other before any of them goes on, counted."""
+    """Counts the parts of forward that all micro-batches run one after the other: a block, or what lies between
+    two."""
     _drew_at: int | None = None
+    """The `_place` at which random numbers were drawn."""
     _gradient_at: dict[Key, int] = field(default_factory=dict)
-    """The moment at which its gradient came."""
+    """Parameter -> the moment at which its gradient came."""
 
     def __post_init__(self, interception: Interception) -> None:
         self.checkpoints = ActivationCheckpoints(
@@ -119,10 +133,12 @@ class VerticalStep:
         threads: Sequence[MicroBatchThread],
         start: StepStart,
     ) -> list[torch.Tensor]:
-        """Forward and backward of all micro-batches, each in one of ``threads``; returns their losses, detached."""
+        """Run forward and backward of all micro-batches, each on one of ``threads``; returns their losses, detached."""
         on, coordinator = self._on, self._on.coordinator
         found = ((other, other.grad) for other in on.stepper.step_groups.not_held())
         self._others = [(other, None if gradient is None else gradient.clone()) for other, gradient in found]
+        # From here until `end_vertical`, a module of a block that is called fetches nothing: `_forward` fetches its
+        # unit.
         coordinator.begin_vertical(self._vertical_forward)
         self._backwards.collector.begin_collecting()
         for index, (compute_loss, thread) in enumerate(zip(compute_losses, threads, strict=True)):
@@ -141,6 +157,7 @@ class VerticalStep:
 
     def _forward(self) -> None:
         coordinator = self._on.coordinator
+        # All micro-batches wait before the same block now. Its unit is fetched once, and each of them computes it.
         while (block := self._advance()) is not None:
             self._blocks.append(block)
             self._place += 1
@@ -149,6 +166,8 @@ class VerticalStep:
             try:
                 for batch in self._batches:
                     self._resume(batch)
+                    # Normally it pauses behind the block, with no arrival. Otherwise the block has raised an error that
+                    # the model has caught.
                     if batch.arrival is not None or batch.is_over:
                         raise UnsupportedSchedule(f"{block.name} raises an error, and the model goes on")
             finally:
@@ -156,7 +175,11 @@ class VerticalStep:
             self._vertical_forward.begin_moment(2 * len(self._blocks))
 
     def _advance(self) -> Block | None:
-        """All micro-batches go on to the next block. Returns where they have arrived; None at the end of forward."""
+        """Let all micro-batches run to their next block, and return that; None at the end of forward.
+
+        Raises:
+            UnsupportedSchedule: they arrive at different blocks, or not all at the end.
+        """
         first: Arrival | None = None
         self._place += 1
         for batch in self._batches:
@@ -171,13 +194,16 @@ class VerticalStep:
         if first is None:
             return None
         if self._blocks and first.block is self._blocks[0] and self._options.keeps_bits:
-            # Not `_differs`: adapters that one micro-batch has switched off would be off for the others.
+            # Refused even if the config asks for vertical steps. DPO, say, switches adapters off for a second call, and
+            # what one micro-batch sets holds for all others, which are at another place of the model.
             raise NeverSupportedSchedule(
                 "a micro-batch calls the model several times, and what it sets in between holds for all of them"
             )
         return first.block
 
     def _resume(self, batch: MicroBatch) -> None:
+        # In the ordinary order, micro-batch 0 draws at places A and B, then micro-batch 1 does. Here both draw at A
+        # before either draws at B. With one place only, the order of draws is the same.
         random = RandomState(self._on.device.torch_device) if self._options.keeps_bits else None
         batch.resume()
         if random is not None and not random.is_unchanged():
@@ -189,17 +215,19 @@ class VerticalStep:
         self._on.coordinator.pause()
 
     def _differs(self, what: str) -> None:
-        """This makes bits differ from those of one micro-batch after the other. In a trial nothing is updated yet."""
+        """Refuse the step, or only warn, since ``what`` makes bits differ from those of the ordinary order."""
         if self._options.keeps_bits and not self._on.selector.on_difference(what):
             raise NeverSupportedSchedule(what)
 
     def _end_forward(self, batch: MicroBatch) -> None:
-        """A micro-batch has its loss: its backward begins at once, so that no more than one's logits are in memory."""
+        """Start the backward of a micro-batch that has its loss: the part from the loss to the last block."""
+        # At once, and not when all have their losses: logits are often the largest activations, and so only those of
+        # one micro-batch are in memory.
         on = self._on
         loss = batch.end_forward()
         self._guard.check_backward(loss)
         self._losses.append(loss.detach())
-        with torch.enable_grad():
+        with torch.enable_grad():  # the step itself runs in whatever mode the caller has
             scaled = on.stepper.scaler.scale_loss(loss, self._options.divisor)
         if not scaled.requires_grad:
             raise UnsupportedSchedule("the loss does not depend on the parameters")
@@ -207,14 +235,19 @@ class VerticalStep:
         for unit, slot in self._tied.tied:
             if id(self._units[unit].parameters[slot]) in batch.graph.repeated:
                 self._record_places(unit, slot)
-        del scaled, loss
+        del scaled, loss  # only the graph holds them now, and frees them as it runs
         if self._guard.phase is Phase.READY:
             self._guard.move_to(Phase.BACKWARD)
         with self._vertical_forward.in_between(), self._on.coordinator.as_if_inside(False):
             self._run_segment(batch, len(batch.calls) + 1)
 
     def _check(self, start: StepStart) -> None:
-        """Nothing has been updated yet: the last chance to begin anew."""
+        """Check what forward has changed. Nothing is updated yet, so the step can still be repeated.
+
+        Raises:
+            UnsupportedSchedule: an activation checkpoint or a buffer was written to in a way that backward cannot
+                repeat.
+        """
         self.checkpoints.check_unchanged()
         writing = [block for block in self._blocks if block.buffers.are_written]
         for block in writing:
@@ -225,14 +258,16 @@ class VerticalStep:
             raise UnsupportedSchedule(f"the model's forward changes the buffer {changed} between its blocks")
 
     def _backward(self) -> None:
+        # For each position from the last: backward of the block for all micro-batches, then the graph segment before it
+        # for all of them. Checkpoints are loaded in the same order, so they are prefetched from the drive.
         positions = range(len(self._blocks), 0, -1)
         calls = (batch.calls[position - 1] for position in positions for batch in self._batches)
         inputs = (kept for call in calls if call is not None for kept in call.kept)
         self.checkpoints.begin_backward(chain(inputs, self._tied.kept))
-        self._is_final = self._updates_now
+        self._is_final = self._updates_now  # before `begin_last`, which allows the first update
         if self._options.updates and not self.is_trial:
             self._on.stepper.begin_last(self._options.step, updates_now=self._updates_now)
-        self._end_moment(2 * len(self._blocks))
+        self._end_moment(2 * len(self._blocks))  # the losses' segments have run in `_end_forward`
         for position in positions:
             self._backward_of_unit(position, self._blocks[position - 1].unit)
             self._end_moment(2 * position - 1)
@@ -244,6 +279,7 @@ class VerticalStep:
         calls = [(batch, call) for batch in self._batches if (call := batch.calls[position - 1]) is not None]
         for batch, call in calls:
             batch.graph.deliver(call)
+        # A block whose results the losses do not use is not fetched.
         if not any(call.has_gradient for _, call in calls):
             for _, call in calls:
                 if not call.is_over:
@@ -269,12 +305,12 @@ class VerticalStep:
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        """A unit is computed once more, outside of autograd's backward."""
+        """The context of a block's second computation, which is not inside an autograd backward as in checkpointing."""
         with self._on.coordinator.as_if_inside(True), torch.enable_grad(), self._on.coordinator.saving:
             yield
 
     def _run_segment(self, batch: MicroBatch, position: int) -> None:
-        self._runs_segment_backward = True
+        self._runs_segment_backward = True  # a block that is called now is recomputed by the model's own checkpointing
         try:
             batch.graph.run(position)
         finally:
@@ -282,12 +318,17 @@ class VerticalStep:
         self._gather(batch, 2 * position - 2)
 
     def _gather(self, batch: MicroBatch, moment: int) -> None:
+        # Take the gradients that autograd has just accumulated. At once, so that those of the next micro-batch are not
+        # added to them in the weights' dtype.
         for unit, gradients in self._backwards.collector.pop_gradients():
             for slot in gradients:
                 key = unit.index, slot.index
+                # The parameter is used in two parts of the model, so the sum over micro-batches has another order than
+                # in the ordinary one.
                 if key not in self._tied.tied and self._gradient_at.setdefault(key, moment) != moment:
                     self._record_places(*key)
                 if unit.parameters[slot.index]._backward_hooks:
+                    # A second part for this micro-batch: the hook would have to see the sum of both.
                     if (batch.index, unit.index, slot.index) in self._hooked:
                         raise UnsupportedSchedule(
                             f"'{slot.spec.fqn}' is used in several blocks and has a hook for its gradient"
@@ -296,14 +337,15 @@ class VerticalStep:
             self._sums.add(unit, self._joined(batch, unit, gradients, moment))
         for index, _ in self._tied.waiting_of(batch.index):
             unit = self._units[index]
-            if self._vertical_forward.first_moments.get(index) == moment:  # nothing more has come of them
+            if self._vertical_forward.first_moments.get(index) == moment:  # the other part has not come, and will not
                 self._sums.add(unit, self._joined(batch, unit, {}, moment))
         self._on.coordinator.pause()
 
     def _joined(
         self, batch: MicroBatch, unit: Unit, gradients: dict[Slot, torch.Tensor], moment: int
     ) -> dict[Slot, torch.Tensor]:
-        """``gradients`` without those of which another part is to come; see [Note: parts] in `infinity.vertical.sums`."""
+        """Join ``gradients`` with waiting parts, and take those out that still lack one: see [Note: parts] in
+        `sums`."""
         is_last = self._vertical_forward.first_moments.get(unit.index) == moment
         for index, number in self._tied.tied:
             slot = unit.layout.slots[number] if index == unit.index else None
@@ -318,6 +360,7 @@ class VerticalStep:
         self._differs(f"'{fqn}' is used at several places, and the parts of its gradient are added up in another order")
 
     def _end_moment(self, moment: int) -> None:
+        # Units that forward touched first at this moment are complete: they may be updated now.
         firsts = self._vertical_forward.first_moments
         self._sums.end_moment({index: self._units[index] for index, first in firsts.items() if first == moment})
         self._on.coordinator.parameter_cache.due.clear()
@@ -336,11 +379,13 @@ class VerticalStep:
     # -------------------------------------------------------------------------------------------------------- around it
 
     def on_call(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block, or a module that lies in one, is called."""
+        """Handle a call of a block or of a module in one, on whatever thread it comes."""
         batch = present.micro_batch
         if batch is not None and not batch.is_inside:
             return batch.call(block, forward, args, kwargs)
-        if batch is None:  # maybe another thread's: inside a block no hook of ours says so
+        # No micro-batch's thread: the training thread, which computes a block for one, or a stranger. Modules inside
+        # blocks have no hooks that would refuse the stranger.
+        if batch is None:
             self._on.coordinator.lock.check(f"calling {block.name}")
         if batch is None and self._runs_segment_backward:
             raise UnsupportedSchedule(
@@ -350,7 +395,11 @@ class VerticalStep:
         return forward(*args, **kwargs)
 
     def undo(self, error: BaseException) -> None:
-        """The step was cut off by ``error``: forget it, unless some units have been updated."""
+        """Undo a step that ``error`` has cut off, unless some units have been updated.
+
+        Raises:
+            StepError: ``error`` asks for a repetition, which is too late.
+        """
         on = self._on
         self._clear()
         self._backwards.drop()
@@ -369,7 +418,7 @@ class VerticalStep:
             self._guard.move_to(Phase.READY)
 
     def forbid(self) -> None:
-        """The engine is closed, by the model's own code: micro-batches do not go on behind the next block."""
+        """Let no micro-batch go on behind its next block, after the model's own code has closed the engine."""
         for batch in self._batches:
             batch.forbid()
 

@@ -1,9 +1,9 @@
-"""Gradients of several micro-batches, one after the other, as one gradient per unit.
+"""Sums the gradients of all micro-batches, unit by unit.
 
-[Note: parts] An embedding that is the head as well gets a gradient h from its use in the head, and e from the other. One
-micro-batch after the other, that is (h0 + e0) + (h1 + e1): in the weight's dtype inside of the brackets, in fp32 outside. Here
-all h come before all e. So each h waits with what waits for backward (`ActivationCheckpoints`), on the drive if need be, and
-sums are those.
+[Note: parts] An embedding that is also the head gets a gradient h from its use in the head, and e from the embedding.
+One micro-batch after the other, the sum is (h0 + e0) + (h1 + e1): in the weight's dtype inside the brackets, in fp32
+outside. In the vertical order h0 and h1 come before e0 and e1. So each h waits as an activation checkpoint, on the
+drive if need be, and is added to its e when that comes.
 """
 
 from __future__ import annotations
@@ -23,31 +23,28 @@ from infinity.updates.stepper import Stepper
 
 @dataclass(eq=False)
 class UnitSums:
-    """Adds up gradients in fp32, in the order in which they come, and delivers each unit's sum when it is complete.
+    """Sums gradients in fp32, in the order in which they come, and delivers each unit's sum when it is complete."""
 
-    On the CPU that happens in the memory of the main gradients themselves. On a GPU it happens there, so that one
-    gradient per step goes to the host and not one per micro-batch.
-    """
-
+    # On the CPU they are added into the main gradients' own memory. On a GPU they are summed there, so that one
+    # gradient per step goes to the host, and not one per micro-batch.
     _stepper: Stepper
-    """Takes the sums."""
     _device: ComputeDevice
     _updates_now: bool
     """Whether to update a unit as soon as its sum is complete."""
     _step: int
     """The number of the present step, for messages."""
     _open: dict[int, Unit] = field(default_factory=dict)
-    """Units that got gradients in the present moment, by index."""
+    """By index, units that got gradients in the present moment."""
     _on_device: dict[int, dict[Slot, torch.Tensor]] = field(default_factory=dict)
-    """Unit index -> its sums so far, on a GPU."""
+    """Unit index -> its sums in the present moment, on a GPU: fp32, in the parameter's shape and strides."""
     _complete: set[int] = field(default_factory=set)
-    """Indices of units to which no gradient may come any more."""
+    """Indices of units that must get no more gradients."""
 
     def add(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
-        """Gradients of one micro-batch.
+        """Add gradients of one micro-batch.
 
         Raises:
-            StepError: the unit's sum had been complete.
+            StepError: the unit's sum was complete. Its update may have begun, so the gradient would be lost.
         """
         if not gradients:
             return
@@ -60,7 +57,7 @@ class UnitSums:
                 if slot in sums:
                     sums[slot].add_(ordered)
                 else:
-                    sums[slot] = ordered.to(torch.float32, copy=True)
+                    sums[slot] = ordered.to(torch.float32, copy=True)  # a copy: autograd may own the gradient
         else:
             if unit.index not in self._open:
                 self._stepper.gradients.open_sum(unit)
@@ -68,7 +65,7 @@ class UnitSums:
         self._open[unit.index] = unit
 
     def end_moment(self, complete: Mapping[int, Unit]) -> None:
-        """All micro-batches have been through some part of backward, and units are ``complete`` by that."""
+        """End a part of backward that all micro-batches have been through. ``complete``: units with all gradients."""
         for unit in self._open.values():
             self._close(unit, is_complete=unit.index in complete)
         for unit in complete.values():  # its last gradients may have come at an earlier moment
@@ -87,7 +84,7 @@ class UnitSums:
             self._stepper.deliver(unit, gradients, updates_now=False)
         if is_complete and not self._stepper.gradients.offer(unit):
             self._stepper.gradients.close_sum(unit)
-        # Else more is to come: it stays in memory until somebody else needs the room.
+        # Otherwise more gradients will come. The sum stays in memory unless the room is needed; then it is spilled.
 
 
 Key = tuple[int, int]
@@ -95,7 +92,7 @@ Key = tuple[int, int]
 
 
 class TiedParts:
-    """The parts of one step."""
+    """Gradients of one step that wait for their second part: see [Note: parts]."""
 
     def __init__(self, checkpoints: ActivationCheckpoints, tied: Collection[Key]) -> None:
         """``tied``: parameters that two modules have."""
@@ -104,16 +101,16 @@ class TiedParts:
         self._waiting: dict[tuple[int, Key], ActivationCheckpoint] = {}
 
     def join(self, batch: int, key: Key, gradient: torch.Tensor | None, *, is_last: bool) -> torch.Tensor | None:
-        """A part has come.
+        """Add a part of a gradient.
 
         Args:
             batch: the number of the micro-batch.
             key: the parameter.
-            gradient: the part; it belongs to this object now. None: there is no more of this micro-batch.
-            is_last: whether no other part is to come.
+            gradient: the part, which this object owns from now on. None: no further part has come.
+            is_last: whether this is the last moment at which a part may come.
 
         Returns:
-            The whole gradient, if it is the last part.
+            The whole gradient at the last moment, else None.
         """
         kept = self._waiting.pop((batch, key), None)
         if kept is not None:
@@ -126,10 +123,10 @@ class TiedParts:
         return None
 
     def waiting_of(self, batch: int) -> list[Key]:
-        """The parameters of which a part of this micro-batch waits."""
+        """The parameters with a waiting part of this micro-batch."""
         return [key for number, key in self._waiting if number == batch]
 
     @property
     def kept(self) -> Iterator[ActivationCheckpoint]:
-        """What waits, in the order in which it came."""
+        """The waiting parts, in the order in which they came."""
         return iter(list(self._waiting.values()))

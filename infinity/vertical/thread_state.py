@@ -1,4 +1,4 @@
-"""What torch keeps per thread, and the random generators: a computation is repeated in another thread as it was."""
+"""torch's settings per thread, and random generators: saved, to repeat a computation in another thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ T = TypeVar("T")
 
 
 def obstacle() -> str | None:
-    """Why the calling thread's state cannot be carried over to other threads; None if it can."""
+    """Why the calling thread's state cannot be carried over to another thread; None if it can."""
+    # A mode is an object of the user's that collects what it sees. Entered on several threads, it would see their
+    # operations interleaved. `torch.device` as a context is a mode too, but has no state.
     if torch.is_inference_mode_enabled():
         return "inference mode is on"
     if not torch.is_grad_enabled():
@@ -33,7 +35,7 @@ def obstacle() -> str | None:
 
 
 class ThreadState:
-    """The calling thread's autocast settings, default device, stream and context variables, as they are now."""
+    """A snapshot of the calling thread's autocast settings, default device, stream and context variables."""
 
     def __init__(self, device: ComputeDevice) -> None:
         """``device``: the compute device."""
@@ -44,11 +46,13 @@ class ThreadState:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """The settings hold in the calling thread inside the ``with`` block; context variables are left alone."""
+        """Apply the settings to the calling thread inside the ``with`` block, except the context variables."""
         with ExitStack() as stack:
             stack.enter_context(self._carried())
             for kind, (is_enabled, dtype, caches) in self._autocasts.items():
                 now = _autocast(kind)
+                # Entered only if it changes something: leaving the outermost autocast clears torch's cache of cast
+                # weights.
                 if now != (is_enabled, dtype, caches) and (is_enabled or now[0]):
                     stack.enter_context(torch.autocast(kind, dtype, is_enabled, caches))
             present = [mode.device for mode in function_modes() if isinstance(mode, DeviceContext)]
@@ -57,7 +61,7 @@ class ThreadState:
             yield
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call ``function`` under all of it, context variables included. Not while it runs already."""
+        """Call ``function`` with all of it, context variables included. A context cannot be entered twice at a time."""
         return self._context.run(self._call, function)
 
     def _call(self, function: Callable[[], T]) -> T:
@@ -66,13 +70,13 @@ class ThreadState:
 
 
 def _autocast(device_type: str) -> tuple[bool, torch.dtype, bool]:
-    """Whether it is on, to which dtype, and whether it caches, in the calling thread."""
+    """Whether autocast is on, its dtype, and whether it caches casts, in the calling thread."""
     is_enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     return is_enabled, dtype, torch.is_autocast_cache_enabled()
 
 
 class RandomState:
-    """The state of the global generators: torch's, of the CPU and of the compute device, Python's and NumPy's."""
+    """The state of the global random generators: torch's for CPU and compute device, Python's and NumPy's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,6 +92,8 @@ class RandomState:
 
     def is_unchanged(self) -> bool:
         """Whether nothing has been drawn since."""
+        # NumPy's state is (name, key array, position, has_gauss, cached_gaussian): the array needs a comparison of its
+        # own.
         numpy: Any = np.random.get_state()
         is_same_numpy = numpy[2:] == self._numpy[2:] and np.array_equal(numpy[1], self._numpy[1])
         return (
@@ -97,7 +103,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """The next draws are those that came next then."""
+        """Set all generators back to this state."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._states[0])
