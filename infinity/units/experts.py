@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from infinity.optim.groups import TiledParameter
+from infinity.torch_internals.names import as_plain
 from infinity.torch_internals.operations import name_of
 from infinity.units.parameter import placeholder
 from infinity.units.tiles import TiledWeight, Tiles
@@ -262,9 +263,15 @@ class _Turned(torch.Tensor):
         kwargs = kwargs or {}
         if name_of(func) in _GROUPED and isinstance(args[1], _Turned):
             return _grouped(func, *args, **kwargs)
+        if func in _OF_SHAPE:  # the only metadata in which it differs from the weight
+            with as_plain():
+                return func(*args, **kwargs)
         weight = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, _Turned))
         return TiledWeight.look_at(func, tuple(weight.weight if arg is weight else arg for arg in args), kwargs)
 
+
+_SHAPE: Any = torch.Tensor.shape
+_OF_SHAPE = frozenset({_SHAPE.__get__, torch.Tensor.size})
 
 # torch._grouped_mm before torch 2.10, functional.grouped_mm since, and transformers' own operator for other devices.
 _GROUPED = frozenset({"_grouped_mm", "grouped_mm", "grouped_mm_fallback"})

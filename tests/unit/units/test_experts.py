@@ -101,6 +101,10 @@ def test_what_needs_the_whole_tensor_names_the_cure() -> None:
             use()
     with pytest.raises(IndexError):
         weight[_EXPERTS]
+    _, out, width = weight.shape
+    for turned in (weight.mT, weight.transpose(1, 2)):
+        assert turned.shape == turned.size() == (_EXPERTS, width, out) and turned.size(-1) == out
+        assert turned.dim() == 3 and turned.dtype == weight.dtype
 
 
 def test_auto_cuts_frozen_experts_that_are_paged() -> None:
