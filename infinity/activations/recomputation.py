@@ -34,7 +34,7 @@ class RecomputedForward(InPlaceOfMethod):
         Args:
             module: the block.
             forward: its forward without checkpointing.
-            inside_module: `ParameterCoordinator.inside_module`.
+            inside_module: `ParameterCoordinator.inside_module`; holds the units while forward runs again.
             units: those that the block's hooks enter.
         """
         super().__init__(module, "forward", forward)

@@ -220,6 +220,7 @@ def _form_of(whole: Any) -> _Form:
 
 @functools.cache
 def _class_with(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    # Instead of the parameter: the script sees a DTensor, made of the local part that the engine pages.
     def made(name: str) -> property:
         def get(module: nn.Module) -> Any:
             form: _Form = module.__dict__[_ATTRIBUTE][name]

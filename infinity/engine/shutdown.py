@@ -87,7 +87,7 @@ class Shutdown:
             self._end()
             self._finalizer.detach()
             self._forget()
-            self._orders.put(False)
+            self._orders.put(False)  # the thread that would shut down a collected engine ends
             self.join()
             self.is_over = True
 

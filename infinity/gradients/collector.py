@@ -31,7 +31,7 @@ import torch
 
 from infinity.errors import OtherNumbersWarning, StepError
 from infinity.gradients.live_gradients import LiveGradients
-from infinity.torch_internals.names import as_plain, backward_number, outside_modes
+from infinity.torch_internals.names import backward_number, outside_modes, without_torch_function
 from infinity.units.layout import Slot
 from infinity.units.parameter import AUTOGRAD_FIELD, hook_gradient, plain_grad, set_plain_grad
 from infinity.units.unit import Unit
@@ -141,7 +141,7 @@ class GradientCollector:
         self = collector()
         if self is None:
             return
-        with as_plain():
+        with without_torch_function():
             if AUTOGRAD_FIELD.__get__(parameter) is None:
                 return  # the function that got the parameter has no gradient for it
             num_hooks = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
@@ -242,7 +242,7 @@ class GradientCollector:
         gradients: dict[Slot, torch.Tensor] = {}
         for index in slots:
             slot, parameter = unit.layout.slots[index], unit.parameters[index]
-            with as_plain():
+            with without_torch_function():
                 gradient: torch.Tensor | None = AUTOGRAD_FIELD.__get__(parameter)
                 if gradient is None:
                     continue
@@ -306,7 +306,7 @@ class GradientCollector:
 
 def have_hooks_of_others(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether hooks besides the collector's run when the gradient of one of them has been accumulated."""
-    with as_plain():
+    with without_torch_function():
         for parameter in parameters:
             if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
                 return True

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from infinity.torch_internals.names import as_plain, make_subclass
+from infinity.torch_internals.names import make_subclass, without_torch_function
 from infinity.torch_internals.operations import (
     AS_ARRAY,
     EXPOSING,
@@ -83,7 +83,7 @@ class PagedGradient(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in METADATA:  # shape, dtype, device, ...: answered by the expanded tensor, nothing is fetched
-            with as_plain():
+            with without_torch_function():
                 return func(*args, **kwargs)
         if func == _ASSIGNING_DATA:
             _replace(*args)

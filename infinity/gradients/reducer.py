@@ -292,7 +292,7 @@ class ReducedGradients(GradientStore):
 
     def _update(self, grads: UnitGrads, updates: ShardUpdates) -> None:
         """The unit's gradients, of which this rank has its shard, go into the update."""
-        self._notify_when_done(grads)
+        self._end_views(grads)
         slots, scale = grads.slots(), 1.0 if grads.is_unscaled else self.scaler.scale
         source = self._as_source(grads.detach_buffer(), slots)
         grads.drop(set(grads.present))

@@ -257,7 +257,7 @@ class GradientStore:
         """Add ``gradients``, and give all of the unit's to an update that runs next; ``norms`` gets their 2-norms."""
         grads = self._of(unit)
         self._write_zeros(grads, gradients)
-        self._notify_when_done(grads)
+        self._end_views(grads)
         if grads.stays_in_ram and grads.buffer is not None:
             self.add(unit, gradients)
             gradients = {}
@@ -340,7 +340,8 @@ class GradientStore:
                 zero = torch.zeros((), dtype=self._waiting.dtype, device=self._pool.torch_device)
                 self._add(grads, {slot: zero.expand(slot.spec.shape)})
 
-    def _notify_when_done(self, grads: UnitGrads) -> None:
+    def _end_views(self, grads: UnitGrads) -> None:
+        # What a script got from `p.grad` keeps its values, and shows the store no more.
         if grads.present:
             self.held.end(grads.unit, grads.slots())
 
@@ -485,7 +486,7 @@ class GradientStore:
         grads = self._of(unit)
         self._write_zeros(grads)
         if not keeps:
-            self._notify_when_done(grads)
+            self._end_views(grads)
         self.close_sum(unit)  # the update reads either RAM or the extent
         slots, dtype = grads.slots(), grads.spilled_dtype or self._waiting.dtype
         if not keeps:

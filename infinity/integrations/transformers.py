@@ -90,7 +90,7 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     @property
-    def _held_by(self) -> Engine | None:
+    def _engine_of_model(self) -> Engine | None:
         """The open engine; None if there is none."""
         return None if self.engine is None or self.engine.is_closed else self.engine
 
@@ -126,7 +126,7 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
         Raises:
             InfinityError: as `infinity.initialize`.
         """
-        engine, own, is_of_config = self._held_by, self.optimizer, self.infinity_config.optimizer is not None
+        engine, own, is_of_config = self._engine_of_model, self.optimizer, self.infinity_config.optimizer is not None
         # A second `train()`: the engine goes on, unless a subclass makes another optimizer.
         if isinstance(own, EngineOptimizer) and own.engine is engine:
             if not is_of_config:
@@ -179,10 +179,10 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, on the engine."""
-        if self._held_by is None:
+        if self._engine_of_model is None:
             if self.train_dataset is not None:
                 self._create_engine()
-            else:
+            else:  # it was made for evaluation alone
                 self._start(None, evaluates=True)
         return super().evaluation_loop(*args, **kwargs)
 
@@ -200,8 +200,8 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
         if resume_from_checkpoint is True:
             directory = Path(self.args.output_dir)
             resume_from_checkpoint = newest_checkpoint(directory) or True
-        if self._held_by is not None:
-            self._held_by.forget_step()  # gradients of a step that an exception has ended
+        if self._engine_of_model is not None:
+            self._engine_of_model.forget_step()  # gradients of a step that an exception has ended
         if self.args.gradient_accumulation_steps == 1 or self.infinity_config.infinity.schedule == "ordinary":
             return super().train(resume_from_checkpoint, *args, **kwargs)
         together, own = MicroBatches(self, self.step_records), self.__dict__
@@ -212,7 +212,7 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
             del own["get_batch_samples"], own["training_step"]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        found, engine = super()._prepare_for_training(*args, **kwargs), self._held_by
+        found, engine = super()._prepare_for_training(*args, **kwargs), self._engine_of_model
         if engine is not None and has_resumed(engine) and not self.state.global_step:
             refuse_to_begin(
                 engine, "trainer.train()", loading="Pass resume_from_checkpoint=True or a checkpoint's path"
@@ -220,7 +220,7 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
         return found
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        engine = self._held_by
+        engine = self._engine_of_model
         if engine is None or state_dict is not None:  # the script passes its own weights
             super()._save(output_dir, state_dict)
             return
@@ -248,7 +248,7 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
             del own["save_pretrained"]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        engine = self._held_by
+        engine = self._engine_of_model
         if engine is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -262,7 +262,7 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        engine = self._held_by
+        engine = self._engine_of_model
         if engine is None or checkpoint is None or not checkpoint_in(checkpoint).exists():
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -271,7 +271,7 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
 
     def _load_best_model(self) -> None:
-        best, engine = self.state.best_model_checkpoint, self._held_by
+        best, engine = self.state.best_model_checkpoint, self._engine_of_model
         if engine is not None and checkpoint_in(best).exists():
             load_engine(engine, best, only_module=True)
         else:

@@ -51,10 +51,10 @@ class LoopStyle:
         steps."""
         self.changes_what_comes = False
         """Whether gradients of the present step have been divided or multiplied on delivery."""
-        # Both False: the step has no gradients yet. `_has_parts`: they are divided already; `_is_whole`: they are not.
-        self._has_parts = False
-        self._is_whole = False
-        self._has_warned = False
+        # How the step's losses were divided by the accumulation steps: before backward, or not. Both False: none came yet.
+        self._has_divided_losses = False
+        self._has_whole_losses = False
+        self._has_warned_of_rounding = False
         self._num_backwards = 0
         # None until the loop has shown which kind it is; then it stays.
         self._is_single: bool | None = None
@@ -64,15 +64,16 @@ class LoopStyle:
     def begin_backward(self, *, divides: bool) -> float:
         """``engine.backward`` was called. Returns the divisor of its loss."""
         self.divides = divides
-        if self._is_whole:  # what there is to divide, the step divides
+        if self._has_whole_losses:  # what there is to divide, the step divides
             return 1.0
-        self._has_parts = True
+        self._has_divided_losses = True
         return self._counts.num_micro_batches if divides else 1
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Put around the run of ``engine.backward``."""
         me = threading.get_ident()
+        # Of all engines: a hook of one engine has to know that its gradient comes from another one's divided loss.
         LoopStyle.callers.append(me)
         try:
             yield
@@ -84,11 +85,11 @@ class LoopStyle:
         factor = float(self._counts.num_micro_batches if self.divides else 1)
         me = threading.get_ident()
         if me in LoopStyle.callers or (LoopStyle.callers and is_autograds_thread()):  # those serve all callers
-            self._has_parts |= not self._is_whole
+            self._has_divided_losses |= not self._has_whole_losses
             # Divided by that engine already. Among whole gradients they are multiplied, since the step divides all.
-            factor = 1 / factor if self._is_whole else 1.0
-        elif not self._has_parts:
-            self._is_whole = True
+            factor = 1 / factor if self._has_whole_losses else 1.0
+        elif not self._has_divided_losses:
+            self._has_whole_losses = True
             return gradients
         if factor == 1:
             return gradients
@@ -97,10 +98,10 @@ class LoopStyle:
 
     def divisor(self, *, is_engine_step: bool) -> int:
         """By what the step divides the accumulated gradients."""
-        factor = self._counts.num_micro_batches if self._is_whole and self.divides and is_engine_step else 1
+        factor = self._counts.num_micro_batches if self._has_whole_losses and self.divides and is_engine_step else 1
         # Division by a power of two is exact, so sum / 4 has the bits of a sum of quarters.
-        if factor & (factor - 1) and not self._has_warned:
-            self._has_warned = True
+        if factor & (factor - 1) and not self._has_warned_of_rounding:
+            self._has_warned_of_rounding = True
             logger.warning(
                 "loss.backward() with engine.step(): the sum of %d micro-batches' gradients is divided, which may differ "
                 "in the last bit from dividing each loss; engine.backward(loss) divides the loss",
@@ -110,7 +111,7 @@ class LoopStyle:
 
     def end_step(self) -> None:
         """The present step has no gradients any more."""
-        self._has_parts = self._is_whole = self.changes_what_comes = False
+        self._has_divided_losses = self._has_whole_losses = self.changes_what_comes = False
 
     # ----------------------------------------------------------------------------------------- backwards of a micro-batch
 
@@ -133,7 +134,7 @@ class LoopStyle:
 
     def on_gradients_read(self) -> None:
         """The script reads accumulated gradients."""
-        if self._has_parts:
+        if self._has_divided_losses:
             self._wait_for_step("gradients are looked at before it")
 
     def on_plain_step(self) -> None:

@@ -172,7 +172,7 @@ class Reporter:
             copy_busy_seconds=copy_busy_seconds,
             schedule=self._schedule[0],
             schedule_reason=self._schedule[1],
-            commit_seconds=waited["commit"],
+            commit_seconds=waited["commit"],  # of a durable run
             is_skipped=is_skipped,
             forward_seconds=phases["forward"],
             backward_seconds=phases["backward"],

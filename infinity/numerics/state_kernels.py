@@ -145,6 +145,8 @@ def _encode_signed(values: Any, codes: Any, scales: Any, key: Any, first: Any, i
             # step = (8**-d - start) / (64 >> d) = 7 * 2**(-9-2d): 7/512.
             step = np.float32(7.0) * float_of(np.int32((np.int32(118) - np.int32(2) * octave) << np.int32(23)))
             # 1 / step, as a product with a seventh: a division takes longer.
+            # 1 / step = 2**(10 + 2 * octave) / 7; 137 is 127, the bias of an exponent, and 10. Rounding may give the level
+            # below or above: the comparison of squares below then goes one up, or stays.
             per_unit = np.float32(1 / 7) * float_of(np.int32((np.int32(136) + np.int32(2) * octave) << np.int32(23)))
             place = np.int32((size - start) * per_unit)  # 0.175 * 512 / 7 = 12.8, so 12
             is_least = size < np.float32(8.0**-6)

@@ -293,6 +293,7 @@ def _fp8_to_floats(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any)
             factors[:] = scales[p // 4 : p // 4 + across]
             p += 4 * across
         o = r * row_numel
+        # Whether the codes begin behind the bytes of this row's floats. If not, unpacking would overwrite what it reads.
         if gap + p >= 4 * (o + row_numel):
             _fp8_row_of_floats(stored[p : p + row_numel], factors, out[o : o + row_numel])
         else:

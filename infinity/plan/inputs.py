@@ -157,7 +157,8 @@ class PlanInputs:
             return False
         try:
             placement, _ = self.place()
-        except ConfigError:  # if the other update mode is refused as well, the caller's `place` raises
+        # Asked for `update: step` alone. If the update in backward does not fit either, `place` raises for the engine.
+        except ConfigError:
             return False
         on_drives = placement.weights_on_nvme(len(self.units)) or placement.spills
         kept = zip(self.sizes, placement.states_in_memory, strict=True)

@@ -111,7 +111,7 @@ class EngineLock:
         """Represents this lock in `_Inside.calls`. The lock itself would live as long as the thread there."""
         self._held: list[dict[str, Any]] = []
         """The owner's `_Inside`, since another thread may end the call (`reset`)."""
-        self._backward = -1
+        self._backward_of_owner = -1
         """The number of the backward for which one of autograd's threads holds the lock; -1 if none does."""
         self._members: set[int] = set()
         self._last: int | None = None
@@ -133,7 +133,7 @@ class EngineLock:
             return True
         # Autograd's device threads, and its pool for nested backwards, are no threads of Python. A backward that began
         # on one of them has a number, by which its other threads are known.
-        return in_backward() and (is_autograds_thread() or self._backward == backward_number())
+        return in_backward() and (is_autograds_thread() or self._backward_of_owner == backward_number())
 
     def acquire(self, call: str) -> None:
         """Begin a call on the calling thread. Calls nest; each needs a `release`.
@@ -150,7 +150,7 @@ class EngineLock:
             self._depth += 1
             return
         self.check_process(call)
-        if self._backward != -1 and self._last == me and not in_backward():
+        if self._backward_of_owner != -1 and self._last == me and not in_backward():
             self.break_off()  # it was a backward of this thread, which is not in it any more: an exception has cut it off
         # Whatever an interrupt cuts off from here on, or in `_free`: the lock has no owner then, so the next call of this
         # thread takes it once more, which does the rest. All of it may be done again.
@@ -160,7 +160,7 @@ class EngineLock:
         _enter(self._held[0], self._key)
         # `_last` is left alone here, because handovers count threads of the script.
         if in_backward() and is_autograds_thread():
-            self._backward = backward_number()
+            self._backward_of_owner = backward_number()  # by which the next call knows whether that backward still runs
         elif self._last != me:
             self._last = me
             self.num_handovers += 1
@@ -176,7 +176,7 @@ class EngineLock:
 
     def _free(self) -> None:
         # `owner` first: see `__init__`.
-        self.owner, self._depth, self._backward = None, 0, -1
+        self.owner, self._depth, self._backward_of_owner = None, 0, -1
         _end(self._held, self._key)
         self._taken.clear()
 
@@ -249,7 +249,7 @@ class EngineLock:
     def _reset_after_fork(self) -> None:
         """In a forked child: it has no other threads, and the weights are the parent's."""
         self._taken = {}
-        self.owner, self._depth, self._backward = None, 0, -1
+        self.owner, self._depth, self._backward_of_owner = None, 0, -1
         self._members.clear()
         self._is_forked = True
 

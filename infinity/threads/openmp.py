@@ -22,7 +22,7 @@ import torch
 _SOFT_PAUSE = 1
 
 
-def release_workers() -> None:
+def end_openmp_workers() -> None:
     """End the calling thread's workers. Its next parallel operator starts new ones."""
     for pause in _pauses():
         pause()

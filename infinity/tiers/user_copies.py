@@ -35,7 +35,7 @@ class UserCopies:
         self._collected = _Collected()
         self._watched: list[tuple[weakref.ref[torch.Tensor], int, str]] = []
         """Copies that ``state_dict()`` returned, their version then, and their parameters' FQNs."""
-        self._has_warned = False
+        self._has_warned_of_writes = False
 
     @contextmanager
     def new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Iterator[NewCopy]:
@@ -61,7 +61,7 @@ class UserCopies:
         if destination is None:
             return None
         found = self._collected.get(destination, parameter, copy)
-        if not self._has_warned:
+        if not self._has_warned_of_writes:
             self._watched.append((weakref.ref(found), found._version, fqn))
         return found
 
@@ -73,7 +73,7 @@ class UserCopies:
         for reference, version, fqn in self._watched:
             copy = reference()
             if copy is not None and copy._version != version:
-                self._has_warned = True
+                self._has_warned_of_writes = True
                 self._watched = []
                 logger.warning(
                     "what state_dict() gave for '%s' was written to. It is a copy, and the weight stays as it is: write to the "

@@ -24,7 +24,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-as_plain = torch._C.DisableTorchFunctionSubclass
+without_torch_function = torch._C.DisableTorchFunctionSubclass
 """A context without ``__torch_function__``: operations see tensors of our classes as plain ones, and fetch nothing."""
 no_override: Any = torch._C._disabled_torch_function_impl
 """The ``__torch_function__`` of a class without an override. A function in Python would cost each operation a
@@ -67,15 +67,15 @@ class _Unrecorded:
 
 _record: Callable[[bool], None] = torch.autograd._enable_record_function  # type: ignore[attr-defined]
 _is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-_unrecorded = _Unrecorded()  # one object for all uses: it has no state, and making one costs time
+_unprofiled = _Unrecorded()  # one object for all uses: it has no state, and making one costs time
 _nothing: Any = contextlib.nullcontext()
 
 
-def unrecorded() -> Any:
+def unprofiled() -> Any:
     """A context in which a profiler of this thread records no operations. Not to be nested."""
     # A profiler of shapes asks each tensor for its address. For a placeholder it prints an error, and then records
     # wrong shapes for the next operations.
-    return _unrecorded if _is_profiled() else _nothing
+    return _unprofiled if _is_profiled() else _nothing
 
 
 def has_transforms() -> bool:

@@ -194,7 +194,7 @@ def unit_by_unit(
     results: list[Any] = [None] * length
     kind: type = type(None)
     for places in groups.values():
-
+        # What one group's call gets of an argument: the entries of each list at the group's places.
         def pick(value: Any, places: list[int] = places) -> Any:
             if not is_list(value):
                 return value

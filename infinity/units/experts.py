@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from infinity.optim.groups import TiledParameter
-from infinity.torch_internals.names import as_plain
+from infinity.torch_internals.names import without_torch_function
 from infinity.torch_internals.operations import name_of
 from infinity.units.parameter import placeholder
 from infinity.units.tiles import TiledWeight, Tiles
@@ -179,7 +179,7 @@ class ExpertTiles(Tiles):
             if not -len(tiles) <= number < len(tiles):
                 raise IndexError(f"index {number} is out of bounds for dimension 0 with size {len(tiles)}")
             number %= len(tiles)
-            chosen: torch.Tensor = tiles[number](_only, None)
+            chosen: torch.Tensor = tiles[number](_only_expert, None)
             if not self._gives_zeros:
                 return chosen
             # Zeros for all unused experts hang on the first expert of a call. Without a known routing, every pick gives
@@ -264,7 +264,7 @@ class _Turned(torch.Tensor):
         if name_of(func) in _GROUPED and isinstance(args[1], _Turned):
             return _grouped(func, *args, **kwargs)
         if func in _OF_SHAPE:  # the only metadata in which it differs from the weight
-            with as_plain():
+            with without_torch_function():
                 return func(*args, **kwargs)
         weight = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, _Turned))
         return TiledWeight.look_at(func, tuple(weight.weight if arg is weight else arg for arg in args), kwargs)
@@ -298,8 +298,8 @@ def _is_index(index: torch.Tensor) -> bool:
     return not index.is_floating_point() and index.dtype not in (torch.bool, torch.uint8)
 
 
-# A tile is a view [1, ...] of the tensor of all experts; weight[e] has one dimension less.
-def _only(_: None, weight: torch.Tensor) -> torch.Tensor:
+def _only_expert(_: None, weight: torch.Tensor) -> torch.Tensor:
+    """The weight of an expert's tile [1, ...], as weight[e] gives it. A tile calls it with (input, weight)."""
     return weight[0]
 
 

@@ -34,7 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.distributed.process_groups import num_processes
 from infinity.errors import AccessError, ModelError
 from infinity.threads.engine_lock import guard, is_inside
-from infinity.torch_internals.names import as_plain, forbid_access, outside_modes, unrecorded, untraced
+from infinity.torch_internals.names import forbid_access, outside_modes, unprofiled, untraced, without_torch_function
 from infinity.torch_internals.operations import METADATA, WRITING_METHODS, is_conversion_to_the_same, leaves, name_of
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ def _operate(
     """Run a torch function that was given parameters or views without values."""
     kwargs = kwargs or {}
     if func in METADATA:
-        with as_plain():
+        with without_torch_function():
             return func(*args, **kwargs)
     # For a thread that holds no engine, resident parameters are as unusable as paged ones: another thread's call may
     # evict them.
@@ -382,7 +382,7 @@ def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     fills = bool(kwargs.pop("materialize_grads", False))
     if fills:
         kwargs["allow_unused"] = True
-    with as_plain():
+    with without_torch_function():
         edges = [get_gradient_edge(leaf) if isinstance(leaf, _HeldParameter | PagedView) else leaf for leaf in inputs]
     found = func(args[0], inputs=edges, **kwargs)
     if not fills:
@@ -420,7 +420,7 @@ def release_parameters(parameters: Iterable[nn.Parameter]) -> None:
 def bind(parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor]) -> None:
     """Give each parameter its ``values`` (same shape and dtype), views of memory that the unit owns."""
     # Data before class: another thread that sees a ResidentParameter finds values in it. `unbind` is the reverse.
-    with as_plain(), unrecorded():
+    with without_torch_function(), unprofiled():
         for parameter, its_values in zip(parameters, values, strict=True):
             _DATA_FIELD.__set__(parameter, its_values)
             parameter.__class__ = ResidentParameter
@@ -428,7 +428,7 @@ def bind(parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor]) -> 
 
 def unbind(parameters: Iterable[nn.Parameter], placeholders: Iterable[torch.Tensor]) -> None:
     """Replace each parameter's data by its placeholder."""
-    with as_plain(), unrecorded():
+    with without_torch_function(), unprofiled():
         for parameter, its_placeholder in zip(parameters, placeholders, strict=True):
             parameter.__class__ = PagedParameter
             _DATA_FIELD.__set__(parameter, its_placeholder)
@@ -436,7 +436,7 @@ def unbind(parameters: Iterable[nn.Parameter], placeholders: Iterable[torch.Tens
 
 def empty(tensor: torch.Tensor) -> None:
     """Replace the data of ``tensor`` by a placeholder of its shape, dtype and device."""
-    with as_plain():
+    with without_torch_function():
         set_plain_data(tensor, placeholder(tensor.dtype, tensor.device, tensor.shape))
 
 
@@ -491,7 +491,7 @@ def placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> 
         filling = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
         _placeholders[dtype, device] = torch.full((), filling, dtype=dtype, device=device)
         forbid_access(_placeholders[dtype, device], _NO_VALUES)
-    with unrecorded():
+    with unprofiled():
         return _placeholders[dtype, device].expand(shape)
 
 
@@ -500,14 +500,14 @@ _DATA_FIELD: Any = torch.Tensor.data
 
 def plain_data(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.data`` as torch itself returns it."""
-    with as_plain():
+    with without_torch_function():
         data: torch.Tensor = _DATA_FIELD.__get__(tensor)
     return data
 
 
 def set_plain_data(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Give ``tensor`` other memory. Its version does not change."""
-    with as_plain(), unrecorded():
+    with without_torch_function(), unprofiled():
         _DATA_FIELD.__set__(tensor, values)
 
 
@@ -517,21 +517,21 @@ AUTOGRAD_FIELD: Any = torch.Tensor.grad
 
 def plain_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient that autograd itself holds for the parameter."""
-    with as_plain():
+    with without_torch_function():
         gradient: torch.Tensor | None = AUTOGRAD_FIELD.__get__(parameter)
     return gradient
 
 
 def set_plain_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Set or clear the tensor that autograd accumulates into."""
-    with as_plain():
+    with without_torch_function():
         AUTOGRAD_FIELD.__set__(parameter, gradient)
 
 
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
     """As ``register_post_accumulate_grad_hook``, also for a frozen parameter. Returns the handle."""
     # torch registers such a hook only on a tensor that requires a gradient. A frozen parameter may be thawed later.
-    with as_plain():
+    with without_torch_function():
         requires_grad = parameter.requires_grad
         parameter.requires_grad_(True)
         try:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from infinity.optim.groups import EXPERTS, TILES, TiledParameter
-from infinity.torch_internals.names import as_plain
+from infinity.torch_internals.names import without_torch_function
 from infinity.torch_internals.operations import METADATA, leaves, name_of
 from infinity.units.parameter import placeholder
 
@@ -101,7 +101,7 @@ class TiledWeight(nn.Parameter):
         """Make ``weight`` stand for these tiles, with their present dtype and device."""
         first = tiles.tiled.tiles[0]
         shape, requires_grad = torch.Size(tiles.tiled.shape), first.requires_grad
-        with as_plain():
+        with without_torch_function():
             weight.requires_grad_(False)
             weight.data = placeholder(first.dtype, first.device, shape)
             weight.requires_grad_(requires_grad)
@@ -136,7 +136,7 @@ class TiledWeight(nn.Parameter):
             if func in _SETTING_GRAD:
                 for tile in weight.tiles.tiled.tiles:
                     func(tile, *args[1:], **kwargs)
-            with as_plain():
+            with without_torch_function():
                 return func(*args, **kwargs)
         raise weight.tiles.tiled.access_error(name_of(func))
 

@@ -40,7 +40,7 @@ class Tiling:
             item_bytes: bytes of an element of the compute dtype.
             directories: on drives, for whole tensors that are joined from tiles later; none: in memory.
         """
-        self._places: list[tuple[nn.Module, TiledParameter, tuple[str, ...]]] = []
+        self._replaced: list[tuple[nn.Module, TiledParameter, tuple[str, ...]]] = []
         """Module, its tiled parameter, and the names of all its parameters before, in order."""
         self._handles: list[Any] = []
         self._new = functools.partial(_new, tuple(directories))
@@ -110,21 +110,21 @@ class Tiling:
             self._handles.append(module.register_state_dict_post_hook(join))
             split = functools.partial(_split_state_dict, tiled.child)
             self._handles.append(module.register_load_state_dict_pre_hook(split))
-            self._places.append((module, tiled, names))
+            self._replaced.append((module, tiled, names))
         return tiles
 
     def show(self) -> None:
         """Give modules the weight without values as their attribute."""
         # Apart from __init__, because tiles have their final dtype and device only when the engine has taken them. The
         # attribute goes into __dict__, so `named_parameters` lists the tiles and not the weight.
-        for module, tiled, _ in self._places:
+        for module, tiled, _ in self._replaced:
             tiles = _tiles_of(module, tiled.child)
             tiles.weight_class.become(tiled.original, tiles)
             module.__dict__[tiled.name] = tiled.original
 
     def undo(self) -> None:
         """Give modules their whole weights back. No engine may hold the tiles any more."""
-        for tiled in self.groups.tiled if self._places else ():
+        for tiled in self.groups.tiled if self._replaced else ():
             TiledWeight.cease(tiled.original)
             values = [tile.detach() for tile in tiled.tiles]
             drives = drives_of(values[0])
@@ -137,14 +137,14 @@ class Tiling:
                     tiled.original.grad = torch.cat(gradients)
         for handle in self._handles:
             handle.remove()
-        for module, tiled, names in self._places:
+        for module, tiled, names in self._replaced:
             module.__dict__.pop(tiled.name, None)
             del module._modules[tiled.child]
             # The order of parameters decides the order of state dicts and of `parameters()`: it becomes that of before.
             there = {**module._parameters, tiled.name: tiled.original}
             module._parameters.clear()
             module._parameters.update({name: there.pop(name) for name in names if name in there} | there)
-        self._places.clear()
+        self._replaced.clear()
 
 
 def _new(directories: Sequence[Path], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from infinity.device.drive_tensors import is_dense
 from infinity.state_machine import moves
-from infinity.torch_internals.names import as_plain, outside_modes, with_lazy_bits
+from infinity.torch_internals.names import outside_modes, with_lazy_bits, without_torch_function
 from infinity.units.layout import Chunk, ParameterSpec, Slot, UnitLayout
 from infinity.units.parameter import (
     PagedView,
@@ -260,7 +260,7 @@ class Unit:
         """Increment the versions of these slots' parameters, as an optimizer's in-place update does in torch."""
         # Modules use a weight's version to invalidate what they have computed from it. `_counters` moves with it, so
         # that `detect_writes` does not take an update for a write of the user's.
-        with as_plain():
+        with without_torch_function():
             for index in indices:
                 parameter = self.parameters[index]
                 before = parameter._version
@@ -395,7 +395,7 @@ class Unit:
     def detect_writes(self) -> None:
         """Add slots to `dirty` whose versions have changed since the last call. The engine's own writes do not
         count."""
-        with as_plain():
+        with without_torch_function():
             counters = [*map(_version_of, self.parameters)]  # map and attrgetter: one loop in C
         if counters != self._counters:
             changed = [i for i, (a, b) in enumerate(zip(counters, self._counters, strict=True)) if a != b]

@@ -87,6 +87,7 @@ class ChunkUpdater:
 
     def __post_init__(self) -> None:
         self.mixes_elements = self.updater.mixes_elements
+        # The kernel for split main weights, which go with bf16 weights, widens bf16 gradients itself.
         self.used_as_they_are = {torch.float32, torch.bfloat16} if self.splits_main_weights else {torch.float32}
         """Gradients of other dtypes are copied to fp32 before they are used."""
         self._window = StateWindow(self.state_format)

@@ -25,7 +25,7 @@ from infinity.optim.slice_updater import SliceUpdater
 from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.paging.parameter_map import ParameterMap
 from infinity.threads.frames import callers
-from infinity.torch_internals.names import as_plain, functional_call
+from infinity.torch_internals.names import functional_call, without_torch_function
 from infinity.units.layout import Slot
 from infinity.units.parameter import plain_grad
 from infinity.units.unit import Unit
@@ -121,15 +121,15 @@ class StepGroups:
         Returns whether other parameters are frozen than the last time.
         """
         self._check_new(self.read())
-        # `as_plain`: reading an attribute of a paged parameter would otherwise go through its __torch_function__.
-        with as_plain():
+        # `without_torch_function`: reading an attribute of a paged parameter would otherwise go through its __torch_function__.
+        with without_torch_function():
             flags = [parameter.requires_grad for parameter in self._trainable]
         changed = self._flags is not None and flags != self._flags
         self._flags = flags
         return changed
 
     def _check_thawed(self, groups: Groups) -> None:
-        with as_plain():
+        with without_torch_function():
             thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
         for parameter in thawed:
             if groups.index_of(parameter) is not None:
@@ -208,7 +208,7 @@ class StepGroups:
             "Add modules (get_peft_model, say) before infinity.initialize, or put them into a group: "
             'optimizer.add_param_group({"params": [...]})'
         )
-        with as_plain():
+        with without_torch_function():
             trains = any(p.requires_grad for p in present.values() if groups.index_of(p) is not None)
         if not trains:
             raise ModelError(f"{problem}, and no other is left to be trained. {cure}", fqn=fqn)

@@ -28,7 +28,7 @@ from infinity.device.compute import ComputeDevice, Fence
 from infinity.errors import EngineClosedError
 from infinity.metrics.timeline import Row, Timeline
 from infinity.threads.denormals import flush_denormals
-from infinity.threads.openmp import release_workers, use_threads
+from infinity.threads.openmp import end_openmp_workers, use_threads
 from infinity.tiers.state_store import Lease, StateStore
 from infinity.tiers.weight_store import LandedRead, WeightStore
 from infinity.units.layout import Chunk
@@ -236,7 +236,7 @@ class UpdateStream:
     def pending(self) -> list[UpdateJob]:
         """Jobs that are queued or running."""
         with self._lock:
-            return list(self._pending.copy())
+            return list(self._pending.copy())  # `copy` first: see `_take`
 
     def stop(self) -> None:
         """Have the workers end after the chunks in hand. Waits for nothing."""
@@ -339,7 +339,7 @@ class UpdateStream:
         if self._updater.mixes_elements:  # bits of a norm depend on the number of threads
             use_threads(job.num_threads)
             self._updater.update(job, chunk, workspace)
-            release_workers()
+            end_openmp_workers()
         else:
             self._updater.update(job, chunk, workspace)
         # The update wrote an fp32 main weight; the model weight is its cast. (With a remainder both were written.)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 
 from infinity.threads.denormals import flush_denormals, flushes_denormals
-from infinity.threads.openmp import release_workers
+from infinity.threads.openmp import end_openmp_workers
 from swapper.sync.limits import start_threads
 
 # How often the waiting training thread returns to Python code, where a KeyboardInterrupt is raised.
@@ -124,7 +124,7 @@ class MicroBatchThread:
         Raises:
             Abandoned: there will be none.
         """
-        release_workers()  # see [Note: one pool] in infinity.threads.openmp
+        end_openmp_workers()  # while this thread waits, they would spin: see [Note: one pool] in infinity.threads.openmp
         if not self._is_abandoned:
             self._stopped.release()
             self._go.acquire()
@@ -143,7 +143,7 @@ class MicroBatchThread:
                 except BaseException as error:
                     self._error = error
                 del job  # the thread waits in `acquire` next, and would keep the model alive
-                release_workers()
+                end_openmp_workers()
                 self.is_over = True  # before the release: `resume` returns then, and its caller reads this
                 with contextlib.suppress(RuntimeError):  # already unlocked, if the thread was abandoned
                     self._stopped.release()

@@ -142,6 +142,7 @@ class VerticalStep:
         coordinator.begin_vertical(self._vertical_forward)
         self._backwards.collector.begin_collecting()
         for index, (compute_loss, thread) in enumerate(zip(compute_losses, threads, strict=True)):
+            # A trial is the first step: it looks whether recomputed blocks have the same bits.
             self._batches.append(
                 MicroBatch(
                     index, compute_loss, thread, self.checkpoints, coordinator, on.device, is_trial=self.is_trial
@@ -282,7 +283,7 @@ class VerticalStep:
         # A block whose results the losses do not use is not fetched.
         if not any(call.has_gradient for _, call in calls):
             for _, call in calls:
-                if not call.is_over:
+                if not call.is_over:  # one without results that need a gradient was dropped in forward
                     call.drop()
             return
         self._on.coordinator.enter(unit)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.errors import AccessError
-from infinity.torch_internals.names import as_plain
+from infinity.torch_internals.names import without_torch_function
 from infinity.torch_internals.operations import WRITING_METHODS, name_of, writes_unseen
 
 
@@ -260,7 +260,7 @@ class ReadOnlyTensor(Tensor):
     def of(cls, tensor: Tensor, about: tuple[str, str]) -> ReadOnlyTensor:
         """``tensor``, protected."""
         # Not through __torch_function__, which would refuse or protect once more.
-        with as_plain():
+        with without_torch_function():
             protected = tensor.as_subclass(cls)
         protected.about = about
         return protected
@@ -273,7 +273,7 @@ class ReadOnlyTensor(Tensor):
         for each in _written(func, args, kwargs):
             _refuse(each)
         read = _protected_in((args, kwargs))
-        with as_plain():
+        with without_torch_function():
             # Operations are refused by name before they run, as far as possible. What else has written shows in the
             # version.
             before = [each._version for each in read]
@@ -297,7 +297,7 @@ class ReadOnlyTensor(Tensor):
 
 def unprotected(tensor: Tensor) -> Tensor:
     """The same memory as an ordinary tensor."""
-    with as_plain():
+    with without_torch_function():
         return tensor.as_subclass(Tensor)
 
 

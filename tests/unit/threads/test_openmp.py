@@ -59,9 +59,9 @@ def test_workers_are_released_and_come_back() -> None:
         for _ in range(3):
             compute()
             assert len(threads() - before) == _NUM_THREADS - 1
-            openmp.release_workers()
+            openmp.end_openmp_workers()
             wait_until(lambda: threads() <= before)
-        openmp.release_workers()  # there are none
+        openmp.end_openmp_workers()  # there are none
 
     in_a_thread(work)
 
