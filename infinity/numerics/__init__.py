@@ -1,4 +1,4 @@
-"""Arithmetic on memory: kernels, rounding, norms, and how the numbers of a chunk lie side by side.
+"""Arithmetic on memory: compiled kernels, dtypes of optimizer states, rounding, norms, and the layout of a chunk.
 
 Knows tensors and dtypes only; must not know parameters, units or files. Anybody may import it.
 """

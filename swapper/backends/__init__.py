@@ -1,4 +1,7 @@
-"""Backends: one way of moving bytes per file, all behind :class:`swapper.backend.IOBackend`."""
+"""Backends: one way of moving bytes per file, all behind :class:`swapper.backend.IOBackend`.
+
+`swapper.measure.by_name` opens one by its name, `swapper.measure.choice` chooses for ``"auto"``.
+"""
 
 from swapper.backend import CompletionCallback, CorruptedDataError, Direction, IOBackend, IORequest
 from swapper.backends.aio_files import AiofilesBackend

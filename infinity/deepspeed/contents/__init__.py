@@ -1,1 +1,1 @@
-"""Contents of the modules with DeepSpeed's names. `infinity.deepspeed.modules` puts them into the modules."""
+"""Contents of the modules with DeepSpeed's names. ``names.toml`` lists them, `infinity.deepspeed.modules` makes them."""

@@ -1,4 +1,4 @@
-"""A package ``deepspeed`` that stands in for DeepSpeed, see `infinity.as_deepspeed`.
+"""A package ``deepspeed`` that stands in for DeepSpeed, see `infinity.as_deepspeed`. Names: `infinity.deepspeed.contents`.
 
 A folder with that package and its metadata comes first on ``sys.path``. So ``importlib.metadata``,
 ``importlib.util.find_spec`` and processes of ``multiprocessing`` find it as well. The environment gets the variables
