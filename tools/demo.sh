@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Trains a small language model whose parameters and optimizer state lie on NVMe, on a fresh machine with python >= 3.11.
+# Trains a small language model whose parameters and optimizer state are on NVMe, on a fresh machine with python >= 3.11.
+# Then it kills such a training in the middle of a step, resumes it, and compares the weights bit for bit.
 # Arguments go to tools/train.py, e.g.: bash tools/demo.sh --model 1b --host-memory-budget 2GB --nvme-path /mnt/nvme
 # or, if --larger-than-ram is the first of them, to tools/larger_than_ram.py.
 set -euo pipefail
@@ -10,7 +11,17 @@ cd "$(dirname "$0")/.."
 make_environment hf,plot
 root=$PWD
 cd "$here" # paths among the arguments mean what they mean to the caller
-script=train.py
-[ "${1:-}" != --larger-than-ram ] || script=larger_than_ram.py
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY-passive} # threads that spin while they wait hold up each other on a busy machine
-exec "$root/.venv/bin/python" "$root/tools/$script" "$@"
+run() {
+    "$root/.venv/bin/python" "$root/tools/$1" "${@:2}"
+}
+if [ "${1:-}" = --larger-than-ram ]; then
+    run larger_than_ram.py "$@"
+    exit
+fi
+run train.py "$@"
+case " $* " in
+    *" --help "* | *" -h "*) ;;
+    *" --model"*) printf 'To kill and resume this model as well: python tools/kill_and_resume.py %s\n' "$*" ;;
+    *) run kill_and_resume.py "$@" ;;
+esac

@@ -195,8 +195,10 @@ def build_model(size: Size, seq_len: int, dtype: torch.dtype, checkpointing: str
 # ---------------------------------------------------------------------------------------------------------- config
 
 
-def make_config(arguments: argparse.Namespace, size: Size) -> infinity.InfinityConfig:
-    """The JSON config with what the command line changes in it; the default one also takes what suits the size."""
+def make_config(
+    arguments: argparse.Namespace, size: Size, more: dict[str, Any] | None = None
+) -> infinity.InfinityConfig:
+    """The JSON config with what the command line changes in it, and ``more``; the default one suits the size as well."""
     changes = {
         "train_micro_batch_size_per_gpu": arguments.batch_size,
         "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
@@ -206,7 +208,7 @@ def make_config(arguments: argparse.Namespace, size: Size) -> infinity.InfinityC
         "zero_optimization.offload_param.nvme_path": arguments.nvme_path,
         "zero_optimization.offload_optimizer.nvme_path": arguments.nvme_path,
     }
-    chosen = {key: value for key, value in changes.items() if value is not None}
+    chosen = {key: value for key, value in changes.items() if value is not None} | (more or {})
     if arguments.config is not None:
         return infinity.load_config(arguments.config, overrides=chosen)
     # A config of your own is taken as it is, but for options that were given.
@@ -216,6 +218,23 @@ def make_config(arguments: argparse.Namespace, size: Size) -> infinity.InfinityC
         "infinity.host_memory_budget": size.budget,
     }
     return infinity.load_config("zero3_nvme", overrides=suitable | chosen)
+
+
+def make_engine(
+    arguments: argparse.Namespace, text: torch.Tensor, changes: dict[str, Any] | None = None
+) -> tuple[infinity.Engine, Any, int]:
+    """An engine, the loader of its batches, and the tokens of a step. ``changes``: to the config."""
+    size = SIZES[arguments.model]
+    seq_len = arguments.seq_len or size.seq_len
+    torch.manual_seed(arguments.seed)
+    config = make_config(arguments, size, changes)
+    samples_per_step = (config.train_micro_batch_size_per_gpu or 1) * config.gradient_accumulation_steps
+    dataset = RandomWindows(text, seq_len, arguments.steps * samples_per_step, arguments.seed)
+    model = build_model(size, seq_len, config.compute_dtype, arguments.checkpointing)
+    # A function, because the engine makes the optimizer of the config first.
+    schedule = None if config.scheduler else lambda optimizer: warm_up(optimizer, arguments.steps)
+    engine, _, loader, _ = infinity.initialize(model=model, config=config, training_data=dataset, lr_scheduler=schedule)
+    return engine, loader, samples_per_step * seq_len
 
 
 def warm_up(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
@@ -383,16 +402,16 @@ BREAKDOWN = (
 )
 
 
-def draw(history: History, path: Path) -> None:
-    """The loss curve, and where the time of each step went."""
+def draw(history: History, memory: Memory, budget_bytes: int, path: Path) -> None:
+    """The loss curve, where the time of each step went, and the engine's memory under its budget."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         console.print("No picture: matplotlib is not installed (pip install 'infinity-offload[plot]').")
         return
     steps = range(1, len(history.losses) + 1)
-    figure = Figure(figsize=(9, 7), layout="tight")
-    above, below = figure.subplots(2, 1, height_ratios=(3, 2), sharex=True)
+    figure = Figure(figsize=(9, 9), layout="tight")
+    above, below, lowest = figure.subplots(3, 1, height_ratios=(3, 2, 1.5), sharex=True)
     above.plot(steps, history.losses, color="#1f4e79", linewidth=1.8)
     above.set(ylabel="loss (nats per byte)", title="Loss")
     parts = [[getattr(report, name) for report in history.reports] for _, name in BREAKDOWN]
@@ -400,9 +419,15 @@ def draw(history: History, path: Path) -> None:
     rest = [max(0.0, report.seconds - used) for report, used in zip(history.reports, spent, strict=True)]
     labels = [*(label for label, _ in BREAKDOWN), "other"]
     below.stackplot(steps, *parts, rest, labels=labels, colors=["#4c9f70", "#e0a030", "#c8553d", "#c9c9c9"], step="mid")
-    below.set(ylabel="seconds per step", xlabel="step", title="Where the time of a step goes", ylim=(0, None))
+    below.set(ylabel="seconds per step", title="Where the time of a step goes", ylim=(0, None))
     below.legend(loc="upper right", ncols=4, fontsize="small")
-    for axes in (above, below):
+    lowest.axhline(budget_bytes / 1e6, color="#c8553d", linestyle="--", label="host_memory_budget")
+    buffers = [report.buffers_peak_bytes / 1e6 for report in history.reports]
+    lowest.plot(steps, buffers, color="#1f4e79", linewidth=1.8, label="the engine's buffers, peak of the step")
+    beside = f"Python, torch and libraries take {memory.libraries / 1e6:,.0f} MB beside it"
+    lowest.set(ylabel="MB", xlabel="step", title=f"Host memory of the engine ({beside})", ylim=(0, None))
+    lowest.legend(loc="lower right", ncols=2, fontsize="small")
+    for axes in (above, below, lowest):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     try:
@@ -428,31 +453,22 @@ def main(given: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """See `main`."""
-    size = SIZES[arguments.model]
-    seq_len = arguments.seq_len or size.seq_len
-    torch.manual_seed(arguments.seed)
     text = read_text(arguments.text)
     # With all imports and the text, before the model.
     baseline_bytes = resident_bytes("VmRSS")
     began = time.perf_counter()
-    config = make_config(arguments, size)
-    samples_per_step = (config.train_micro_batch_size_per_gpu or 1) * config.gradient_accumulation_steps
-    dataset = RandomWindows(text, seq_len, arguments.steps * samples_per_step, arguments.seed)
-    model = build_model(size, seq_len, config.compute_dtype, arguments.checkpointing)
-    # A function, because the engine makes the optimizer of the config first.
-    schedule = None if config.scheduler else lambda optimizer: warm_up(optimizer, arguments.steps)
-    engine, _, loader, _ = infinity.initialize(model=model, config=config, training_data=dataset, lr_scheduler=schedule)
+    engine, loader, tokens_per_step = make_engine(arguments, text)
     with engine:
         console.print(str(engine.plan), soft_wrap=True)
         console.print(f"Model built and written in {time.perf_counter() - began:.1f} s.")
         reset_high_water()
-        history = History(samples_per_step * seq_len)
+        history = History(tokens_per_step)
         problem = train(engine, loader, arguments.steps, history)
         if history.reports:
             engine_bytes = max(report.buffers_peak_bytes for report in history.reports)
             memory = Memory(resident_bytes("VmHWM"), baseline_bytes, engine_bytes)
             console.print(results_table(engine, history, memory))
-            draw(history, arguments.plot)
+            draw(history, memory, engine.plan.host_budget_bytes, arguments.plot)
         if problem:
             told = f"Ended after {len(history.reports)} of {arguments.steps} steps: {problem}"
             console.print(told, markup=False, soft_wrap=True)

@@ -78,7 +78,7 @@ def save_units(weights: Weights, directory: Path, filename: str, *, trained_only
     stem = filename.removesuffix(".safetensors")
     if stem == _NAME_OF_PICKLES:
         stem = "model"
-    _save(weights, directory, stem, functools.partial(_entries, weights, trained_only=trained_only), max_shard_bytes)
+    _save(weights, directory, stem, functools.partial(all_entries, weights, trained_only=trained_only), max_shard_bytes)
 
 
 def save_pretrained(
@@ -96,7 +96,7 @@ def save_pretrained(
     model = weights.parameter_map.model
 
     def entries() -> list[Entry]:
-        return original_entries(model, _entries(weights, dtype=dtype), weights.directories)
+        return original_entries(model, all_entries(weights, dtype=dtype), weights.directories)
 
     _save(weights, directory, "model", entries, max_shard_bytes, dtype or _dtype_of(model))
 
@@ -228,7 +228,13 @@ def _free_names(stem: str, num_shards: int, taken: set[str]) -> list[str]:
         suffix = f".{turn}"
 
 
-def _entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dtype | None = None) -> list[Entry]:
+def all_entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dtype | None = None) -> list[Entry]:
+    """Parameters and persistent buffers as the model has them now, unit by unit, each with its names.
+
+    Args:
+        trained_only: leave out what does not require a gradient.
+        dtype: None: the model weights; else the main weights, and buffers that are as wide as the weights, cast to it.
+    """
     parameter_map = weights.parameter_map
     names: dict[int, list[str]] = {}
     others: dict[int, nn.Parameter] = {}

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from infinity.device.host_memory import free_bytes, is_unified
+from infinity.device.host_memory import free_bytes, is_unified, trim_heap
 from infinity.numerics.norms import narrow_norm
 from infinity.torch_internals.names import norms_of_each, set_default_gpu
 from swapper import AlignedRegion, SwapperError, hang_error, is_held
@@ -207,6 +207,10 @@ class ComputeDevice:
         """The most that torch has allocated on the device so far. None: it is the host's."""
         return None
 
+    def release_unused(self) -> None:
+        """Give memory back that allocators keep for reuse: the C library's on the host, torch's on a GPU."""
+        trim_heap()
+
     @contextlib.contextmanager
     def background(self) -> Iterator[None]:
         """A context for the whole life of a background thread of the engine.
@@ -300,6 +304,10 @@ class CudaDevice(ComputeDevice):
 
     def peak_bytes(self) -> int | None:
         return int(torch.cuda.max_memory_allocated(self.torch_device))
+
+    def release_unused(self) -> None:
+        super().release_unused()
+        torch.cuda.empty_cache()
 
     @contextlib.contextmanager
     def background(self) -> Iterator[None]:

@@ -47,15 +47,21 @@ class DownloadRing(Generic[Purpose]):
         """
         self._device = device
         self.num_bytes = num_bytes // _GRANULE * _GRANULE
-        self._region = AlignedRegion(self.num_bytes) if self.num_bytes else None
+        self._region: AlignedRegion | None = None
         self._unpin: Callable[[], None] | None = None
-        # Without pinning, a copy would go through a buffer of the driver's and block the thread that launches it.
-        if self._region is not None and device.pin is not None:
-            self._unpin = device.pin(self._region.address, self._region.num_bytes)
+        self.open()
         self.coming: deque[Download[Purpose]] = deque()
         """Downloads in the order of `start`, until `pop_first`."""
         self._last: Fence = None
         """Fence of the newest download."""
+
+    def open(self) -> None:
+        """Allocate the memory, at the beginning and after `close`."""
+        if self._region is None and self.num_bytes:
+            self._region = AlignedRegion(self.num_bytes)
+            # Without pinning, a copy would go through a buffer of the driver's and block the thread that launches it.
+            if self._device.pin is not None:
+                self._unpin = self._device.pin(self._region.address, self._region.num_bytes)
 
     def fits(self, sources: Sequence[torch.Tensor]) -> bool:
         """Whether `start` would find room for them now."""

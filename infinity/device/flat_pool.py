@@ -141,9 +141,13 @@ class FlatPool:
         time.sleep(_PAUSE_SECONDS)
         return True
 
-    def close(self) -> None:
-        """Release the free buffers. Those in use are released by their holders, or by the requests that have them."""
+    def release_free(self) -> None:
+        """Give the memory of the free buffers back. The next `allocate` takes fresh memory."""
         for buffer in self._free:
             buffer.release()
         self._free.clear()
+
+    def close(self) -> None:
+        """Release the free buffers. Those in use are released by their holders, or by the requests that have them."""
+        self.release_free()
         self._quarantined.clear()

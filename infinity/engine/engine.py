@@ -514,6 +514,8 @@ class Engine(Relayout):
             return
         refuse_in_between("engine.close()")
         self._forget_calls()
+        if self.is_asleep and restores is not False:
+            self.wake()
         # Runs in reverse, whatever fails: the background save ends first, then the log and monitors, then the script's
         # optimizer comes back, then the parts go.
         with contextlib.ExitStack() as rest:
@@ -570,7 +572,7 @@ class Engine(Relayout):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and self._guard.is_consistent:
+        if kind is not None and (self._guard.is_consistent or self.is_asleep):
             self._guard.move_to(Phase.BROKEN)  # whoever leaves by an exception waits for nothing but a checkpoint
         try:
             self.close()

@@ -1,8 +1,9 @@
-"""What an engine exports: its weights in files that transformers and plain torch read, without the engine's states."""
+"""What an engine gives others: weights in files or one after the other, and its memory while another engine generates."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -12,16 +13,21 @@ from pathlib import Path
 
 import torch
 
-from infinity.checkpoint.safetensors_export import Weights, save_pretrained, save_units
+from infinity.checkpoint.safetensors_export import Weights, all_entries, save_pretrained, save_units
+from infinity.checkpoint.safetensors_file import Entry
 from infinity.checkpoint.state_access import StateAccess
 from infinity.config.schema.quantities import parse_bytes
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.part_folders import check_apart
 from infinity.engine.loop_settings import LoopSettings
+from infinity.errors import StepError, format_bytes
+from infinity.loop.phase import Phase
 from infinity.threads.engine_lock import locked
 from infinity.units.adapters import is_adapted
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
+from swapper import AlignedRegion
+from swapper.sync.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 _WHAT = "reading main weights for an export"
@@ -31,13 +37,143 @@ _END = [-1, -1]  # unit and slot index that end a `_LedReading`
 class ExportCalls(LoopSettings):
     """Part of the engine: exports.
 
-    Each method makes the directory if it is missing. If process or machine goes down, the directory holds the old
+    Each method that saves makes the directory if it is missing. If process or machine goes down, the directory holds the old
     weights or the new ones, whole. Of a PEFT model, only adapters are written, as PEFT does it. With several processes,
     rank 0 writes, and the others return before it is done. If processes have different parts of the model, the first
     process of each part writes, to a directory of its own.
     """
 
     _has_warned_of_adapters = False
+
+    def wait_for_checkpoint(self) -> None:
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------------------------- beside an engine that generates
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `sleep` was called, and `wake` was not."""
+        return self._guard.phase is Phase.ASLEEP
+
+    @locked
+    def sleep(self) -> None:
+        """Release the engine's memory until `wake`, between two steps, so that another engine can generate meanwhile.
+
+        Pending updates and writes are finished first. Then these are released:
+
+        - on a GPU: all weights, and optimizer states that rest there; torch's cached memory as well;
+        - on the host: flat buffers, staging buffers, pinned memory, and memory for gradients.
+
+        What rests in memory only is copied first: to a file beside the states where an offload block names a drive, else
+        from the GPU to host memory. These stay: without such a drive, weights and states that rest in host memory; units
+        and records below 1 MiB; shards that other processes fetch (stage 3 with ``offload_param`` "cpu"); buffers of the
+        model; parameters that the engine does not hold; a weight of which your code holds a tensor; activations of a graph
+        that you hold; what threads keep for requests that are not aligned (a few MiB).
+
+        Until `wake`, whatever uses the model, its weights or the optimizer raises an error that names `wake`. `iter_weights`
+        and `close` work. A second call does nothing. Where several processes train together, all of them call this.
+
+        Raises:
+            StepError: gradients wait for a step, or weights are in use or gathered.
+            CheckpointError, StorageError: what ``save_checkpoint(blocking=False)`` wrote has failed.
+        """
+        self._guard.check_open()
+        if self.is_asleep:
+            return
+        self._check_usable()
+        self._check_not_gathered("engine.sleep()")
+        parts = self._parts
+        if parts.coordinator.is_computing:
+            cure = "Call it after the step, outside forward and backward"
+            raise StepError.order("engine.sleep()", "the model is computing", cure=cure)
+        parts.backwards.collect()
+        self._guard.check_sleep()
+        self.wait_for_checkpoint()
+        self.flush()
+        before = AlignedRegion.mapped_bytes()
+        try:
+            with uninterrupted():
+                parts.coordinator.parameter_cache.page_out_all(parts.coordinator.copies.put_aside)
+                parts.stepper.gradients.release_memory()
+                parts.storage.release_memory(parts.coordinator.copies.put_aside)
+                self._guard.move_to(Phase.ASLEEP)
+        except BaseException:
+            self._take_memory_back()
+            raise
+        after = AlignedRegion.mapped_bytes()
+        logger.info("asleep: of %s of host buffers, %s stay", format_bytes(before), format_bytes(after))
+
+    @locked
+    def wake(self) -> None:
+        """Take back the memory that `sleep` released. Training goes on with the same bits. Awake, it does nothing.
+
+        If the memory is not there, what torch or the system raises comes through, and the engine stays asleep.
+        """
+        self._guard.check_open()
+        if self.is_asleep:
+            with uninterrupted():
+                self._take_memory_back()
+                self._guard.move_to(Phase.READY)
+
+    def _take_memory_back(self) -> None:
+        self._parts.storage.take_memory_back()
+        self._parts.coordinator.parameter_cache.page_in_residents()
+
+    @locked
+    def iter_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of all weights, unit by unit, as ``load_weights`` of an inference engine takes them.
+
+        Parameters and persistent buffers, with the names of ``module.state_dict()``. Tied weights come once, under the name
+        that transformers saves, else the first one. Each tensor is a copy on the compute device, and yours. The engine reads
+        one unit at a time within its budget, awake or asleep; asleep it releases each unit again.
+
+        Call it between two steps. Where processes divide weights (stage 3), all of them call it, read it to the end, and get
+        all weights; of a model that the script has divided, each gets its part.
+
+        Args:
+            dtype: of the tensors that have the compute dtype; None: as they are. They are casts of the model weights: fp32
+                main weights are what `save_fp32_model` writes.
+
+        Raises:
+            StepError: a step was made since the first tensor, or updates in backward wait for `step`.
+            CheckpointError: a load has failed midway, so that weights are of two trainings.
+            ModelError: a buffer is sparse, quantized or on the meta device.
+        """
+        self._guard.check_open()
+        self._guard.check_loaded()
+        if not self.is_asleep:
+            self.flush()
+        return self._each_weight(all_entries(self._weights()), dtype)
+
+    def _each_weight(self, entries: Sequence[Entry], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        began = self._parts, self.global_steps
+        for entry, following in itertools.zip_longest(entries, entries[1:]):
+            with self._parts.coordinator.lock.held("engine.iter_weights()"):
+                self._guard.check_open()
+                self._guard.check_consistent()
+                if began != (self._parts, self.global_steps):
+                    cure = "Call engine.iter_weights() again, and read it to the end before the next step"
+                    raise StepError.order("engine.iter_weights()", "a step was made since the first tensor", cure=cure)
+                copy = self._copy_for_iteration(
+                    entry, dtype, is_last=following is None or following.origin is not entry.origin
+                )
+            yield entry.names[0], copy  # without the lock: whoever gets it may use the engine
+
+    def _copy_for_iteration(self, entry: Entry, dtype: torch.dtype | None, *, is_last: bool) -> torch.Tensor:
+        """``is_last``: no more tensors of its unit are needed."""
+        parts = self._parts
+        if self.is_asleep:
+            parts.storage.take_uploads_back()
+        with entry.value() as value:
+            is_cast = dtype is not None and value.dtype == self.config.compute_dtype
+            copy = value.detach().to(self.device, dtype if is_cast else value.dtype, copy=True)
+            del value
+        if self.is_asleep and is_last:
+            parts.coordinator.parameter_cache.page_out_all(parts.coordinator.copies.put_aside)
+            parts.storage.release_uploads()
+        return copy
+
+    # ------------------------------------------------------------------------------------------------------------- files
 
     @locked
     def save_16bit_model(

@@ -350,7 +350,7 @@ class Parts:
         # Run in this order at the beginning of each call: closed, forked or ended first, because the later ones read
         # what is gone then.
         checks = (
-            self.guard.check_open,
+            self.guard.check_awake,
             functools.partial(lock.check_process, "this call"),
             storage.check_open,
             assigned.check,

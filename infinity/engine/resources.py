@@ -21,6 +21,7 @@ from infinity.plan.sizes import Request, UnitSize
 from infinity.plan.volumes import TierKey, Volumes, resting_bytes, spilled_bytes
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.state_store import PagedStateStore, ResidentStateStore, StateStore
+from infinity.tiers.user_copies import PutAside
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.shards import Shards
 from swapper import (
@@ -85,6 +86,8 @@ class EngineResources:
         self._swappers: dict[TierKey, Swapper] = {}
         self._more: list[Swapper] = []
         self._staging_pools: list[StagingPool] = []
+        self._upload_pool: StagingPool | None = None
+        """That of them through which weights go to the device."""
         self._busy = BusyTimes()
         self._resting_bytes = resting_bytes(sizes, request, placement)
         self._volumes = Volumes.of(config, sizes, request, placement)
@@ -174,6 +177,7 @@ class EngineResources:
                     placement.upload_buffer_bytes, placement.num_upload_buffers, device.pin, deadline_seconds=deadline
                 )
                 self._staging_pools.append(staging_pool)
+                self._upload_pool = staging_pool
                 if param_key in self._swappers:
                     staging_pool.register_with(self._swappers[param_key].register_memory)
             on_nvme = self._swappers.get(param_key)
@@ -265,6 +269,37 @@ class EngineResources:
     def resting_bytes(self) -> dict[str, dict[str, int]]:
         """Stored bytes per tier and kind."""
         return self._resting_bytes
+
+    def release_memory(self, put_aside: PutAside) -> None:
+        """Release what is needed for training only, until `take_memory_back`. Nothing is under way, no unit is in memory."""
+        self.records.release_memory(put_aside)
+        for staging_pool in self._staging_pools:
+            staging_pool.release_memory()
+        if self.weights is not None:
+            self.weights.release_memory(put_aside)
+        self.gradient_pool.release_free()
+        self.arrivals.close()
+        self.device.release_unused()
+
+    def take_memory_back(self) -> None:
+        """The counterpart of `release_memory`, whole or cut off."""
+        for staging_pool in self._staging_pools:
+            staging_pool.allocate_memory()
+        if self.weights is not None:
+            self.weights.take_memory_back()
+        self.records.take_memory_back()
+        self.arrivals.open()
+
+    def take_uploads_back(self) -> None:
+        """After `release_memory`: what weights need on their way to the device, until `release_uploads`."""
+        if self._upload_pool is not None:
+            self._upload_pool.allocate_memory()
+
+    def release_uploads(self) -> None:
+        """The counterpart of `take_uploads_back`."""
+        if self._upload_pool is not None:
+            self._upload_pool.release_memory()
+        self.device.release_unused()
 
     def abort(self, timeout_seconds: float) -> None:
         """Let every present and later wait for a drive or a staging buffer end with an error after ``timeout_seconds``.

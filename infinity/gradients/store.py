@@ -595,6 +595,11 @@ class GradientStore:
             if flat is not None:
                 self._pool.release(flat)
         self._memory_uses.clear()
+        self.release_memory()
+
+    def release_memory(self) -> None:
+        """Give the memory back in which gradients of the next step would be kept. There are none, and no update runs."""
+        self._retire()
         for grads in self._grads:
             if grads.buffer is not None:
                 self._release(grads.detach_buffer())

@@ -172,6 +172,7 @@ class Backwards:
             if self._lock.owner != get_ident():
                 self._lock.check("backward")
             return
+        self._guard.check_awake()  # of a graph from before engine.sleep()
         self._lock.acquire("backward")
         self._is_locked = True
         self.is_open = True

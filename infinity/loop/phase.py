@@ -14,7 +14,10 @@ from infinity.updates.stepper import Stepper
 
 
 class Phase(enum.Enum):
-    """Where the loop is. Legal transitions: READY <-> BACKWARD or STEPPING, these and READY -> BROKEN -> READY, all -> CLOSED."""
+    """Where the loop is.
+
+    Legal transitions: READY <-> BACKWARD, STEPPING or ASLEEP, these and READY -> BROKEN -> READY, all -> CLOSED.
+    """
 
     READY = "ready"
     """Between calls. There may be gradients of whole micro-batches."""
@@ -22,6 +25,8 @@ class Phase(enum.Enum):
     """Inside ``engine.backward``. Gradients of one micro-batch are incomplete."""
     STEPPING = "stepping"
     """Inside the optimizer's step. Some units may be updated and others not."""
+    ASLEEP = "asleep"
+    """The engine has released its memory until ``engine.wake()``."""
     BROKEN = "broken"
     """A backward or a step was cut off. Its gradients stay until they are dropped."""
     CLOSED = "closed"
@@ -31,7 +36,8 @@ class Phase(enum.Enum):
 # BROKEN is reached from READY as well: a `loss.backward()` of the user fails after it ended, or a `with engine` block
 # is left by an exception.
 _TRANSITIONS = {
-    Phase.READY: {Phase.BACKWARD, Phase.STEPPING, Phase.BROKEN, Phase.CLOSED},
+    Phase.READY: {Phase.BACKWARD, Phase.STEPPING, Phase.ASLEEP, Phase.BROKEN, Phase.CLOSED},
+    Phase.ASLEEP: {Phase.READY, Phase.BROKEN, Phase.CLOSED},
     Phase.BACKWARD: {Phase.READY, Phase.BROKEN, Phase.CLOSED},
     Phase.STEPPING: {Phase.READY, Phase.BROKEN, Phase.CLOSED},
     Phase.BROKEN: {Phase.READY, Phase.CLOSED},
@@ -98,6 +104,24 @@ class PhaseGuard:
         """Raise `EngineClosedError` after ``close()``."""
         if self.phase is Phase.CLOSED:
             raise EngineClosedError.after_close("this call", is_by_library=self._is_destroyed)
+
+    def check_awake(self) -> None:
+        """Raise after ``close()``, and while the engine is asleep."""
+        self.check_open()
+        if self.phase is Phase.ASLEEP:
+            problem = "the engine is asleep, and its memory is released"
+            raise self._order("this call", problem, "Call engine.wake() before it")
+
+    def check_sleep(self) -> None:
+        """Raise if ``engine.sleep()`` makes no sense now."""
+        self.check_whole()
+        self.check_consistent()
+        if self.has_gradients:
+            raise self._order(
+                "engine.sleep()",
+                "there are gradients of a step that has not ended, and they take memory",
+                cure="Call engine.step() first, or engine.zero_grad() to drop them",
+            )
 
     def on_partial_load(self, folder: Path | None) -> None:
         """A load of ``folder`` failed midway, so weights are of two trainings. None: weights are of one training

@@ -20,6 +20,8 @@ from infinity.errors import BudgetTooSmallError, EngineBusyError, ModelError, fo
 from infinity.metrics.clock import StepClock
 from infinity.paging.prefetch_schedule import PrefetchSchedule
 from infinity.threads.engine_lock import refuse_in_between
+from infinity.tiers.aside_weights import AsideWeights
+from infinity.tiers.user_copies import PutAside
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Slot
 from infinity.units.unit import Arrival, PendingUpdate, Unit
@@ -116,6 +118,8 @@ class ParameterCache:
         self.due: set[int] = set()
         """Indices of units of which an update is about to be created, and needs what is in their buffers: from their touch in
         a backward that micro-batches share until its moment ends."""
+        self.aside = AsideWeights()
+        """Of resident units that `page_out_all` has paged out."""
         self.closed: set[int] = set()
         """Indices of units that are not fetched ahead of need, for other ranks may be writing to them: until the step is over."""
         self._sizes = [unit.num_bytes for unit in self.units]
@@ -342,6 +346,8 @@ class ParameterCache:
         self.unit_at[flat.address] = unit
 
     def _fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
+        if unit in self.aside:
+            return self.aside.fetch(unit)
         if self._source is None:
             raise RuntimeError(f"unit {unit.name} has no place to be fetched from")
         return self._source.fetch(unit, is_demand=is_demand)
@@ -475,10 +481,32 @@ class ParameterCache:
 
     def evict(self, unit: Unit) -> None:
         """Page ``unit`` out, unless it stays. What is on its way into its buffer has to arrive first."""
-        if unit.flat is None or unit.is_persistent:
+        if unit.flat is None or (unit.is_persistent and unit not in self.aside):
             return
         self.quiesce(unit)
         self._displace(unit)
+
+    def page_out_all(self, put_aside: PutAside) -> None:
+        """Page out all units, resident ones as far as ``put_aside`` takes their weights, and release the free buffers.
+
+        Nothing is in use. A unit stays whose weights user code holds tensors of: that memory would not be free.
+        """
+        with self.lock:
+            for unit in tuple(self.unit_at.values()):
+                self.quiesce(unit)
+                if unit.num_active or unit.flat is None or unit.flat.has_views:
+                    continue
+                if not unit.is_persistent or self.aside.keep(unit, put_aside):
+                    self.evict(unit)
+            self.pool.release_free()
+
+    def page_in_residents(self) -> None:
+        """Bring back the resident units that `page_out_all` has paged out."""
+        with self.lock:
+            for unit in self.units:
+                if unit in self.aside:
+                    self.make_resident(unit)
+                    self.aside.forget(unit)
 
     def quiesce(self, unit: Unit) -> None:
         """Return when nothing comes into the unit's buffer, no update of it is pending, and what was written is stored."""

@@ -15,6 +15,7 @@ import torch
 
 from infinity.numerics.chunk_format import ChunkBuffer, ChunkFormat
 from infinity.tiers.extent_labels import record_contents
+from infinity.tiers.user_copies import PutAside
 from infinity.units.layout import Chunk
 from infinity.units.unit import Unit
 from swapper import AlignedRegion, Extent, Handle, Priority, StagingBuffer, StagingExhaustedError, StagingPool, Swapper
@@ -134,12 +135,13 @@ class PagedStateStore:
         self._staging_pool = staging_pool
         self._format = record_format
         self._records: dict[int, _UnitRecords] = {}
-        self._regions: list[AlignedRegion] = []
+        self._regions: dict[int, AlignedRegion] = {}
+        """Unit index -> the memory of its records that rest there."""
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         """Guards `_ahead`. The staging pool's own lock is taken inside of it, never the other way round."""
         self._layouts: dict[tuple[int, int, tuple[str, ...]], ChunkBuffer] = {}
-        """(staging buffer, elements of the chunk, state names) -> views of the buffer: made once, as buffers never
-        move."""
+        """(staging buffer, elements of the chunk, state names) -> views of the buffer: made once, as buffers move
+        in `release_memory` only."""
         self._ahead: dict[tuple[int, int], Lease] = {}
         """(unit index, chunk index) -> lease whose read was started ahead of need. The next `open` of the chunk returns
         it."""
@@ -170,7 +172,7 @@ class PagedStateStore:
         if num_in_memory:
             # An anonymous mapping: zeros, which take no memory until they are written. Initial states are zeros.
             region = AlignedRegion(max(in_memory[-1], 1))
-            self._regions.append(region)
+            self._regions[unit.index] = region
             memory = torch.from_numpy(region.array())
         self._records[unit.index] = _UnitRecords(
             names=tuple(names),
@@ -352,12 +354,32 @@ class PagedStateStore:
         for index, found in valid_bytes.items():
             self._records[index].valid_bytes[:] = found
 
+    def release_memory(self, put_aside: PutAside) -> None:
+        """Move what rests in memory elsewhere until `take_memory_back`, as far as ``put_aside`` takes it. Nothing is open."""
+        self.drop_read_ahead()
+        self._layouts.clear()  # they look at staging buffers, whose memory is released as well
+        for index, region in self._regions.items():
+            memory = self._records[index].memory
+            aside = None if memory is None or region.is_released else put_aside(memory)
+            if aside is not None:
+                self._records[index].memory = aside
+                region.release()
+
+    def take_memory_back(self) -> None:
+        """The counterpart of `release_memory`."""
+        for index, region in self._regions.items():
+            aside = self._records[index].memory
+            if region.is_released and aside is not None:
+                region = AlignedRegion(region.num_bytes)
+                self._records[index].memory = torch.from_numpy(region.array()).copy_(aside)
+                self._regions[index] = region
+
     def close(self) -> None:
         """Release all memory."""
         self._layouts.clear()  # first: views of memory that is released below
         for records in self._records.values():
             records.memory = None
-        for region in self._regions:
+        for region in self._regions.values():
             region.release()
 
 
@@ -396,6 +418,16 @@ class ResidentStateStore:
         return True  # there is nothing to be read
 
     def drop_read_ahead(self) -> None: ...
+
+    def release_memory(self, put_aside: PutAside) -> None:
+        for index, (memory, offsets, names) in self._records.items():
+            aside = put_aside(memory) if memory.device.type == self._device.type else None
+            if aside is not None:
+                self._records[index] = (aside, offsets, names)
+
+    def take_memory_back(self) -> None:
+        for index, (aside, offsets, names) in self._records.items():
+            self._records[index] = (aside.to(self._device), offsets, names)
 
     def close(self) -> None:
         self._records.clear()

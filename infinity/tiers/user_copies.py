@@ -23,7 +23,12 @@ from swapper.volumes.mapped import MappedFile, mapped_file
 logger = logging.getLogger(__name__)
 # Smaller copies are ordinary tensors: a mapping costs system calls and at least one page of the kernel's cache.
 _LEAST_BYTES = 1 << 20
+# What `put_aside` copies at a time: from a GPU, it takes as much host memory.
+_PART_BYTES = 16 << 20
 _STATE_DICT = nn.Module.state_dict.__code__
+
+PutAside = Callable[[torch.Tensor], torch.Tensor | None]
+"""As `UserCopies.put_aside`."""
 
 
 class UserCopies:
@@ -51,6 +56,20 @@ class UserCopies:
             return view.clone()
         with self.new(view.shape, view.stride(), view.dtype) as made:
             made.write(0, view.as_strided((view.numel(),), (1,)))
+            return made.finish()
+
+    def put_aside(self, memory: torch.Tensor) -> torch.Tensor | None:
+        """A copy (uint8, 1-D) that frees the original's memory: in a file if there is a drive, else of a GPU's on the host.
+
+        None: the copy would take as much of the same memory.
+        """
+        num_bytes = memory.numel()
+        with mapped_file(self._directories if num_bytes >= _LEAST_BYTES else [], num_bytes) as file:
+            if file is None and memory.device.type == "cpu":
+                return None
+            made = NewCopy(memory.shape, memory.stride(), memory.dtype, file)
+            for start in range(0, num_bytes, _PART_BYTES):
+                made.write(start, memory[start : start + _PART_BYTES].cpu())
             return made.finish()
 
     def collected(self, parameter: nn.Parameter, fqn: str, copy: Callable[[], torch.Tensor]) -> torch.Tensor | None:

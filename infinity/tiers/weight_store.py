@@ -24,6 +24,7 @@ from infinity.device.compute import ComputeDevice, Fence
 from infinity.packed.stored_form import PackedSlot, StoredForm
 from infinity.tiers.extent_labels import weight_contents
 from infinity.tiers.packed_weights import Unpacker, UploadedUnpacking, scratch_for
+from infinity.tiers.user_copies import PutAside
 from infinity.units.layout import Chunk
 from infinity.units.unit import Arrival, Unit
 from swapper import AlignedRegion, Extent, Handle, Latch, Priority, StagingBuffer, StagingPool, Swapper
@@ -85,14 +86,19 @@ class HostWeights:
 
     def __init__(self, num_bytes: int, device: ComputeDevice) -> None:
         self._device = device
-        self._region = AlignedRegion(num_bytes)
-        # Pinned, so that the GPU copies without help of the CPU. `pin` returns None if the driver refuses: copies are
-        # slower then.
-        self._unpin = device.pin(self._region.address, self._region.num_bytes) if device.pin is not None else None
-        self.tensor: torch.Tensor | None = torch.from_numpy(self._region.array())
+        self._num_bytes = num_bytes
+        self.tensor: torch.Tensor | None = None
+        self._map()
         # Of the last copy out of this memory. One is enough: copies run in the order of one stream, so earlier ones are
         # done before it.
         self._fence: Fence = None
+
+    def _map(self) -> None:
+        self._region = region = AlignedRegion(self._num_bytes)
+        # Pinned, so that the GPU copies without help of the CPU. `pin` returns None if the driver refuses: copies are
+        # slower then.
+        self._unpin = self._device.pin(region.address, region.num_bytes) if self._device.pin is not None else None
+        self.tensor = torch.from_numpy(region.array())
 
     def fetch(self, target: torch.Tensor) -> Arrival:
         """Start the copy into ``target``, a flat buffer."""
@@ -114,12 +120,26 @@ class HostWeights:
         raw = source.view(torch.uint8)
         self.present[offset : offset + raw.numel()].copy_(raw)
 
+    def release_memory(self, put_aside: PutAside) -> None:
+        """Move them elsewhere until `take_memory_back`, if ``put_aside`` takes them. They can be fetched from there."""
+        aside = None if self._region.is_released else put_aside(self.present)
+        if aside is not None:
+            self.release()
+            self.tensor = aside
+
+    def take_memory_back(self) -> None:
+        """The counterpart of `release_memory`."""
+        if self._region.is_released:
+            aside = self.present
+            self._map()
+            self.present.copy_(aside)
+
     def release(self) -> None:
         """Release the memory, after waiting for a copy that reads it."""
         self._device.synchronize(self._fence)
         if self._unpin is not None:
             self._unpin()  # before the region is unmapped: the driver must not keep addresses of others' memory
-        self.tensor = None
+        self._unpin = self.tensor = None
         self._region.release()
 
 
@@ -286,6 +306,16 @@ class WeightStore:
             self._blocks[unit.index].write(offset, source)
             return None
         return self.swapper.write(extent_of(unit), source, offset=offset)
+
+    def release_memory(self, put_aside: PutAside) -> None:
+        """Move weights that rest in host memory elsewhere until `take_memory_back`, as far as ``put_aside`` takes them."""
+        for block in self._blocks.values():
+            block.release_memory(put_aside)
+
+    def take_memory_back(self) -> None:
+        """The counterpart of `release_memory`."""
+        for block in self._blocks.values():
+            block.take_memory_back()
 
     def close(self) -> None:
         """Stop the threads and release memory. The swapper belongs to the caller."""

@@ -128,6 +128,12 @@ class AlignedRegion(Uncopyable):
             peak, _most_bytes = _most_bytes, sum(list(_mapped.values()))
         return peak
 
+    @staticmethod
+    def mapped_bytes() -> int:
+        """Return the memory that all regions of this process have now."""
+        with _counting:
+            return sum(list(_mapped.values()))
+
     def _live(self) -> _Mapping:
         mapping = self._mapping
         if mapping is None:

@@ -154,18 +154,14 @@ class StagingPool(Closable):
         self.buffer_bytes = buffer_bytes
         self.num_buffers = num_buffers
         self._deadline_seconds = bounded_seconds(deadline_seconds, "deadline_seconds")
-        self._region = AlignedRegion(buffer_bytes * num_buffers)
-        with closed_unless_made(self._region.release):
-            self._unpin = pin(self._region.address, self._region.num_bytes) if pin is not None else None
-        if self._unpin is not None:
-            self._region.registrations.add(self)
-        self._address = self._region.address
-        self._whole = self._region.array()
+        self._pin = pin
+        self._register: list[Callable[[AlignedRegion], Callable[[], None]]] = []
+        self._unregister: list[Callable[[], None]] = []
+        self._map()
         # A stack: the buffer released last is leased first. The kernel has backed it already, and it may still be in
         # the cache. A buffer in neither _free nor _leased was released while a transfer used it.
         self._free = list(range(num_buffers - 1, -1, -1))
         self._leased: dict[int, _Lease] = {}
-        self._unregister: list[Callable[[], None]] = []
         # Guards all but the region; see [Note: coming in between] in swapper.sync.reentry.
         self._lock = threading.RLock()
         self._available = threading.Condition(self._lock)  # entered by its lock: see [Note: bells] in swapper.sync.bell
@@ -173,6 +169,31 @@ class StagingPool(Closable):
         self._most_leased = 0
         self._num_leases = 0
         self._wait_seconds = 0.0
+
+    def _map(self) -> None:
+        """Allocate the memory, and make it known to the driver and to those who want to know it."""
+        region = AlignedRegion(self.buffer_bytes * self.num_buffers)
+        with closed_unless_made(region.release):
+            self._unpin = self._pin(region.address, region.num_bytes) if self._pin is not None else None
+        if self._unpin is not None:
+            region.registrations.add(self)
+        self._region, self._address, self._whole = region, region.address, region.array()
+        self._has_memory = True
+        for register in self._register:
+            self._unregister.append(register(region))
+
+    def _unmap(self) -> None:
+        """The counterpart of `_map`. Views keep the memory mapped, but it is not pinned any more."""
+        self._has_memory = False
+        self._whole = self._whole[:0].copy()  # drop the pool's own view of the region
+        # Outside of the lock: to unregister waits for the thread of the ring, whose callbacks may release buffers.
+        for unregister in self._unregister:
+            unregister()
+        self._unregister.clear()
+        unpin, self._unpin = self._unpin, None
+        if unpin is not None:
+            unpin()
+        self._region.release()
 
     @property
     def num_bytes(self) -> int:
@@ -197,7 +218,39 @@ class StagingPool(Closable):
         Args:
             register: Gets the region and returns a function that undoes it: `Swapper.register_memory`, for example.
         """
-        self._unregister.append(register(self._region))
+        self._register.append(register)
+        if self._has_memory:
+            self._unregister.append(register(self._region))
+
+    def release_memory(self) -> None:
+        """Give the memory back until `allocate_memory`, once no buffer is held. No buffer is leased in between.
+
+        Raises:
+            StagingExhaustedError: Somebody still holds one at the deadline; the pool is as before.
+        """
+        with self._lock:
+            if self._is_closed or not self._has_memory:
+                return
+            ends_seconds = time.monotonic() + self._deadline_seconds
+            while len(self._free) < self.num_buffers:
+                self._look_again()
+                if len(self._free) < self.num_buffers:
+                    if time.monotonic() > ends_seconds:
+                        raise StagingExhaustedError(self.num_buffers, self._deadline_seconds, self._owners())
+                    self._available.wait(_HELD_SECONDS)
+            self._free.clear()
+            self._has_memory = False
+        self._unmap()
+
+    def allocate_memory(self) -> None:
+        """Take back what `release_memory` gave back; the contents are undefined. Does nothing if it was not called."""
+        if self._is_closed or self._has_memory:
+            return
+        with closed_unless_made(self._unmap):
+            self._map()
+        with self._lock:
+            self._free = list(range(self.num_buffers - 1, -1, -1))
+            self._available.notify_all()
 
     def lease(self, timeout_seconds: float | None = None, *, owner: str = "") -> StagingBuffer:
         """Return a buffer as soon as there is one; its content is undefined.
@@ -236,6 +289,8 @@ class StagingPool(Closable):
 
     def _look_again(self) -> None:
         """Find buffers that came free without a notification."""
+        if not self._has_memory:
+            return
         # The last view of a leased buffer is gone, and with it every way to release the buffer.
         for index in [index for index, lease in self._leased.items() if lease.array() is None]:
             del self._leased[index]
@@ -318,13 +373,5 @@ class StagingPool(Closable):
             self._is_refusing = self._is_closed = True
             if self._leased:
                 logger.warning("a staging pool was closed while buffers are held by %s", self._owners())
-            self._whole = self._whole[:0].copy()  # drop the pool's own view of the region
             self._available.notify_all()
-        # Outside of the lock: to unregister waits for the thread of the ring, whose callbacks may release buffers.
-        for unregister in self._unregister:
-            unregister()
-        self._unregister.clear()
-        unpin, self._unpin = self._unpin, None
-        if unpin is not None:
-            unpin()
-        self._region.release()
+        self._unmap()

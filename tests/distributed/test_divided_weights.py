@@ -100,6 +100,23 @@ def _step(engine: Any, rank: int, number: int) -> torch.Tensor:
     return loss.detach()
 
 
+@pytest.mark.parametrize("tier", ["nvme", "cpu"])
+def test_each_rank_gets_all_weights_while_all_are_asleep(tier: str, memory: str, tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        with _engine(tmp_path, tier=tier) as engine, _engine(tmp_path, tier=tier) as other:
+            for number in range(3):
+                assert torch.equal(_step(engine, rank, number), _step(other, rank, number))
+                expected = weights_of(other)
+                engine.sleep()
+                found = dict(engine.iter_weights())
+                engine.wake()
+                assert expected.keys() - found.keys() == {"last.weight"}
+                require_same(found, {name: expected[name] for name in found})
+            require_same(weights_of(engine), weights_of(other))
+
+    require_ranks(2, train, tmp_path)
+
+
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("num", "changes"),

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +66,30 @@ def test_each_is_run_and_short() -> None:
     scripts = {path.stem: path.read_text().splitlines() for path in _EXAMPLES.glob("*.py")}
     assert scripts.keys() == _PRINTS.keys()
     assert {name: len(lines) for name, lines in scripts.items() if len(lines) >= 80} == {}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("notebook", sorted(_EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_runs_in_jupyter(notebook: Path, tmp_path: Path) -> None:
+    for library in ("nbconvert", "ipykernel"):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed: pip install {library}")
+    shutil.copy(notebook, tmp_path)  # cells run in the notebook's folder
+    folders = {name: str(tmp_path / "jupyter") for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
+    done = subprocess.run(
+        [sys.executable, "-m", "nbconvert", "--execute", "--to", "notebook", "--output", "executed", notebook.name],
+        cwd=tmp_path,
+        env=os.environ | folders | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    cells = json.loads((tmp_path / "executed.ipynb").read_text())["cells"]
+    printed = "".join(
+        text
+        for cell in cells
+        for output in cell.get("outputs", ())
+        for text in output.get("text", output.get("data", {}).get("text/plain", ()))
+    )
+    assert re.search(r"loss \d\.\d+, then \d\.\d+", printed), printed

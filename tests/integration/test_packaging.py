@@ -99,3 +99,14 @@ def test_the_sdist_can_be_tested(built: Path, tmp_path: Path) -> None:
     test = "tests/unit/config/test_ready_configs.py"
     said = _run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test, cwd=folder)
     assert " passed" in said
+
+
+def test_the_image_copies_what_the_package_is_built_from() -> None:
+    """It is built where nobody tests it: each file must be there, and be let into the context."""
+    dockerfile, ignored = ((_ROOT / name).read_text().splitlines() for name in ("Dockerfile", ".dockerignore"))
+    copied = [word for line in dockerfile if line.startswith("COPY ") for word in line.split()[1:-1]]
+    assert {"pyproject.toml", "README.md", "LICENSE", "infinity", "swapper"} <= {*copied}
+    assert [name for name in copied if not (_ROOT / name).exists() or f"!{name}" not in ignored] == []
+    (extras,) = re.findall(r'"\.\[([\w,]+)\]"', "\n".join(dockerfile))
+    known = re.findall(r"^(\w+) = \[", (_ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert {*extras.split(",")} <= {*known}

@@ -118,6 +118,16 @@ def test_larger_than_ram_compares_a_whole_life(limit: str, nvme_dir: Path) -> No
 
 
 @pytest.mark.deep
+def test_a_killed_training_comes_to_the_same_bits(nvme_dir: Path) -> None:
+    code, output = finish(start(nvme_dir, "kill_and_resume.py", "--model", "tiny", "--seq-len", "8"))
+    assert code == 0, output
+    assert re.search(
+        r"Killed in step 4, resumed after step [23]\. After step 5 the weights are equal: sha256 \w{16}", output
+    ), output
+    assert not list(nvme_dir.iterdir())
+
+
+@pytest.mark.deep
 def test_a_day_with_a_gpu_runs_to_its_end_on_the_simulated_one(nvme_dir: Path) -> None:
     slots = ["same-bits", "synchronisations"]
     command = ["bash", str(_ROOT / "tools/gpu_day.sh"), "--simulated", "--out", str(nvme_dir / "day"), *slots]

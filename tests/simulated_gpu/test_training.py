@@ -20,13 +20,14 @@ from torch import nn
 import infinity
 from infinity.deepspeed.ops.lamb import FusedLamb
 from infinity.errors import BudgetTooSmallError
+from swapper import AlignedRegion
 from tests.exactness import mixtures
 from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES
 from tests.exactness.grid import WORKERS, Row
 from tests.exactness.on_device import give_least_device_memory, require_exact_training_on
 from tests.exactness.shapes import SHAPES
-from tests.internals import EngineResources, gradient_norm, gradient_store, placement
+from tests.internals import EngineResources, gradient_norm, gradient_store, placement, user_copies
 from tests.quantized import FORMATS
 from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import COMPUTE, SimulatedGpu
@@ -295,6 +296,40 @@ def test_whole_parameters_are_updated_with_the_bits_of_torch(tier: str, tmp_path
         for found, parameter in zip(engine.module.parameters(), twin.parameters(), strict=True):
             assert torch.equal(found.cpu(), parameter.cpu())
     assert not device.order.races
+
+
+@pytest.mark.parametrize(("param", "optimizer"), [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("none", "nvme")])
+def test_an_engine_that_sleeps_gives_the_device_back(
+    param: str, optimizer: str, tmp_path: Path, device: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_copies, "_LEAST_BYTES", 1)
+    before, hosted = device.used_bytes, AlignedRegion.mapped_bytes()
+    tiers = {"cpu": {"device": "cpu"}, "none": {"device": "none"}, "nvme": None}
+    torch.manual_seed(0)
+    with _engine(device, tmp_path, offload_param=tiers[param], offload_optimizer=tiers[optimizer]) as engine:
+        twin, twins_optimizer = _twin_of(engine)
+        twins_bytes = sum(each.nbytes for each in twin.parameters())
+        for _ in range(3):
+            batch = torch.randn(2, 64, device=backend.NAME)
+            twin(batch).square().sum().backward()
+            twins_optimizer.step()
+            twins_optimizer.zero_grad()
+            engine.backward(engine(batch).square().sum())
+            engine.step()
+            engine.sleep()
+            if optimizer != "cpu":
+                assert AlignedRegion.mapped_bytes() - hosted < 32 << 10, "pinned memory is left"
+            for name, value in engine.iter_weights():
+                assert value.device.type == backend.NAME
+                assert torch.equal(value, twin.get_parameter(name))
+            del value
+            assert AlignedRegion.mapped_bytes() - hosted < (32 << 10 if optimizer != "cpu" else 1 << 30)
+            assert device.pools[0].used_bytes == device.pools[0].free_bytes == 0
+            engine.wake()
+        for name, parameter in engine.module.named_parameters():
+            assert torch.equal(parameter, twin.get_parameter(name))
+    assert not device.order.races
+    assert device.used_bytes - before <= 2 * twins_bytes + 1024, "what the twin and its optimizer have"
 
 
 def _none_offloaded(device: SimulatedGpu, directory: Path, **options: Any) -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from swapper import ALIGNMENT, ArgumentError, StagingExhaustedError, StagingPool, SwapperClosedError
+from swapper import ALIGNMENT, AlignedRegion, ArgumentError, StagingExhaustedError, StagingPool, SwapperClosedError
 
 
 def test_pages_are_aligned_disjoint_pieces_of_one_region() -> None:
@@ -128,3 +129,40 @@ def test_close_wakes_those_who_wait_and_names_those_who_hold(caplog: pytest.LogC
 def test_sizes(buffer_bytes: int, num_buffers: int) -> None:
     with pytest.raises(ArgumentError, match="buffer"):
         StagingPool(buffer_bytes, num_buffers)
+
+
+def test_memory_is_given_back_and_taken_back() -> None:
+    pinned: list[int] = []
+    known: list[int] = []
+
+    def pin(address: int, num_bytes: int) -> Callable[[], None]:
+        pinned.append(address)
+        return lambda: pinned.remove(address)
+
+    def register(region: AlignedRegion) -> Callable[[], None]:
+        address = region.address
+        known.append(address)
+        return lambda: known.remove(address)
+
+    before = AlignedRegion.mapped_bytes()
+    with StagingPool(ALIGNMENT, 2, pin, deadline_seconds=0.05) as staging_pool:
+        staging_pool.register_with(register)
+        buffer = staging_pool.lease(owner="me")
+        with pytest.raises(StagingExhaustedError, match="held by me: 1"):
+            staging_pool.release_memory()
+        buffer.tensor.fill_(1)
+        buffer.release()
+        for _ in range(2):
+            staging_pool.release_memory()
+        assert AlignedRegion.mapped_bytes() == before
+        assert not pinned and not known
+        assert staging_pool.try_lease() is None
+        for _ in range(2):
+            staging_pool.allocate_memory()
+        assert pinned == known and len(pinned) == 1 and staging_pool.is_pinned
+        buffers = [staging_pool.lease() for _ in range(2)]
+        assert {buffer.tensor.data_ptr() - pinned[0] for buffer in buffers} == {0, ALIGNMENT}
+        for buffer in buffers:
+            buffer.release()
+        staging_pool.release_memory()
+    assert AlignedRegion.mapped_bytes() == before
