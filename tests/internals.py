@@ -30,7 +30,6 @@ from infinity.device.flat_pool import FlatPool
 from infinity.device.host_memory import trim_heap
 from infinity.distributed import agreement
 from infinity.distributed.process_groups import destroy_at_exit
-from infinity.distributed.pulls import Pulls
 from infinity.distributed.world import world
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import end_all_at_exit, wait_for_collected

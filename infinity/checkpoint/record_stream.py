@@ -6,19 +6,21 @@ Working memory is buffers of the staging pool. The caller has flushed pending up
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from infinity.checkpoint.arrays import ElementsInOrder
-from infinity.distributed.agreement import pulse
+from infinity.distributed.agreement import agree, pulse
 from infinity.distributed.collectives import Ranks
 from infinity.errors import RankError
 from infinity.numerics.chunk_format import WEIGHT, ChunkBuffer
+from infinity.paging.parameter_cache import ParameterCache
 from infinity.tiers.state_store import Lease, StateStore, clear
 from infinity.tiers.weight_store import LandedRead, WeightStore
 from infinity.units.layout import Chunk, ParameterSlice, Slot
@@ -29,7 +31,8 @@ from swapper import Handle
 
 _SHARING = "reading all shards of the states"
 # In place of a unit's or a slot's index, which are 0 or more.
-_OVER, _FAILED, _WAIT = -1, -2, -3
+_OVER, _FAILED, _WAIT, _PARTS, _FETCH, _MAIN_WEIGHT = range(-1, -7, -1)
+"""What rank 0 announces. The first two also end a unit's shard."""
 _CURE = "See the output of that rank"
 # Elements of a part: 2 MiB of fp32, as much as a chunk of an array's file. A multiple of the block in which states are
 # stored rounded, so that a part never begins inside of one.
@@ -180,7 +183,7 @@ class RecordStream:
     def fill(self, unit: Unit, sources: Mapping[tuple[int, str], ElementsInOrder]) -> None:
         """Replace main weights and states of a unit, and its model weights by their casts.
 
-        If ranks keep shards, only this rank's is replaced: `WeightExchange.gather` brings the other weights.
+        If ranks keep shards, only this rank's is replaced: `ParameterCache.gather_weights` brings the other weights.
 
         Args:
             unit: is paged out, resident, or open.
@@ -295,9 +298,10 @@ def _spans(param_slice: ParameterSlice) -> Iterator[slice]:
 
 @dataclass(eq=False)
 class GatheredStream:
-    """`RecordStream.parts` over the shards of all ranks. The first rank is inside `leading`, the others in `follow`.
+    """Reads for rank 0 what all ranks keep. Rank 0 is inside `leading`, the others in `follow`.
 
-    Nothing else may be exchanged meanwhile.
+    `parts` are `RecordStream.parts` over the shards of all ranks. Whatever rank 0 fetches of the weights, and main weights
+    (`reading`), all ranks read as well, and only rank 0 keeps it. Nothing else may be exchanged meanwhile.
     """
 
     # What goes between ranks, while rank 0 reads unit 7 with two ranks:
@@ -309,10 +313,12 @@ class GatheredStream:
     _own: RecordStream
     _shards: Shards
     _ranks: Ranks
-    _units: Sequence[Unit]
-    """All units of the engine; a unit's index is its place."""
-    _turn: threading.Lock = field(default_factory=threading.Lock)
+    _parameter_cache: ParameterCache
+    _read_main_weight: Callable[[Unit, Slot], object]
+    """All ranks call it, and each gets all of the weight."""
+    _turn: Any = field(default_factory=threading.RLock)
     """Of rank 0: held by the thread that exchanges, either that of `parts`, for a whole unit, or that of `pulse`."""
+    _is_leading = False
     _failed: int | None = None
     """A rank that could not read its shard of the present unit."""
 
@@ -324,7 +330,7 @@ class GatheredStream:
         """
         for unit in units:
             with self._turn:
-                self._ranks.all_gather_ints(_SHARING, [unit.index])
+                self._announce(_PARTS, unit)
                 yield from self._of(unit, ahead_bytes)
 
     def _of(self, unit: Unit, ahead_bytes: int) -> Iterator[Part]:
@@ -367,44 +373,83 @@ class GatheredStream:
         self._ranks.receive(_SHARING, values, rank)
         return Part(unit, unit.layout.slots[slot], self._own.kinds_of(unit)[kind], values)
 
+    def run(self, what: str, function: Callable[[], None]) -> None:
+        """Call ``function`` on the first rank inside `leading`, while the others `follow`. What goes wrong is raised on all."""
+        self._ranks.all_gather_ints(what)
+        error: Exception | None = None
+        try:
+            if self._ranks.index:
+                self.follow()
+            else:
+                with self.leading():
+                    function()
+        except Exception as problem:
+            error = problem
+        agree(self._ranks, what, error)
+        self._parameter_cache.align()
+
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:
         """The other ranks are in `follow` inside the ``with`` block."""
+        self._is_leading = True
         try:
             # Rank 0 may write to its drive for longer than the process group's timeout. The pulse shows the others that
             # it is alive.
-            with pulse(self._beat):
+            with pulse(self._beat), self._parameter_cache.announcing(functools.partial(self._announcing, _FETCH)):
                 yield
         finally:
-            self._ranks.all_gather_ints(_SHARING, [_OVER])
+            self._is_leading = False
+            self._ranks.all_gather_ints(_SHARING, [_OVER, 0, 0])
 
     def _beat(self) -> None:
+        self._announce(_WAIT)
+
+    def _announce(self, kind: int, unit: Unit | None = None, slot: Slot | None = None) -> None:
         with self._turn:
-            self._ranks.all_gather_ints(_SHARING, [_WAIT])
+            index, number = 0 if unit is None else unit.index, 0 if slot is None else slot.index
+            self._ranks.all_gather_ints(_SHARING, [kind, index, number])
+
+    @contextlib.contextmanager
+    def _announcing(self, kind: int, unit: Unit, *slots: Slot) -> Iterator[None]:
+        """Nothing else is said inside the ``with`` block."""
+        with self._turn:
+            self._announce(kind, unit, *slots)
+            yield
+
+    def reading(self, unit: Unit, slots: Sequence[Slot]) -> contextlib.AbstractContextManager[None]:
+        """Inside the ``with`` block all ranks read main weights: of one parameter, if the first one is `leading`."""
+        return self._announcing(_MAIN_WEIGHT, unit, *slots) if self._is_leading else contextlib.nullcontext()
 
     def follow(self) -> None:
-        """Send what rank 0 asks for, until it leaves `leading`. Only then does it raise this rank's error."""
+        """Do what rank 0 announces, until it leaves `leading`. Only then does it raise this rank's error."""
         error: Exception | None = None
-        while (index := self._ranks.all_gather_ints(_SHARING, [_OVER])[0][0]) != _OVER:
-            if index == _WAIT:
-                continue
-            unit = self._units[index]
+        while (told := self._ranks.all_gather_ints(_SHARING, [_OVER, 0, 0])[0])[0] != _OVER:
+            kind, unit = told[0], self._parameter_cache.units[told[1]]
             last = _OVER
             try:
-                kinds = self._own.kinds_of(unit)
-                for part in self._own.parts([unit]):
-                    self._send(part.slot.index, kinds.index(part.kind), part.values.numel())
-                    self._ranks.send(_SHARING, part.values.contiguous(), 0)
+                if kind == _FETCH:
+                    self._parameter_cache.fetch_anew(unit)
+                elif kind == _MAIN_WEIGHT:
+                    self._read_main_weight(unit, unit.layout.slots[told[2]])
+                elif kind == _PARTS:
+                    self._send_parts(unit)
             # The process group has failed, so rank 0 cannot be told.
             except RankError:
                 raise
             except Exception as problem:
                 error, last = error or problem, _FAILED
-            # Also after an error: rank 0 waits for the end of this shard. It raises then, and this rank goes on to
-            # answer.
-            self._send(last, 0, 0)
+            if kind == _PARTS:
+                # Also after an error: rank 0 waits for the end of this shard. It raises then, and this rank goes on to
+                # answer.
+                self._send(last, 0, 0)
         if error is not None:
             raise error
+
+    def _send_parts(self, unit: Unit) -> None:
+        kinds = self._own.kinds_of(unit)
+        for part in self._own.parts([unit]):
+            self._send(part.slot.index, kinds.index(part.kind), part.values.numel())
+            self._ranks.send(_SHARING, part.values.contiguous(), 0)
 
     def _send(self, *head: int) -> None:
         self._ranks.send(_SHARING, torch.tensor(head, dtype=torch.int64, device="cpu"), 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,13 @@ class StateAccess:
         self.shared: GatheredStream | None = None
         """The same over the shards of all ranks; None if each rank keeps everything."""
         if exchange.shards.is_divided:
-            self.shared = GatheredStream(self.stream, exchange.shards, exchange.ranks, parameter_map.units)
+            self.shared = GatheredStream(
+                self.stream,
+                exchange.shards,
+                exchange.ranks,
+                coordinator.parameter_cache,
+                lambda unit, slot: self._read_main_weights(unit, [slot]),
+            )
         self._elements_follow = False
 
     @property
@@ -81,8 +87,14 @@ class StateAccess:
         """Slot index -> the same, for some parameters of a unit. Each record is read once."""
         recorded = [slot for slot in slots if self._stored.has_main_weights and slot.spec.is_trainable]
         found = {slot.index: self._model_weight(unit, slot) for slot in slots if slot not in recorded}
-        read = self._read(unit, [(slot, WEIGHT) for slot in recorded])
-        return found | {index: values for (index, _), values in read.items()}
+        for slots in [[slot] for slot in recorded] if self.shared is not None else [recorded]:
+            with contextlib.nullcontext() if self.shared is None else self.shared.reading(unit, slots):
+                found |= self._read_main_weights(unit, slots)
+        return found
+
+    def _read_main_weights(self, unit: Unit, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
+        read = self._read(unit, [(slot, WEIGHT) for slot in slots])
+        return {index: values for (index, _), values in read.items()}
 
     def _model_weight(self, unit: Unit, slot: Slot) -> torch.Tensor:
         with self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32) as made, self._coordinator.opened(unit):
@@ -214,10 +226,6 @@ class StateAccess:
         with self._coordinator.replacing(unit):
             yield self.stream
 
-    def replacing_all(self, agree: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """Units may be replaced inside the ``with`` block, where ranks do not meet; see `WeightExchange.replacing`."""
-        return self._exchange.replacing(self._parameter_map.units, agree)
-
     def load_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """Replace a parameter's main weight (for a frozen one, its weight); the model weight becomes its cast.
 
@@ -242,7 +250,7 @@ class StateAccess:
             unit.outdate()
             self._exchange.before(unit)
             self.stream.fill(unit, {(slot.index, WEIGHT): _elements(values, slot)})
-            self._exchange.gather([unit])
+            self._coordinator.parameter_cache.gather_weights([unit])
 
     def resume_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """Load a saved main weight where the current weight is its cast. Other elements were changed, and stay."""

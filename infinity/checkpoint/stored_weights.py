@@ -176,11 +176,11 @@ class StoredWeights:
         if is_outdating:
             unit.outdate()
         base = unit.flat.tensor()
-        with self.exchange.changing(unit):
-            if self.has_main_weights:
-                for chunk, slices in self.slices(unit, {slot.index for slot in changed}):
-                    self._store_changed(unit, chunk, slices)
-            self._write_weights(unit, base, changed)
+        self.exchange.before(unit)
+        if self.has_main_weights:
+            for chunk, slices in self.slices(unit, {slot.index for slot in changed}):
+                self._store_changed(unit, chunk, slices)
+        self._write_weights(unit, base, changed)
         if error is not None:
             unit.forget_written(slot.index for slot in changed)
             del base  # or the error's frames would keep the unit in memory

@@ -19,6 +19,7 @@ error at once. What that error does not say is why:
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -61,6 +62,8 @@ class Causes:
     Attributes:
         has_published: An error ends this one.
         place: What this rank has exchanged last.
+        places: Of each group of ranks that this one's script meets: how many meetings it has been in, how many exchanges of
+            other threads it has asked for, and what it has come to last.
     """
 
     def __init__(self, store: Any, prefix: str, index: int, processes: Sequence[str]) -> None:
@@ -82,6 +85,7 @@ class Causes:
         self._is_to_end = False  # as soon as that is printed
         self.has_published = False
         self.place = "beginning"
+        self.places: dict[tuple[int, ...], tuple[int, int, str]] = {}
         self._heard: dict[int, tuple[str, float]] = {}
         """Of each other rank, what it has written last, and since when nothing new is known; of this one, of the store."""
         self._looked_at = -math.inf
@@ -114,12 +118,14 @@ class Causes:
 
     def write_place(self, number: int) -> None:
         """Tell the others, for the ``number``-th time, that this rank is there."""
-        self._store.set(f"{self._prefix}/at{self._index}", f"{number} {self.place}"[:_MOST_CHARACTERS])
+        places = [[*members, *of_script] for members, of_script in self.places.copy().items()]
+        text = json.dumps([number, self.place[:_MOST_CHARACTERS], places])
+        self._store.set(f"{self._prefix}/at{self._index}", text)
 
-    def why_absent(self, members: Collection[int]) -> str | None:
+    def why_absent(self, members: Collection[int], issued: tuple[int, int] | None = None) -> str | None:
         """Why one of these ranks will not come, a sentence without its full stop; None if all may yet.
 
-        To be called every few seconds.
+        To be called every few seconds. ``issued``: where this rank's script has asked for what is waited for, as in `places`.
         """
         self._found = self._found or self._ask(self._published) or self.find_ended(members)
         if self._found is not None:
@@ -131,12 +137,15 @@ class Causes:
         others = [rank for rank in members if rank != self._index]
         found = self._ask(lambda: [self._at(rank) for rank in others])
         for rank, at in zip(others, found, strict=True) if found is not None else [(self._index, "")]:
+            elsewhere = _place_beyond(at, members, issued)
+            if elsewhere is not None:
+                return f"rank {rank} is at '{elsewhere}'"
             if rank not in self._heard or self._heard[rank][0] != at:
                 self._heard[rank] = at, now
             elif now - self._heard[rank][1] > _SILENT_SECONDS:
                 silent = f"nothing has been heard of rank {rank} for {_SILENT_SECONDS:.0f} s, whose last exchange was"
                 return self._stopped() or (
-                    f"{silent} '{at.partition(' ')[2]}'" if found is not None else self.doubt[2:]
+                    f"{silent} '{json.loads(at)[1] if at else ''}'" if found is not None else self.doubt[2:]
                 )
         return None
 
@@ -227,6 +236,16 @@ class Causes:
             why = (self.first() or "no rank has said why; the launcher may") + self.doubt
             logger.error("rank %d is ended by its launcher (SIGTERM): %s", self._index, why)
         _end_by(number)
+
+
+def _place_beyond(at: str, members: Collection[int], issued: tuple[int, int] | None) -> str | None:
+    """Where a rank's script is, if it has come to a later meeting without asking for what was ``issued`` here."""
+    if not at or issued is None:
+        return None
+    for *group, meetings, num_issued, what in json.loads(at)[2]:
+        if group == list(members) and meetings > issued[0] and num_issued < issued[1]:
+            return str(what)
+    return None
 
 
 def _beat(causes: weakref.ref[Causes], pid: int) -> None:

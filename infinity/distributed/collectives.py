@@ -9,15 +9,15 @@ What they have in common:
   * When a backward has ended whose gradients are to be used, ranks tell each other which parameters got gradients since the
     last time, and average those: unit by unit in the order of units, parameter by parameter. The order follows from the
     model alone. It must not follow from reads, updates or prefetches, which are early or late on each rank for itself. So no
-    thread but the one that trains talks to other ranks, but for pulls, which have no order (`infinity.distributed.pulls`),
-    and, where states are divided, one that averages units beside the backward, the last one first
-    (`infinity.gradients.gradient_exchange`).
+    thread but the one that trains talks to other ranks, but for two (`infinity.distributed.collective_thread`). Where states are
+    divided, one averages units beside the backward, the last one first (`infinity.gradients.gradient_exchange`). Where weights
+    are, too, one gathers units in the order in which all ranks' models use them (`infinity.tiers.divided_weights`).
   * Before a step changes anything, ranks compare the norm of all gradients, bit for bit. Clipping and skipped steps (fp16)
     follow from that norm, so all ranks do the same; and where one would do something else, because its script has changed
     a gradient, all of them raise.
   * When a step ends in which each has updated its shard, the new weights of all go to all: of units that were updated in
     backward in the order of those updates, which all ranks have agreed on, then of the others in the order of units. Where
-    weights are divided, ranks meet instead, before and after (`infinity.tiers.weight_exchange`).
+    weights are divided, that is for units that stay in memory; the others are gathered when they are used.
   * Main weights and states that are divided are put together when somebody reads them, which all ranks do together.
   * Nothing else. With equal gradients, the engine's promise (the same bits as plain torch) makes equal weights on all.
 
@@ -31,6 +31,9 @@ takes in another order are added up silently, and others abort the process. So w
 rank tells its label and how many meetings it has been in. A rank that is elsewhere in its script (another number of backwards, an
 exception that it caught) is found there by all, before anything is added up, and the error names both labels. The collectives
 behind a meeting follow from what was agreed in it.
+Meetings of another thread, in a process group of its own, could wait for a rank whose script waits in one of the first group.
+So scripts count what they have asked that thread for (`Ranks.issue`), and ranks tell each other both counts
+(`infinity.distributed.causes`). A rank that has come to a later meeting with fewer requests never comes to this one.
 
 [Note: waiting] Whoever waits for others looks every two seconds why they do not come (`infinity.distributed.causes`). A rank
 that has ended, or of which nothing has been heard for half a minute (stopped, or cut off), ends the waiting. One that computes
@@ -65,7 +68,8 @@ _LABEL_BYTES, _NUM_BESIDE = 192, 30
 _LOOK = timedelta(seconds=2)
 """How long to wait before looking for those who do not come."""
 _MEANWHILE_SECONDS = 0.005
-_LONG = timedelta(days=3650)
+Place = tuple[int, int]
+"""How many meetings a rank's script has been in, and how many exchanges of other threads it has asked for."""
 _CURE = "All ranks have to make the same calls in the same order: as many backwards and steps, each on its own data"
 
 
@@ -101,13 +105,20 @@ class Ranks:
         self._group_reference = weakref.ref(group) if group is not None else None
         self.causes = causes
         """Know why a rank has ended: errors name the first cause."""
+        self._main = beside
         self._place = 0
         """How many meetings this rank has been in."""
+        self._label = "beginning"
+        """Of the last one."""
+        self._num_issued = 0
+        """Exchanges of other threads that its script has asked for."""
+        self.error: Exception | None = None
+        """What has made ranks part in another thread: they meet no more."""
         self._staging: dict[tuple[str, torch.device], torch.Tensor] = {}
         """Memory for one block of what is sent and received, by name and device."""
         self.sent_bytes: Counter[str] = Counter() if beside is None else beside.sent_bytes
         """Bytes of tensors that this rank has sent to the others so far: "gradients", "norms" (parts of gradients for the norm of
-        a whole one), "momenta", "weights" (new ones), "fetches" (weights that others asked for), "states". Each copy counts: what
+        a whole one), "momenta", "weights" (new ones), "fetches" (of units that are gathered), "states". Each copy counts: what
         goes to three ranks counts three times."""
 
     @property
@@ -157,19 +168,45 @@ class Ranks:
 
     # ---------------------------------------------------------------------------------------------------------- meetings
 
+    def issue(self) -> Place:
+        """The script asks another thread for an exchange. Returns where in the script that is, the same on all ranks."""
+        self._num_issued += 1
+        self._publish_place()
+        return self._place, self._num_issued
+
+    def _publish_place(self) -> None:
+        if self.causes is not None and self._main is None:
+            self.causes.places[self.members] = self._place, self._num_issued, self._label
+
+    def fail(self, error: Exception) -> None:
+        """This thread's exchanges are over, and with them those of the script."""
+        self.error = error
+        if self._main is not None:
+            self._main.error = self._main.error or error
+
     def all_gather_ints(
-        self, what: str, values: Sequence[int] = (), meanwhile: Callable[[], None] | None = None
+        self,
+        what: str,
+        values: Sequence[int] = (),
+        meanwhile: Callable[[], None] | None = None,
+        issued: Place | None = None,
     ) -> list[list[int]]:
         """Wait until all ranks come with the same ``what``, and as many ``values`` (of 64 bits). Returns those of each.
 
-        ``meanwhile``: called often until they have.
+        Args:
+            what: the label.
+            values: of this rank.
+            meanwhile: called often until they have come.
+            issued: where the script has asked for it, in another thread.
         """
         if self.num == 1:
             return [list(values)]
         self._place += 1
+        self._label = what
+        self._publish_place()
         beside = [*values, *[0] * _NUM_BESIDE][:_NUM_BESIDE] if len(values) <= _NUM_BESIDE else [0] * _NUM_BESIDE
         own = _MEETING.pack(self._place, len(values), what.encode()[:_LABEL_BYTES], *beside)
-        found = [_MEETING.unpack(row) for row in self._gathered(what, own, meanwhile)]
+        found = [_MEETING.unpack(row) for row in self._gathered(what, own, meanwhile, issued)]
         _, num, label, *_ = _MEETING.unpack(own)
         others = [rank for rank, other in enumerate(found) if other[1:3] != (num, label)]
         if others:
@@ -184,11 +221,13 @@ class Ranks:
             return [[*struct.unpack(f"<{num}q", row)] for row in rows]
         return [[*other[3 : 3 + num]] for other in found]
 
-    def _gathered(self, what: str, own: bytes, meanwhile: Callable[[], None] | None = None) -> list[bytes]:
+    def _gathered(
+        self, what: str, own: bytes, meanwhile: Callable[[], None] | None = None, issued: Place | None = None
+    ) -> list[bytes]:
         """What each rank comes with, as many bytes on all."""
         sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         found = torch.empty((self.num, len(own)), dtype=torch.uint8, device="cpu")
-        self._run(what, "all_gather_into_tensor", found.view(-1), sent, meanwhile=meanwhile)
+        self._run(what, "all_gather_into_tensor", found.view(-1), sent, meanwhile=meanwhile, issued=issued)
         return [bytes(row.numpy()) for row in found]
 
     def gather(self, what: str, data: bytes) -> list[bytes]:
@@ -372,35 +411,31 @@ class Ranks:
 
     def send(self, what: str, tensor: torch.Tensor, to: int) -> None:
         """Another rank gets ``tensor`` (on the CPU, without gaps), which it asks for with `receive`; returns when it has."""
-        self.finish(what, self.begin_send(what, tensor, to, 0))
+        self._finish(what, self._begin(what, "isend", tensor, self.members[to]))
 
     def receive(self, what: str, tensor: torch.Tensor, source: int) -> None:
         """Fill ``tensor`` (on the CPU, without gaps) with what another rank gives to `send`."""
-        self.finish(what, self.begin_receive(what, tensor, source, 0))
+        self._finish(what, self._begin(what, "irecv", tensor, self.members[source]))
 
-    def begin_send(self, what: str, tensor: torch.Tensor, to: int, tag: int) -> Any:
-        """As `send`, from any thread; `finish` waits for its end. The other rank asks for it with the same ``tag``."""
-        return self._begin(what, "isend", tensor, self.members[to], tag=tag)
-
-    def begin_receive(self, what: str, tensor: torch.Tensor, source: int | None, tag: int) -> Any:
-        """As `receive`, from any thread; ``source`` None: from whichever rank comes next."""
-        return self._begin(what, "irecv", tensor, None if source is None else self.members[source], tag=tag)
-
-    def finish(self, what: str, begun: Any, *, waits_forever: bool = False) -> None:
-        """Return when what was begun is over. ``waits_forever``: however long that takes."""
+    def _finish(self, what: str, begun: Any) -> None:
         try:
-            begun.wait(*([_LONG] if waits_forever else []))
+            begun.wait()
         except (RuntimeError, ValueError) as error:
             raise self._failed(what, error) from error
 
-    def source_of(self, received: Any) -> int:
-        """The rank from which what `begin_receive` began has come."""
-        return int(received._source_rank())
-
     # ------------------------------------------------------------------------------------------------------------ waiting
 
-    def _run(self, what: str, name: str, *args: Any, meanwhile: Callable[[], None] | None = None) -> None:
+    def _run(
+        self,
+        what: str,
+        name: str,
+        *args: Any,
+        meanwhile: Callable[[], None] | None = None,
+        issued: Place | None = None,
+    ) -> None:
         """One of torch's collectives, until its end."""
+        if self.error is not None:
+            raise self.error.with_traceback(None)
         begun = self._begin(what, name, *args, async_op=True)
         if args[0].device.type != "cpu":  # the others have come to the meeting before; the device's stream waits
             begun.wait()
@@ -411,7 +446,9 @@ class Ranks:
             meanwhile()
             Latch().wait(_MEANWHILE_SECONDS)
         while not self._is_over(what, begun):
-            why = None if self.causes is None else self.causes.why_absent(self.members)
+            if self.error is not None:
+                raise self.error.with_traceback(None)
+            why = None if self.causes is None else self.causes.why_absent(self.members, issued)
             if why is not None:
                 raise RankError(what, f"another rank does not come: {why}", rank=self.number, cure=_CURE)
 

@@ -20,9 +20,7 @@ from typing import Any
 from infinity.checkpoint.arrays import reading_from
 from infinity.checkpoint.checkpoint_loading import Wanted, load
 from infinity.checkpoint.manifest import MANIFEST, completed_at
-from infinity.checkpoint.record_stream import GatheredStream
 from infinity.checkpoint.saved import Checkpoint, find, reading_again, tags
-from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving, Training
 from infinity.distributed.agreement import agree, gather_results, on_rank_0
 from infinity.distributed.collectives import Ranks
@@ -149,7 +147,7 @@ class CheckpointCalls(ExportCalls):
         if shared is None:
             on_rank_0(self._mesh.data, what, save)
         else:
-            _with_shards(shared, self._mesh.data, what, save)
+            shared.run(what, save)
 
     def _begin_checkpoint(self) -> dict[str, Any]:
         """Finish pending updates and saves. Returns this rank's own part of a checkpoint."""
@@ -306,7 +304,7 @@ class CheckpointCalls(ExportCalls):
         before = self.global_steps
 
         def read() -> dict[str, Any]:
-            changing = _Changing(self._guard, folder, ranks, what, self._parts.access)
+            changing = _Changing(self._guard, folder, ranks, what)
             try:
                 return load(
                     self._training(),
@@ -327,7 +325,7 @@ class CheckpointCalls(ExportCalls):
         if self._parts.access.shared is not None:
             # Each rank has read the main weights of its own shard. The model weights of the other shards come from
             # their ranks.
-            self._parts.exchange.gather(self._parts.parameter_map.units)
+            self._coordinator.parameter_cache.gather_weights(self._parts.parameter_map.units)
         if wanted.counters:
             self.count_on(training_state["counters"], with_loss_scale=wanted.optimizer)
         if wanted.optimizer:
@@ -457,23 +455,6 @@ class CheckpointCalls(ExportCalls):
             self._parts.stepper.scaler.load_state(counters["loss_scale"])
 
 
-def _with_shards(shared: GatheredStream, ranks: Ranks, what: str, save: Callable[[], None]) -> None:
-    """Call ``save`` on rank 0, while the others send it their shards. An error is raised on all."""
-    # All ranks are here, with nothing else under way, before rank 0 asks for the first shard.
-    ranks.all_gather_ints(what)
-    error: Exception | None = None
-    try:
-        if ranks.index:
-            # Returns when rank 0 leaves `leading`, be it by an error.
-            shared.follow()
-        else:
-            with shared.leading():
-                save()
-    except Exception as problem:
-        error = problem
-    agree(ranks, what, error)
-
-
 def _cure_of_missing(directory: Path, tag: str | None) -> str:
     if tag is None and (directory / MANIFEST).is_file():
         found = f"It is a checkpoint itself: load '{directory.parent}' with tag='{directory.name}'"
@@ -504,13 +485,11 @@ class _Changing(contextlib.AbstractContextManager[None]):
     An error inside the block leaves weights of two trainings, on all ranks. Then the phase guard refuses to train on.
     """
 
-    def __init__(self, guard: PhaseGuard, folder: Path, ranks: Ranks, what: str, access: StateAccess) -> None:
+    def __init__(self, guard: PhaseGuard, folder: Path, ranks: Ranks, what: str) -> None:
         self._guard = guard
         self._folder = folder
         self._ranks = ranks
         self._what = what
-        self._access = access
-        self._replacing = contextlib.ExitStack()
         # `load` calls `agree` twice. First when it has looked at the checkpoint: nothing has changed on any rank. Then
         # `__enter__` does, when optimizers have changed and weights have not.
         self._ahead = ["the optimizer", "the model"]
@@ -529,13 +508,12 @@ class _Changing(contextlib.AbstractContextManager[None]):
             raise
 
     def __enter__(self) -> None:
-        self._replacing.enter_context(self._access.replacing_all(self.agree))
+        self.agree()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         is_whole = False
-        self._replacing.close()
         try:
             # A KeyboardInterrupt passes at once, without meeting the other ranks.
             if error is None or isinstance(error, Exception):

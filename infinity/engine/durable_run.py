@@ -42,7 +42,6 @@ from infinity.numerics.random_states import check_random_states, set_random_stat
 from infinity.optim.scheduler_state import scheduler_with
 from infinity.paging.parameter_cache import ParameterCache
 from infinity.tiers.state_store import PagedStateStore
-from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.extra_states import EXTRA_STATES, set_extra_states
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
@@ -213,7 +212,6 @@ class DurableRun:
         parameter_cache: ParameterCache,
         stream: UpdateStream,
         waiting: Callable[[str], Any],
-        exchange: WeightExchange,
     ) -> None:
         """Connect the parts whose contents are committed. Protect present commits, and restore the newest one's bytes.
 
@@ -226,7 +224,7 @@ class DurableRun:
         # Set here, not in the constructor: storage is opened for a plan, and the plan needs `adapted`.
         self._versions, self._records = storage.versions, storage.records
         self._units, self._states, self._parameter_cache, self._waiting = units, states, parameter_cache, waiting
-        self._stream, self._exchange = stream, exchange
+        self._stream = stream
         if self._header is not None:
             if self._header["places"] != self._places():
                 raise ModelError(
@@ -419,13 +417,12 @@ class DurableRun:
 
         training.flush()
         what = "going to a commit"
-        # Ranks that fetch shards from each other must not get bytes of two steps.
-        with self._exchange.replacing(self._units, lambda: agree(self._ranks, f"before {what}")):
-            for unit in self._units:
-                # What is in memory is of the step that is left. `outdate` makes graphs over it raise in backward.
-                self._parameter_cache.evict(unit)
-                unit.outdate()
-            gather_results(self._ranks, what, go)
+        agree(self._ranks, f"before {what}")
+        for unit in self._units:
+            # What is in memory is of the step that is left. `outdate` makes graphs over it raise in backward.
+            self._parameter_cache.evict(unit)
+            unit.outdate()
+        gather_results(self._ranks, what, go)
         with self._reading():
             training_state = self._restore(training, as_number or number, *found)
         # From here on, classes of the script are called, whose errors are their own.

@@ -78,7 +78,7 @@ class Engine(Relayout):
         self.run_module = ModelCall(self.module, self.config, parts.device.torch_device, parts.reporter.on_micro_batch)
         self._vertical = VerticalSchedule(parts.vertical, self._backwards, self._guard)
         self._train_batch = TrainBatch(self, self._vertical, self._reporter)
-        self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.timeline, parts.exchange)
+        self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.timeline)
         self._backwards.collector.watch(parts.module_hooks.handles_of_others)
         # Last: from here on a call of the model comes to these parts. The hooks keep the engine alive, so that a script
         # may keep the model alone.
@@ -91,7 +91,6 @@ class Engine(Relayout):
         rest.callback(self._shutdown.now)
         rest.callback(self._stepper.close)
         rest.callback(self._coordinator.close)
-        rest.callback(self._parts.exchange.stop)
         rest.callback(self._parts.stream.close)
         rest.callback(self._coordinator.abandon_forward)
         rest.callback(self._vertical.close)
@@ -538,15 +537,19 @@ class Engine(Relayout):
                     self.device,
                     self.flush,
                     restore,
+                    self._agree_on_room,
                     is_wanted=restores,
                     has_unsaved=self.global_steps > self._num_saved_steps,
                 )
-                # Other ranks may still fetch this rank's shards, to restore their own weights.
-                self._parts.exchange.wait_for_peers()
             else:
                 # In reverse: the save ends first, because after `abort` nobody gets a staging buffer.
                 rest.callback(self._shutdown.abort)
                 rest.callback(self._finish_saving)
+
+    def _agree_on_room(self, has_room: bool) -> bool:
+        if not self._parts.exchange.is_divided:
+            return has_room
+        return all(found for (found,) in self._mesh.data.all_gather_ints("closing the engine", [has_room]))
 
     def _has_states(self) -> bool:
         """Whether the optimizer has states; if that cannot be read, whether a step was made."""

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from infinity.checkpoint.safetensors_export import Weights, all_entries, save_pretrained, save_units
 from infinity.checkpoint.safetensors_file import Entry
-from infinity.checkpoint.state_access import StateAccess
 from infinity.config.schema.quantities import parse_bytes
-from infinity.distributed.collectives import Ranks
 from infinity.distributed.part_folders import check_apart
 from infinity.engine.loop_settings import LoopSettings
 from infinity.errors import StepError, format_bytes
 from infinity.loop.phase import Phase
 from infinity.threads.engine_lock import locked
 from infinity.units.adapters import is_adapted
-from infinity.units.layout import Slot
-from infinity.units.unit import Unit
 from swapper import AlignedRegion
 from swapper.sync.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
-_WHAT = "reading main weights for an export"
-_END = [-1, -1]  # unit and slot index that end a `_LedReading`
 
 
 class ExportCalls(LoopSettings):
@@ -39,8 +31,8 @@ class ExportCalls(LoopSettings):
 
     Each method that saves makes the directory if it is missing. If process or machine goes down, the directory holds the old
     weights or the new ones, whole. Of a PEFT model, only adapters are written, as PEFT does it. With several processes,
-    rank 0 writes, and the others return before it is done. If processes have different parts of the model, the first
-    process of each part writes, to a directory of its own.
+    rank 0 writes. The others return before it is done, or, if they have shards of what it writes, when it is. If
+    processes have different parts of the model, the first process of each part writes, to a directory of its own.
     """
 
     _has_warned_of_adapters = False
@@ -207,15 +199,19 @@ class ExportCalls(LoopSettings):
         self._guard.check_loaded()
         self.flush()
         check_apart(self._mesh, Path(save_dir))
+
+        def save() -> None:
+            save_units(
+                self._weights(),
+                Path(save_dir),
+                save_filename,
+                trained_only=exclude_frozen_parameters,
+                max_shard_bytes=max_shard_bytes,
+            )
+
+        self._export("engine.save_16bit_model", save, needs_all=self._parts.exchange.is_divided)
         if self._mesh.data.index > 0:
             return True
-        save_units(
-            self._weights(),
-            Path(save_dir),
-            save_filename,
-            trained_only=exclude_frozen_parameters,
-            max_shard_bytes=max_shard_bytes,
-        )
         if is_adapted(self.module) and not self._has_warned_of_adapters:
             self._has_warned_of_adapters = True
             logger.warning(
@@ -278,24 +274,29 @@ class ExportCalls(LoopSettings):
         self._guard.check_loaded()
         self.flush()
         check_apart(self._mesh, Path(directory))
-        reading: _LedReading | None = None
-        # Model weights can be read by rank 0 alone. Main weights of divided states need every rank's shard.
-        if dtype is not None and self._parts.access.is_divided:
-            reading = _LedReading(self._parts.access, self._mesh.data, self._parts.parameter_map.units)
-        if self._mesh.data.index > 0:
-            if reading is not None:
-                reading.follow()
-            return
-        with contextlib.nullcontext() if reading is None else reading.leading():
-            save_pretrained(self._weights(reading), Path(directory), max_shard_bytes=max_shard_bytes, dtype=dtype)
+        # Main weights of divided states, and in stage 3 model weights, need every rank's shard.
+        needs_all = self._parts.exchange.is_divided or (dtype is not None and self._parts.access.is_divided)
+
+        def save() -> None:
+            save_pretrained(self._weights(), Path(directory), max_shard_bytes=max_shard_bytes, dtype=dtype)
+
+        self._export("exporting weights", save, needs_all=needs_all)
         self._num_saved_steps = self.global_steps
 
-    def _weights(self, reading: _LedReading | None = None) -> Weights:
+    def _export(self, what: str, save: Callable[[], None], *, needs_all: bool) -> None:
+        """Save on the first rank. ``needs_all``: the others have shards of what is saved."""
+        shared = self._parts.access.shared
+        if needs_all and shared is not None:
+            shared.run(what, save)
+        elif self._mesh.data.index == 0:
+            save()
+
+    def _weights(self) -> Weights:
         parts = self._parts
         return Weights(
             parts.parameter_map,
             parts.coordinator,
-            (reading or parts.access).main_weights,
+            parts.access.main_weights,
             self.config.nvme_paths,
             self.config.infinity.progress_bars,
         )
@@ -321,39 +322,3 @@ def check_directory(directory: str | Path | None) -> None:
         raise ValueError(
             f"'{directory}' is an address, and no directory. Pass one, and copy from or to the store yourself"
         )
-
-
-@dataclass(frozen=True)
-class _LedReading:
-    """Reads main weights for rank 0 when each rank keeps a shard of them.
-
-    Rank 0 calls `main_weights` inside `leading`, while all others are in `follow`.
-    """
-
-    _access: StateAccess
-    _ranks: Ranks
-    _units: Sequence[Unit]
-
-    @contextlib.contextmanager
-    def leading(self) -> Iterator[None]:
-        """At the end of the ``with`` block, the others leave `follow`. Also after an error."""
-        try:
-            yield
-        finally:
-            self._ranks.all_gather_ints(_WHAT, _END)
-
-    def main_weights(self, unit: Unit, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
-        """See `StateAccess.main_weights`. The other ranks read each slot as well."""
-        found: dict[int, torch.Tensor] = {}
-        for slot in slots:
-            # The others read this slot at the same point, since reading it is a collective.
-            self._ranks.all_gather_ints(_WHAT, [unit.index, slot.index])
-            found |= self._access.main_weights(unit, [slot])
-        return found
-
-    def follow(self) -> None:
-        """Take part until rank 0 has read all that it wants."""
-        # [0] is what rank 0 says; this rank's own entry is a placeholder.
-        while (told := self._ranks.all_gather_ints(_WHAT, _END)[0]) != _END:
-            unit = self._units[told[0]]
-            self._access.main_weights(unit, [unit.layout.slots[told[1]]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -18,8 +19,9 @@ from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import zeros_on
 from infinity.device.host_memory import HeapTrimmer, find_free_memory, process_bytes
+from infinity.distributed.collective_thread import CollectiveThread
 from infinity.distributed.meshes import Mesh
-from infinity.distributed.world import Numbered, num_local_processes, subsets, world
+from infinity.distributed.world import num_local_processes, world
 from infinity.engine.consistent_access import ConsistentAccess
 from infinity.engine.planned import check_same_layout, divide, durable_run_of, exchanges_momenta, make_plan
 from infinity.engine.resources import EngineResources
@@ -51,6 +53,7 @@ from infinity.paging.assigned import AssignedData
 from infinity.paging.parameter_cache import ParameterCache
 from infinity.paging.parameter_map import ParameterMap
 from infinity.threads.engine_lock import EngineLock
+from infinity.threads.openmp import use_threads
 from infinity.tiers.user_copies import UserCopies
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.experts import expert_groups
@@ -136,13 +139,16 @@ class Parts:
             plan.inputs.sizes,
             None if self.durable is None else self.durable.directory,
             divided.shards if divided.has_parts_of_weights else None,
-            self.mesh.data,
+            self._thread_for("weights") if divided.has_parts_of_weights else None,
         )
         undo.callback(self.storage.close)
         self.exchange = WeightExchange(self.mesh.data, divided.shards, self.storage.weights, self.device)
-        # Pushed after `storage.close`, so it runs before: other ranks may be fetching from this storage.
-        undo.callback(self.exchange.wait_for_peers)
         self.clock = StepClock(self.device, self.timeline)
+
+    def _thread_for(self, purpose: str) -> CollectiveThread:
+        """For what ranks exchange beside their scripts. All of them come here."""
+        parts = self.mesh.groups or (self.mesh.data.members,)
+        return CollectiveThread(purpose, self.mesh.data, parts, functools.partial(_alone, self.device))
 
     # --------------------------------------------------------------------------------------------------------- weights
 
@@ -172,7 +178,7 @@ class Parts:
             experts=expert_groups(model, self.parameter_map.locate),
             budget=plan.placement.budget_of_weights(plan.request),
             writer=self.stored,
-            is_divided=self._divided.has_parts_of_weights,
+            exchange=self.exchange,
         )
         # In this order in every process: a durable run expects each extent where it was.
         for unit in plan.units:  # room for its records and weights
@@ -213,8 +219,6 @@ class Parts:
                     hold(parameter, self.parameter_handler, slot.spec.dtype, self.device.torch_device)
                 self._parameter_cache.evict(unit)
                 note(unit.num_bytes)
-        # Ranks may fetch each other's shards from here on: all have written them.
-        self.exchange.after(self.plan.units)
         # States of an optimizer that has made steps before. Each leaves memory before the next one is read.
         for parameter, state in self.wrapped_optimizer.pop_initial_states():
             main = state.pop(MAIN_WEIGHT, None)
@@ -237,7 +241,7 @@ class Parts:
         undo.callback(self.stream.close)
         if self.durable is not None:
             self.durable.connect(
-                storage, plan.units, self._states, self._parameter_cache, self.stream, self.clock.waiting, self.exchange
+                storage, plan.units, self._states, self._parameter_cache, self.stream, self.clock.waiting
             )
         # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
         spills = storage.nvme_bytes > 0 or config.infinity.activations == "nvme"
@@ -287,12 +291,7 @@ class Parts:
         plan, config, storage, divided = self.plan, self.config, self.storage, self._divided
         exchange: GradientExchange | None = None
         if divided.shards.is_divided:
-            # Gradients are exchanged beside what the training thread exchanges, so they need process groups of their
-            # own. The number is free again when this engine ends, and the next engine then uses the same groups.
-            numbered = Numbered()
-            parts = self.mesh.groups or (self.mesh.data.members,)
-            apart = subsets(parts, f"gradients {numbered.number}")[self.mesh.data.members]
-            exchange = GradientExchange(apart, numbered, divided.shards, config.communication_dtype, self.device)
+            exchange = GradientExchange(self._thread_for("gradients"), divided.shards, config.communication_dtype)
         dtype = torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32
         store = ReducedGradients(
             plan.units,
@@ -414,3 +413,11 @@ class Parts:
             steps_per_print=self.config.steps_per_print if world().index == 0 else None,
             prints_breakdown=self.config.wall_clock_breakdown,
         )
+
+
+@contextlib.contextmanager
+def _alone(device: ComputeDevice) -> Iterator[None]:
+    """What a thread works inside whose operators run on it alone: see [Note: one pool] in ``infinity.threads.openmp``."""
+    use_threads(1)
+    with device.background():
+        yield

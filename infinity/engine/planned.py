@@ -25,7 +25,7 @@ from infinity.optim.classes import OneBitAdam
 from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.packed.selection import KEY
 from infinity.plan.inputs import PlanInputs
-from infinity.plan.placement import DEVICE_KEY, Placement
+from infinity.plan.placement import DEVICE_KEY, NUM_SHARD_BUFFERS, Placement
 from infinity.plan.sizes import Request
 from infinity.units.layout import Chunk
 from infinity.units.shards import Shards
@@ -138,7 +138,7 @@ def make_plan(
     )
     _check_packed(inputs, has_parts=has_parts)
     if has_parts:
-        placement = _agreed(ranks, placement, len(inputs.units))
+        placement, reason_against = _agreed(ranks, placement, reason_against, len(inputs.units))
     if inputs.config.infinity.host_memory_budget is not None:
         # Weights that are in memory now are released as units are stored.
         in_memory = [parameter for parameter in model.parameters() if not on_drive(parameter)]
@@ -210,12 +210,27 @@ def _placed_on_devices(
     return _placed(inputs_of, replace(config, offload_param=replace(config.offload_param, device="cpu")))
 
 
-def _agreed(ranks: Ranks, placement: Placement, num_units: int) -> Placement:
-    """Keep a unit in memory whole only if every rank has room for it: budgets may differ."""
+def _agreed(
+    ranks: Ranks, placement: Placement, reason_against: str | None, num_units: int
+) -> tuple[Placement, str | None]:
+    """Make memory the same on all ranks, whose budgets may differ: resident units, and room for the others.
+
+    So is the order of a step: if one rank has a reason against vertical steps, all have.
+    """
     stays = [int(index in placement.resident_units) for index in range(num_units)]
-    # Rank 0 keeps units 0, 1, 2 and rank 1 keeps 0, 1: rows [1, 1, 1] and [1, 1, 0]. Units 0 and 1 stay on all.
-    everywhere = [all(of_unit) for of_unit in zip(*ranks.all_gather_ints("laying out weights", stays), strict=True)]
-    return replace(placement, resident_units=frozenset(i for i, on_all in enumerate(everywhere) if on_all))
+    # Rank 0 keeps units 0, 1, 2 and rank 1 keeps 0, 1: rows [1, 1, 1, 90] and [1, 1, 0, 60]. Units 0 and 1 stay on all, in
+    # 60 bytes.
+    told = [*stays, placement.weights_bytes, reason_against is None]
+    found = ranks.all_gather_ints("laying out weights", told)
+    *everywhere, weights_bytes, can_be_vertical = (min(of_ranks) for of_ranks in zip(*found, strict=True))
+    if not can_be_vertical:
+        reason_against = reason_against or "another process has a reason against it"
+    residents = frozenset(index for index, on_all in enumerate(everywhere) if on_all)
+    num_buffers = NUM_SHARD_BUFFERS if len(residents) < num_units else 0
+    placement = replace(
+        placement, resident_units=residents, weights_bytes=weights_bytes, num_upload_buffers=num_buffers
+    )
+    return placement, reason_against
 
 
 def check_same_layout(

@@ -87,7 +87,6 @@ class Relayout(CheckpointCalls):
                 return
             self._check_relayout(new[0])
             contents = self._copy_contents()
-            self._parts.exchange.wait_for_peers()
             self._lay_out(contents)
         except BaseException:
             wrapped_optimizer.param_groups.pop()

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from infinity.config.resolved import InfinityConfig, IOSection
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
-from infinity.distributed.collectives import Ranks
-from infinity.distributed.pulls import pulls_of
+from infinity.distributed.collective_thread import CollectiveThread
 from infinity.errors import BudgetTooSmallError, EngineClosedError, StorageError
 from infinity.gradients.unit_grads import Arrivals
 from infinity.machine.here import room_bytes
@@ -55,7 +54,7 @@ class EngineResources:
         sizes: Sequence[UnitSize],
         run: RunDirectory | None,
         shards: Shards | None,
-        ranks: Ranks,
+        gathers: CollectiveThread | None,
     ) -> None:
         """
         Args:
@@ -65,9 +64,8 @@ class EngineResources:
             request: what the placement was made for.
             sizes: all units.
             run: directory of the durable run; closed with the rest.
-            shards: stage 3: this rank's shard of weights that do not stay in memory whole. All ranks call this at the
-                same point then. None: weights are not divided.
-            ranks: those that divide the weights.
+            shards: stage 3: this rank's shard of weights that do not stay in memory whole. None: weights are not divided.
+            gathers: the thread that gathers those.
 
         Raises:
             StorageError: a directory cannot be used, or is too small. Nothing is left behind.
@@ -79,7 +77,7 @@ class EngineResources:
         self._sizes = list(sizes)
         self._run = run
         self._shards = shards
-        self._ranks = ranks
+        self._gathers = gathers
         self.is_closed = False
         self.versions: Versions | None = None
         """The commits of a durable run; None without one."""
@@ -181,9 +179,9 @@ class EngineResources:
                 if param_key in self._swappers:
                     staging_pool.register_with(self._swappers[param_key].register_memory)
             on_nvme = self._swappers.get(param_key)
-            if self._shards is not None:
-                in_memory, pulls = self._swappers.get(_IN_MEMORY), pulls_of(self._ranks)
-                weights = DividedWeights(on_nvme, in_memory, device, self._shards, pulls, staging_pool)
+            if self._shards is not None and self._gathers is not None and staging_pool is not None:
+                in_memory = self._swappers.get(_IN_MEMORY)
+                weights = DividedWeights(on_nvme, in_memory, device, self._shards, self._gathers, staging_pool)
             else:
                 weights = WeightStore(on_nvme, device, staging_pool)
         # Optimizer states in GPU memory: updates run there, and no record is ever moved.
@@ -342,6 +340,8 @@ class EngineResources:
 
     def _close_swappers(self) -> None:
         self._end_commit(self._config.io.deadline_seconds)
+        if self._gathers is not None:
+            self._gathers.stop()
         self._close_all()
         # After the swappers: a transfer under way still writes into these buffers.
         for staging_pool in self._staging_pools:

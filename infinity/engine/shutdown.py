@@ -7,8 +7,7 @@ is an ordinary one again, if there is room for them. If there is no room, and no
 [Note: reaping]
 An engine that nobody closed may become garbage on any thread at any moment. That thread may be one that the shutdown
 joins, or hold a lock that it takes. So the finalizer only puts an order into a queue, and a thread that waits for it
-shuts down. If weights are divided, other ranks may still fetch from this one (an export at the end of a function). Then
-the shutdown waits until all ranks build another engine, or end.
+shuts down.
 
 [Note: order at exit]
 Hooks of ``atexit`` run last in, first out. This module registers its hook when it is imported, which is when a script first
@@ -34,7 +33,6 @@ from infinity.device.host_memory import free_bytes
 from infinity.engine.resources import EngineResources
 from infinity.errors import format_bytes
 from infinity.metrics.timeline import Timeline
-from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.unit import Unit
 from infinity.updates.stream import UpdateStream
 from swapper.sync.limits import start_threads
@@ -62,13 +60,11 @@ class Shutdown:
         stream: UpdateStream,
         storage: EngineResources,
         timeline: Timeline | None,
-        exchange: WeightExchange,
     ) -> None:
         """``owner``: the engine; its collection starts the shutdown. No reference to it is kept here."""
         self._stream = stream
         self._storage = storage
         self._timeline = timeline
-        self._exchange = exchange
         self._pid = os.getpid()
         self.is_over = False
         # SimpleQueue.put is reentrant, so a finalizer may call it on a thread that is inside `put`. True: shut down;
@@ -101,8 +97,7 @@ class Shutdown:
     def _on_garbage(self) -> None:
         """The finalizer of the owner. Takes no lock and waits for nothing."""
         _due.append(self)
-        if not self._exchange.is_divided:
-            self.reap()
+        self.reap()
 
     def reap(self) -> None:
         """Let the reaper thread shut down."""
@@ -124,12 +119,7 @@ class Shutdown:
             self._thread.join(_REAP_SECONDS)
 
     def end_at_exit(self) -> None:
-        """The interpreter ends, and scratch files with it, so drives that hang are not waited for.
-
-        Ranks that still fetch this one's shards are waited for, unless an error ends the process.
-        """
-        if os.getpid() == self._pid:
-            self._exchange.wait_for_peers()
+        """The interpreter ends, and scratch files with it, so drives that hang are not waited for."""
         if self in _due:
             self.reap()
             self.join()
@@ -166,6 +156,7 @@ def leave(
     device: torch.device,
     flush: Callable[[], None],
     restore: Callable[[], None],
+    agree: Callable[[bool], bool],
     *,
     is_wanted: bool | None,
     has_unsaved: bool,
@@ -177,6 +168,7 @@ def leave(
         device: where the model computes, and gets its weights back.
         flush: finishes pending updates and writes.
         restore: makes the model an ordinary one.
+        agree: whether all ranks that have shards of the weights have room.
         is_wanted: True: restore the weights, and raise errors. None: restore them if they take at most half of the free
             memory. False: do not.
         has_unsaved: whether there were steps since the weights were saved.
@@ -191,8 +183,10 @@ def leave(
     has_room = num_bytes <= free // _SHARE
     try:
         flush()
-        if is_wanted is None and has_room:
-            restore()
+        if is_wanted is None:
+            has_room = agree(has_room)
+            if has_room:
+                restore()
     except Exception:  # the states go anyway
         logger.warning("an update or write that was still pending failed while the engine was closed", exc_info=True)
     if is_wanted is None and not has_room and has_unsaved:

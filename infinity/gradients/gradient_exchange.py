@@ -1,46 +1,33 @@
 """A unit's gradients on their way to the ranks that update them, beside the backward.
 
-
-[Note: the exchange's thread] One thread of each rank exchanges units in an order that is the same on all, through
-process groups of its own, whatever the script, or the engine's other threads, exchange meanwhile. A rank comes to a
-unit when all of its gradients are there, or the backward has ended: the other ranks' threads wait for that, their
-scripts do not. The thread ends when the owner of the exchange stops it, or is garbage-collected.
-
 [Note: updates of shards] As in one process, a unit may be updated when no backward needs its weights any more and all of its
 gradients have come; here, on all ranks. A rank leaves a unit to that when both hold for itself, and its word is final: from then
 on it counts as updated, so what is an error afterwards does not depend on which rank was faster. Ranks tell each other when they
 average the unit, and update it if all have left the same gradients of it, with the same
 hyperparameters. All else waits for the step, where differences are named.
 
-Where ranks keep parts of the weights, too, none may fetch a unit while another writes to it. So a unit that is left to its update
-is not fetched again. What is in memory of it goes at once or, where all units fit, stays, and gets what others have updated
-when the step ends, if it is in the memory of all ranks. After the step's last update all ranks meet, see
-[Note: changing divided weights] in ``infinity.tiers.weight_exchange``.
+Where ranks keep parts of the weights, too, what is in memory of such a unit has old weights of other ranks. When the step ends
+it is paged out or, where all units fit, gets what others have updated.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
-from infinity.device.compute import ComputeDevice
+from infinity.distributed.collective_thread import CollectiveThread
 from infinity.distributed.collectives import Ranks
-from infinity.distributed.world import Numbered
 from infinity.errors import EngineClosedError
 from infinity.gradients.sources import GradientBuffer, GradientSource
 from infinity.gradients.unit_grads import UnitGrads
 from infinity.threads.denormals import flush_denormals
-from infinity.threads.openmp import use_threads
 from infinity.units.layout import Slot
 from infinity.units.shards import Shards, clipped, runs_of
 from infinity.units.unit import Unit
 from swapper import Latch
-from swapper.sync.lifetimes import EXIT_SECONDS, LiveObjects
-from swapper.sync.limits import start_threads
 
 IS_NEW, IS_UNSCALED = 1, 2  # flags as integers: ranks exchange them by `all_gather_ints`
 _CLOSE_SECONDS = 5.0  # `close` waits so long for a collective under way; then its memory is given up, as ranks may hang
@@ -49,15 +36,8 @@ _CLOSE_SECONDS = 5.0  # `close` waits so long for a collective under way; then i
 class ShardUpdates:
     """The units that the present step updates in backward, when their means are there."""
 
-    def __init__(
-        self, stop_fetches: Callable[[Unit], None], update: Callable[[Unit, GradientSource, float], None]
-    ) -> None:
-        """
-        Args:
-            stop_fetches: sees to it that nothing fetches the unit until the step is over.
-            update: starts the update of this rank's shard, by gradients of that loss scale.
-        """
-        self._stop_fetches = stop_fetches
+    def __init__(self, update: Callable[[Unit, GradientSource, float], None]) -> None:
+        """``update`` starts the update of this rank's shard, by gradients of that loss scale."""
         self.update = update
         self.digest = 0
         """Checksum of the hyperparameters: from `begin` until `end`. 0: nothing is updated before the step."""
@@ -84,16 +64,8 @@ class ShardUpdates:
         return self.digest if self._left.get(unit.index) == slots else 0
 
     def may_be_announced(self, unit: Unit, *, is_over: bool) -> bool:
-        """Whether all ranks may hear of the unit: its weights are not fetched from then on, if it is one of those.
-
-        ``is_over``: the backward has ended, so none needs them.
-        """
-        if unit.index not in self._left:
-            return True
-        may_be_announced = unit.unbind_unused() or is_over
-        if may_be_announced:
-            self._stop_fetches(unit)
-        return may_be_announced
+        """Whether all ranks may hear of the unit. ``is_over``: the backward has ended, so none needs its weights."""
+        return unit.index not in self._left or unit.unbind_unused() or is_over
 
 
 @dataclass(eq=False)
@@ -133,48 +105,35 @@ class UnitExchange:
 
 
 class GradientExchange:
-    """Exchanges units in the order in which they begin; see [Note: the exchange's thread], which has it until `stop`."""
+    """Exchanges units in the order in which they begin, in a `CollectiveThread`."""
 
-    def __init__(
-        self, ranks: Ranks, numbered: Numbered, shards: Shards, wire: torch.dtype, device: ComputeDevice
-    ) -> None:
+    def __init__(self, thread: CollectiveThread, shards: Shards, wire: torch.dtype) -> None:
         """
         Args:
-            ranks: who divides states, in a process group that nobody else uses.
-            numbered: names that group.
+            thread: of those that divide states.
             shards: which of them has which elements.
             wire: see `Ranks.reduce`.
-            device: for the thread to enter; all memory is the host's.
         """
-        self._device = device
-        self._ranks = ranks
-        self._numbered = numbered
+        self._thread = thread
         self.shards = shards
         self._wire = wire
-        # No limit: at most one entry per unit and step. Nobody waits to put one.
-        self._queue: queue.SimpleQueue[UnitExchange | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._is_closed = False
         self._moving = threading.Lock()
         """Held by the thread while it uses a unit's memory."""
-        self.error: Exception | None = None
-        """The first error, after which nothing is exchanged. The thread sets it."""
+
+    @property
+    def error(self) -> Exception | None:
+        """What went wrong first; nothing is exchanged any more."""
+        return self._thread.error
 
     def begin(self, exchange: UnitExchange) -> None:
-        """Queue a unit, in the order of all ranks. Returns at once. A second call for it does nothing."""
-        # Started late: only runs that average shards beside a backward need the thread.
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="infinity-gradients", daemon=True)
-            start_threads(self._thread)
-            _open.add(self)
-        self._queue.put(exchange)
+        """It is the next one, on all ranks. Returns at once."""
+        self._thread.put(_Running(self, exchange))
 
     def stop(self) -> None:
         """End the thread, when it waits for nobody. Takes no lock."""
         self._is_closed = True
-        self._queue.put(None)
-        if self._thread is None:
-            self._numbered.end()
+        self._thread.stop()
 
     def close(self) -> bool:
         """Exchange nothing more. Returns whether all memory has been released: ranks may hang."""
@@ -184,40 +143,13 @@ class GradientExchange:
             self._moving.release()
         return is_released
 
-    def end(self) -> None:
-        """Return when the thread has ended, or waits for ranks for longer than a moment."""
-        self.stop()
-        if self._thread is not None:
-            self._thread.join(EXIT_SECONDS)
-
-    def _run(self) -> None:
-        use_threads(1)  # see [Note: one pool] in infinity.threads.openmp
-        with self._device.background():
-            while self._do_next():  # keeps nothing of it
-                pass
-        if self.error is None:  # else one of them may be under way on other ranks
-            self._numbered.end()
-
-    def _do_next(self) -> bool:
-        each = self._queue.get()
-        if each is None:
-            return False
-        # After an error the rest is only marked as done. What was queued twice is done already.
-        if self.error is None and not each.done.is_set():
-            try:
-                self._exchange(each)
-            except Exception as error:
-                self.error = error
-        each.error = self.error
-        each.done.set()
-        return True
-
-    def _exchange(self, each: UnitExchange) -> None:
+    def exchange(self, ranks: Ranks, each: UnitExchange) -> None:
+        """For the thread: average one."""
         # Example, 2 ranks, slots a and b, the same word 7. Rank 0 has new gradients of a and b: [1, 1, 7, 0]; rank 1 of
         # a: [1, 0, 7, 0]. Averaged is the minimum: a. Not final, as the lists differ; b waits for the step.
         slots = each.grads.unit.layout.slots
         flags = [IS_NEW * (slot.index in each.new) for slot in slots]
-        told = self._ranks.all_gather_ints(each.what, [*flags, each.word, IS_UNSCALED * each.is_unscaled])
+        told = ranks.all_gather_ints(each.what, [*flags, each.word, IS_UNSCALED * each.is_unscaled])
         *are_new, word, _ = (min(of_ranks) for of_ranks in zip(*told, strict=True))
         scaling = max(of_rank[-1] for of_rank in told)  # one rank without the scale: all take it out
         each.is_final = word != 0 and all(of_rank[:-1] == [*flags, word] for of_rank in told)
@@ -242,18 +174,30 @@ class GradientExchange:
             # Neighbouring slots in one collective. Each rank gets the mean of its shard's part of the run.
             for start, stop in runs_of(each.found):
                 parts = [clipped(span, start, stop) for span in spans]
-                self._ranks.reduce(each.what, buffer.values, parts, self._wire)
-            each.owners = [self._collect(each, buffer, slot, spans) for slot in each.found]
+                ranks.reduce(each.what, buffer.values, parts, self._wire)
+            each.owners = [self._collect(ranks, each, buffer, slot, spans) for slot in each.found]
 
-    def _collect(self, each: UnitExchange, buffer: GradientBuffer, slot: Slot, spans: list[tuple[int, int]]) -> int:
+    def _collect(
+        self, ranks: Ranks, each: UnitExchange, buffer: GradientBuffer, slot: Slot, spans: list[tuple[int, int]]
+    ) -> int:
         """One rank gets the whole mean of a parameter: one that has a part as large as any, in turns. Returns which."""
         parts = [clipped(span, slot.start, slot.stop) for span in spans]
         sizes = [stop - start for start, stop in parts]
         largest = [rank for rank, size in enumerate(sizes) if size == max(sizes)]
         owner = largest[(each.grads.unit.index + slot.index) % len(largest)]
-        self._ranks.collect(each.what, buffer.values, parts, owner)
+        ranks.collect(each.what, buffer.values, parts, owner)
         return owner
 
 
-# See [Note: how a group ends] in infinity.distributed.process_groups.
-_open: LiveObjects[GradientExchange] = LiveObjects(at_exit=GradientExchange.end)
+@dataclass(frozen=True)
+class _Running:
+    _of: GradientExchange
+    _each: UnitExchange
+
+    def run(self, ranks: Ranks) -> None:
+        if not self._each.done.is_set():  # what was queued twice is done already
+            self._of.exchange(ranks, self._each)
+
+    def finish(self, error: Exception | None) -> None:
+        self._each.error = error
+        self._each.done.set()

@@ -2,6 +2,12 @@
 
 Knows units, flat buffers and the schedule; must not know modules, autograd, gradients or files. One call at a time comes here
 (see [Note: engine lock] in ``infinity.threads.engine_lock``); a lock keeps its threads apart, which in backward may be two.
+
+[Note: the same units on all ranks] Where ranks keep shards of the weights, all of them gather the same units in the same order
+(``infinity.tiers.divided_weights``). So what is fetched, and what makes room, follows there from what the script has used, from
+sizes, and from the smallest budget of all ranks. What is late on one rank is waited for, and nothing else is chosen in its
+place. What a step changes leaves memory at its end, or is gathered again (`gather_weights`). A script that goes another way on
+one rank ends with an error on all, which names what each rank was about to gather.
 """
 
 from __future__ import annotations
@@ -10,18 +16,20 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from infinity.device.flat_pool import FlatPool
+from infinity.distributed.collectives import Ranks
 from infinity.errors import BudgetTooSmallError, EngineBusyError, ModelError, format_bytes
 from infinity.metrics.clock import StepClock
 from infinity.paging.prefetch_schedule import PrefetchSchedule
 from infinity.threads.engine_lock import refuse_in_between
 from infinity.tiers.aside_weights import AsideWeights
 from infinity.tiers.user_copies import PutAside
+from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Slot
 from infinity.units.unit import Arrival, PendingUpdate, Unit
@@ -78,7 +86,7 @@ class ParameterCache:
         guess: Sequence[int],
         budget: tuple[str, int],
         writer: WeightWriter | None = None,
-        is_divided: bool = False,
+        exchange: WeightExchange | None = None,
         experts: Mapping[int, int] | None = None,
     ) -> None:
         """
@@ -92,7 +100,8 @@ class ParameterCache:
             budget: the config key that the pool is a part of, and its value, for messages.
             writer: stores what was written into weights; None: that is refused.
             experts: unit of an expert -> a number for the experts of its layer.
-            is_divided: other processes keep parts of the weights, so what is in memory is outdated by a step.
+            exchange: brings what other ranks have updated; None: this process updates all. Where ranks keep shards of the
+                weights, what is in memory is outdated by a step.
         """
         self.units = list(units)
         self.pool = pool
@@ -111,7 +120,10 @@ class ParameterCache:
         """Another one than the usual: from `write_by` to the next."""
         self._source = source
         self._prefetches = prefetches
-        self._is_divided = is_divided
+        self._exchange = exchange
+        self._is_divided = exchange is not None and exchange.is_divided
+        self._around_fetch: Callable[[Unit], AbstractContextManager[None]] = lambda unit: nullcontext()
+        """What each unit's fetch begins in: see `announcing`."""
         self._budget_key, self._budget_bytes = budget
         self.unit_at: dict[int, Unit] = {}
         """Address of a flat buffer -> the unit that has it: from `place` until it is given back. Under the lock."""
@@ -120,8 +132,6 @@ class ParameterCache:
         a backward that micro-batches share until its moment ends."""
         self.aside = AsideWeights()
         """Of resident units that `page_out_all` has paged out."""
-        self.closed: set[int] = set()
-        """Indices of units that are not fetched ahead of need, for other ranks may be writing to them: until the step is over."""
         self._sizes = [unit.num_bytes for unit in self.units]
         self._persistent = frozenset(unit.index for unit in self.units if unit.is_persistent)
         self._moving_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._persistent)
@@ -183,6 +193,9 @@ class ParameterCache:
     def prepare_update(self, unit: Unit) -> None:
         """An update of ``unit`` is about to be created: nobody computes with it, and no earlier update is under way."""
         unit.unbind()
+        if self._is_divided:  # what is being read of it is what the update writes to
+            with self.lock:
+                self._wait_for_arrival(unit)
         self.await_update(unit)
 
     def store_changes(self, unit: Unit) -> None:
@@ -350,7 +363,8 @@ class ParameterCache:
             return self.aside.fetch(unit)
         if self._source is None:
             raise RuntimeError(f"unit {unit.name} has no place to be fetched from")
-        return self._source.fetch(unit, is_demand=is_demand)
+        with self._around_fetch(unit):
+            return self._source.fetch(unit, is_demand=is_demand)
 
     def wanted(self) -> list[int]:
         """The units to hold now, next first."""
@@ -358,8 +372,7 @@ class ParameterCache:
             return []
         # Behind a backward there may be a step, after which what was fetched for the next forward would be fetched again.
         is_around = not self._is_divided or not self.schedule.has_backward
-        targets = self.schedule.wanted(self._sizes, self._moving_bytes, self._persistent, is_around=is_around)
-        return [index for index in targets if index not in self.closed] if self.closed else targets
+        return self.schedule.wanted(self._sizes, self._moving_bytes, self._persistent, is_around=is_around)
 
     def pump(self) -> None:
         """Start fetching what is wanted, evicting what is not."""
@@ -378,6 +391,8 @@ class ParameterCache:
                     self._collect(unit)
                 if unit.flat is not None:
                     continue
+                if self._is_divided:
+                    self.await_update(unit)
                 if unit.update is not None:
                     # Its stored weights are about to change: nothing may be read before the update has written them.
                     is_done = self._attach(unit, is_demand=False, keep=targets) and is_done
@@ -446,7 +461,7 @@ class ParameterCache:
         for unit in tuple(self.unit_at.values()):  # of those that are there: all there are may be many more
             if unit.is_persistent or unit.num_active or unit.index in keep:
                 continue
-            if unit.arrival is not None or unit.update is not None:
+            if not self._is_divided and (unit.arrival is not None or unit.update is not None):
                 self._collect(unit)
             is_busy = self._is_busy(unit)
             if is_demand or not is_busy:
@@ -456,6 +471,8 @@ class ParameterCache:
         for _, _, index in sorted(candidates, reverse=True):
             unit = self.units[-index]
             unit.unbind()
+            if self._is_divided and unit.flat is not None:
+                self._wait_for_arrival(unit)  # what brings it looks at its memory
             if unit.flat is not None and (self._is_busy(unit) or not unit.flat.has_views):
                 yield unit
 
@@ -477,6 +494,8 @@ class ParameterCache:
                 yield unit
 
     def _is_busy(self, unit: Unit) -> bool:
+        if self._is_divided:  # the others may differ from rank to rank
+            return unit.index in self.due
         return unit.arrival is not None or unit.update is not None or unit.index in self.due
 
     def evict(self, unit: Unit) -> None:
@@ -514,6 +533,79 @@ class ParameterCache:
         self._wait_for_arrival(unit)
         self.await_update(unit)
         self.store_changes(unit)
+
+    # ------------------------------------------------------------------------------------------- weights in several ranks
+
+    def gather_weights(self, units: Sequence[Unit]) -> None:
+        """What the ranks have updated of these units becomes the weights of all. All ranks come here.
+
+        That is done unit by unit, beside the updates of those that follow. See `WeightExchange.gather` for what is raised.
+        """
+        if self._exchange is None:
+            return
+        divides = self._exchange.divides
+        kept = self._unify([unit for unit in units if divides(unit)], self._exchange.ranks, keeps=self.holds_all)
+        for unit in units:
+            self.await_update(unit)
+            if unit in kept or not divides(unit):
+                with self.clock.waiting("ranks"):
+                    self._exchange.gather(unit)
+
+    def align(self) -> None:
+        """Ranks may have other units in memory, because one of them was told by another what to fetch. All ranks come here."""
+        if self._is_divided and self._exchange is not None:
+            units = [unit for unit in self.units if self._exchange.divides(unit)]
+            self._unify(units, self._exchange.ranks, keeps=True)
+
+    def _unify(self, units: Sequence[Unit], ranks: Ranks, *, keeps: bool) -> list[Unit]:
+        """See to it that all ranks have the same of these divided units in memory, and their present weights.
+
+        If ``keeps``, those in the memory of all ranks stay as they are, and are returned: there each rank has the present
+        weights of its shard. Of the others, what is in use on some rank is gathered anew, and the rest leaves.
+        """
+        if not units:
+            return []
+        with self.lock:
+            states = [(unit.flat is not None) + self._is_in_use(unit) for unit in units]
+            with self.clock.waiting("ranks"):
+                found = ranks.all_gather_ints("changing weights in memory", states)
+            kept = []
+            for unit, *of_ranks in zip(units, *found, strict=True):
+                if keeps and all(of_ranks):
+                    kept.append(unit)
+                elif max(of_ranks) < 2:
+                    self.evict(unit)
+                elif unit.flat is None:
+                    self.make_resident(unit)
+                else:
+                    self.await_update(unit)
+                    self._fetch(unit, is_demand=True).wait()
+                    unit.outdate()
+        return kept
+
+    def _is_in_use(self, unit: Unit) -> bool:
+        """Whether somebody may look at the unit's buffer, however it changes."""
+        if unit.flat is None:
+            return False
+        self._wait_for_arrival(unit)
+        if not unit.num_active:
+            unit.unbind()
+        return unit.num_active > 0 or unit.flat.has_views
+
+    @contextmanager
+    def announcing(self, around_fetch: Callable[[Unit], AbstractContextManager[None]]) -> Iterator[None]:
+        """Inside the ``with`` block each unit's fetch begins in what ``around_fetch`` returns for it."""
+        before, self._around_fetch = self._around_fetch, around_fetch
+        try:
+            yield
+        finally:
+            self._around_fetch = before
+
+    def fetch_anew(self, unit: Unit) -> None:
+        """Return when the unit has come once more: another rank fetches it."""
+        with self.lock:
+            self.evict(unit)
+            self.make_resident(unit)
 
     def _no_room(self, unit: Unit) -> BudgetTooSmallError:
         inside = [each for each in self.units if each.flat is not None]

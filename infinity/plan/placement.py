@@ -2,8 +2,8 @@
 
     host memory budget
     | flat buffers: resident units, and room for the others | staging | gradients | weights and states kept |
-With a GPU, flat buffers are in its memory. The host budget has staging buffers for uploads in their place: a few small
-ones, or, if ranks divide weights, one or two as large as the largest unit that is not resident.
+With a GPU, flat buffers are in its memory. The host budget has a few small staging buffers for uploads in their place.
+If ranks divide weights, it has two as large as the largest shard, on the CPU as well.
 
 [Note: how it is divided]
 A byte of memory can do two things. It can keep something off the drives: a unit's weights, read twice per micro-batch and
@@ -53,8 +53,7 @@ DEVICE_KEY = "infinity.device_memory_budget"
 _CHUNK_COST_BYTES = 512 << 10
 _UPLOAD_BUFFER_BYTES = 4 << 20  # 4 MiB: a read and a copy per buffer
 _UPLOAD_BUFFERS = 2, 8  # the fewest (one is read, one copied), and the most that are asked for
-# The same if ranks divide weights, and each buffer holds a whole unit: one is put together, one is copied to the GPU.
-_WHOLE_UNITS = 1, 2
+NUM_SHARD_BUFFERS = 2  # the same if ranks divide weights, and each buffer holds a shard: one is read, one is sent
 _GRANULE = 4096  # bytes, as of direct I/O
 _LEAST_LANDING_BYTES = 8 << 20  # pinned memory for gradients that a GPU sends: two blocks of 4 MiB
 _LANDING_GAP_BYTES = 4096  # the most that alignment wastes per unit
@@ -138,8 +137,7 @@ class _Needs(NamedTuple):
     kept: int
     """Weights outside of flat buffers, and states."""
     map: int
-    """See `Request.map_bytes`, and the methods of the next two names."""
-    serving: int
+    """See `Request.map_bytes`, and the method of the next name."""
     update: int
 
 
@@ -213,9 +211,13 @@ class _Planner:
         self._is_packed = any(unit.packed_bytes is not None for unit in units) and not divides_weights(units)
         """Whether some unit takes less memory stored than in use."""
         self._device_bytes = self._total
-        self._comes_together = not request.uses_host_memory and divides_weights(units)
-        """Whether a unit is put together from ranks' shards in host memory, and copied to the GPU from there."""
+        self._is_gathered = divides_weights(units)
+        """Whether a unit is gathered from all ranks, each of which reads its shard."""
         self._upload_buffer_bytes, self._num_upload_buffers = _UPLOAD_BUFFER_BYTES, _UPLOAD_BUFFERS
+        if self._is_gathered:
+            largest = max((unit.weight_shard_bytes or 1 for unit in units), default=1)
+            self._upload_buffer_bytes = -(-largest // _GRANULE) * _GRANULE
+            self._num_upload_buffers = NUM_SHARD_BUFFERS, NUM_SHARD_BUFFERS
         self._on_device: frozenset[int] = frozenset()
 
     # ------------------------------------------------------------------------------------------------------ the device
@@ -252,10 +254,6 @@ class _Planner:
         elif request.keeps_in_memory:
             kept = [self._residents_in(prefix, self._device_bytes) for prefix in self._prefixes()]
             self._on_device = max(kept, key=lambda residents: sum(self._sizes[index] for index in residents))
-        if self._comes_together:
-            largest = max((self._sizes[index] for index in everything if index not in self._on_device), default=1)
-            self._upload_buffer_bytes = -(-largest // _GRANULE) * _GRANULE
-            self._num_upload_buffers = _WHOLE_UNITS
 
     def _has_room_for_gradients(self) -> bool:
         """Whether all main gradients fit into GPU memory, besides all weights."""
@@ -336,7 +334,7 @@ class _Planner:
             flat_bytes = self._bytes_of([*residents]) + needed_together(self._units, request, moving)
         if hosts_all and request.shards_in_memory(self._units) is None:
             kept_bytes = sum(self._units[index].stored_weight_bytes for index in moving)
-        if moving and not request.uses_host_memory and (self._comes_together or not hosts_all):
+        if moving and (self._is_gathered or not (request.uses_host_memory or hosts_all)):
             upload_bytes = self._num_upload_buffers[0] * self._upload_buffer_bytes
         if records:
             kept_bytes += self._records
@@ -351,7 +349,6 @@ class _Planner:
             gradients=0 if self._gradients_on_device else numel * request.scratch_itemsize,
             kept=kept_bytes,
             map=request.map_bytes(self._units),
-            serving=request.serving_bytes(self._units) if moving else 0,
             update=request.update_bytes(self._units),
         )
         return _Option(residents, hosts_all, records, needs)
@@ -429,7 +426,7 @@ class _Planner:
         is_resident = request.uses_host_memory and not option.hosts_all
         hosted = frozenset(packed if is_resident else taken)
         # Then no unit is read from a drive on its way to a GPU, and no upload buffers are needed.
-        hosts_others = not self._comes_together and len(hosted) == len(moving)
+        hosts_others = not self._is_gathered and len(hosted) == len(moving)
         residents = option.residents.union(taken) if is_resident else option.residents
         weights_bytes = self._device_bytes
         if request.uses_host_memory:
@@ -566,7 +563,6 @@ def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str
         (needs.staging_buffers + needs.uploads, "for staging buffers"),
         (needs.gradients + needs.landing, f"for the gradients of {whose}"),
         (needs.map, "for the map of the durable run"),
-        (needs.serving, "for shards of weights that other processes fetch"),
         (needs.update, "to update the largest unit at once, as the optimizer wants it"),
     )
     told = "It must hold " + ", ".join(f"{format_bytes(num_bytes)} {what}" for num_bytes, what in parts if num_bytes)

@@ -19,7 +19,7 @@ from infinity.numerics.state_format import StateFormat
 from infinity.packed.stored_form import StoredForm
 from infinity.plan.machine import Bandwidth
 from infinity.units.partition import used_together
-from infinity.units.shards import NUM_SERVED, Shards
+from infinity.units.shards import Shards
 from infinity.units.unit import Unit
 from swapper.wrappers.versions import VersionedBackend
 
@@ -248,10 +248,6 @@ class Request:
             return 0
         stored = sum(unit.stored_weight_bytes + self.record_bytes(unit) for unit in units)
         return VersionedBackend.memory_bytes(stored, stored * self.num_versions)
-
-    def serving_bytes(self, units: Iterable[UnitSize]) -> int:
-        """Bytes of the buffers from which this process sends its shards of weights to others."""
-        return NUM_SERVED * max((unit.weight_shard_bytes or 0 for unit in units), default=0)
 
     def update_bytes(self, units: Iterable[UnitSize]) -> int:
         """Bytes of an optimizer's temporaries for a whole parameter; for a slice they are negligible."""

@@ -1,91 +1,138 @@
-"""Weights of which each rank keeps its shard alone (ZeRO's stage 3): a unit that is fetched is put together from all ranks.
+"""Weights of which each rank keeps its shard alone (ZeRO's stage 3): a unit that is fetched is gathered from all ranks.
 
-Knows where shards lie and in which memory they may be found; must not know when anything is needed.
+Knows where shards are stored; must not know when anything is needed.
 
     extent of a unit, on rank r:  the bytes `Shards.weight_spans(unit, r)` of its flat buffer, one after the other
 
-A fetch reads this rank's shard into its place in the flat buffer, and asks the others for theirs
-(`infinity.distributed.pulls`). For a device with a memory of its own, a unit is put together in a staging buffer of host memory
-as large as the largest one, and goes to its flat buffer from there, in a thread apart (`Uploader`). What others ask for comes
-from memory where it can: from where a unit is put together, until all of that has come; from one of a few copies of shards that
-went to others, or have not yet; from where the shard rests.
+[Note: gathers] A fetch reads this rank's shard into a staging buffer. Then a thread gathers the unit from all ranks in its flat
+buffer: on a device by the device's backend, if the process group has one. All ranks fetch the same units in the same order, as
+with FSDP. That order follows from the order in which the script uses units: see [Note: the same units on all ranks] in
+``infinity.paging.parameter_cache``. Each gather begins with a meeting, so all ranks find a rank that fetches another unit. A
+rank that cannot read its shard says so in the meeting, and the order goes on. Only the thread looks at the flat buffer, so the
+buffer has no views when the unit has come.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from traceback import clear_frames
 
 import torch
 
-from infinity.device.compute import ComputeDevice
-from infinity.distributed.pulls import Pull, Pulls
+from infinity.device.compute import ComputeDevice, Fence
+from infinity.distributed.collective_thread import CollectiveThread
+from infinity.distributed.collectives import Place, Ranks
+from infinity.errors import RankError
 from infinity.tiers.extent_labels import weight_contents
 from infinity.tiers.weight_store import LandedRead, WeightStore, Written, chunk_offset, extent_of, landed
 from infinity.units.layout import Chunk
-from infinity.units.shards import NUM_SERVED, Shards
+from infinity.units.shards import Shards
 from infinity.units.unit import Arrival, Unit
-from swapper import AlignedRegion, Handle, NameOf, Priority, ReentryError, StagingPool, Swapper
+from swapper import Handle, Latch, NameOf, Priority, StagingBuffer, StagingPool, Swapper, SwapperError
+
+_ON_THE_WIRE = torch.int32
+"""Weights are gathered as numbers of this dtype, whatever theirs is."""
 
 
-class _Reading:
-    """This rank's shard of a unit on its way to where that is put together."""
+class Gather:
+    """A unit's weights on their way: this rank's shard from where it is stored, then those of all ranks."""
 
-    def __init__(self, address: int, handles: list[Handle]) -> None:
-        self.address = address
-        self.handles = handles
-        self.num_served = 0
-        """To how many ranks it has gone."""
-
-
-class _Copy:
-    """Memory for one shard."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._region = AlignedRegion(num_bytes)
-        self.memory = torch.from_numpy(self._region.array())
-
-
-class DividedArrival:
-    """A unit's weights on their way: this rank's shard from its drive, the others from other ranks."""
-
-    def __init__(self, store: DividedWeights, unit: Unit, handles: Sequence[Handle], pull: Pull) -> None:
+    def __init__(self, store: DividedWeights, unit: Unit, issued: Place, after: Fence, *, is_demand: bool) -> None:
+        self.unit = unit
+        self.is_demand = is_demand
+        self.landing: StagingBuffer | None = None
+        """Where this rank's shard is read to, once there is one."""
+        self.handle: Handle | None = None
+        """Of that read; None if this rank has nothing of the unit."""
         self._store = store
-        self._unit = unit
-        self._handles = list(handles)
-        self._pull = pull
+        self._issued = issued
+        self._after = after  # earlier kernels may still read what was in this memory before
+        self._target: torch.Tensor | None = unit.memory
+        self._fence: Fence = None
+        self._failure: Exception | None = None
+        """Why it has failed on this rank alone, or is known to have on all."""
         self._error: Exception | None = None
-        self._is_over = False
+        self._is_over = Latch()
 
     def wait(self) -> None:
-        while self._handles:
-            try:
-                self._handles[0].wait()
-            except ReentryError:
-                raise  # it is still on its way
-            except Exception as error:
-                self._error = self._error or error
-            self._handles.pop(0)
-        if not self._is_over:  # whatever became of this rank's shard: the others come
-            try:
-                self._pull.wait()
-            except Exception as error:
-                self._error = self._error or error
-            self._is_over = True
-            self._store.on_unit_complete(self._unit)
+        self._is_over.wait()
         if self._error is not None:
             raise self._error
+        self._store.device.compute_waits_for(self._fence)
 
     def done(self) -> bool:
-        """Whether somebody has waited for it: nothing else tells what has come from other ranks."""
-        return self._is_over
+        return self._is_over.is_set()
 
     def promote(self) -> None:
-        for handle in self._handles:
-            handle.promote(Priority.DEMAND)
-        self._pull.promote()
+        self.is_demand = True
+        if self.handle is not None:
+            self.handle.promote(Priority.DEMAND)
+
+    # ------------------------------------------------------------------------------------------------- for the thread
+
+    def run(self, ranks: Ranks) -> None:
+        """Gather it. Raises only what parts the ranks."""
+        try:
+            self._store.begin(self)
+            if self.handle is not None:
+                self.handle.wait()
+        except Exception as error:
+            self._failure = error
+        what = f"gathering the weights of {self.unit.name}"
+        told = ranks.all_gather_ints(what, [self._failure is not None], issued=self._issued)
+        failed = [rank for rank, (has_failed,) in enumerate(told) if has_failed]
+        if failed:
+            problem = f"rank {ranks.names(failed)} cannot read its shard"
+            self._failure = self._failure or RankError(what, problem, rank=ranks.number, cure=_CURE)
+            return
+        device = self._store.device
+        device.compute_waits_for(self._after)
+        self._gather(what, ranks, device)
+        self._fence = device.mark()
+
+    def _gather(self, what: str, ranks: Ranks, device: ComputeDevice) -> None:
+        target, landing = self._target, self.landing
+        if target is None or landing is None:
+            raise RuntimeError("the gather is over")
+        whole, offset = target.view(_ON_THE_WIRE), 0
+
+        def put(start: int, found: torch.Tensor) -> None:
+            place = whole[start : start + found.numel()]
+            if found.device.type != "cpu":
+                place.copy_(found)
+            else:
+                device.synchronize(device.upload(place, found, self._after))  # its memory is used again at once
+
+        for parts in self._store.parts_of(self.unit):
+            first, last = parts[ranks.index]
+            own = landing.tensor.view(_ON_THE_WIRE)[offset : offset + last - first]
+            offset += last - first
+
+            def read(start: int, sent: torch.Tensor, own: torch.Tensor = own, first: int = first) -> None:
+                part = own[start - first : start - first + sent.numel()]
+                if sent.device.type == "cpu":
+                    sent.copy_(part)
+                else:
+                    device.synchronize(device.upload(sent, part, device.mark()))
+
+            ranks.all_gather_parts(what, parts, read, put, dtype=_ON_THE_WIRE, kind="fetches", device=target.device)
+            if own.numel():
+                put(first, own)
+
+    def finish(self, error: Exception | None) -> None:
+        """It is over."""
+        self._target = None
+        self._error = error or self._failure
+        if self._error is not None:
+            clear_frames(self._error.__traceback__)  # they look at the flat buffer
+        self._store.on_end(self)
+        self._is_over.set()
+
+
+_CURE = "See the output of that rank"
 
 
 class DividedWeights(WeightStore):
@@ -97,8 +144,8 @@ class DividedWeights(WeightStore):
         in_memory: Swapper | None,
         device: ComputeDevice,
         shards: Shards,
-        pulls: Pulls,
-        staging_pool: StagingPool | None = None,
+        gathers: CollectiveThread,
+        staging_pool: StagingPool,
     ) -> None:
         """
         Args:
@@ -106,25 +153,22 @@ class DividedWeights(WeightStore):
             in_memory: of those in host memory; None if none are there.
             device: where units are needed.
             shards: which rank keeps what.
-            pulls: brings what others keep. All ranks make this at the same point.
-            staging_pool: staging buffers as large as the largest unit, for a device that does not share host memory.
+            gathers: of those ranks, for this alone.
+            staging_pool: staging buffers as large as this rank's largest shard.
         """
-        super().__init__(swapper, device, staging_pool)
+        super().__init__(swapper, device)
+        self.device = device
         self._in_memory = in_memory
         self._shards = shards
-        self._pulls = pulls
+        self._gathers = gathers
         self._units: dict[int, Unit] = {}
         self._swapper_of: dict[int, Swapper] = {}
         """By unit."""
-        self._lock = threading.Lock()
-        """Held for a moment, by the threads that fetch, those that update and the one that gives; for what follows."""
-        self._readings: dict[int, _Reading] = {}
-        """By unit, from its fetch until that is over."""
-        self._copies: dict[int, _Copy] = {}
-        """By unit, the oldest first."""
-        self._spare: deque[_Copy] = deque()
-        self._being_served: _Copy | None = None
-        self._number = pulls.register(self)
+        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
+        """Held for a moment, by the threads that fetch and the one that gathers; for what follows."""
+        self._unread: deque[Gather] = deque()
+        """Those whose shards are not being read yet, in their order."""
+        self._staging_pool = staging_pool
 
     def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
         if unit.is_persistent:
@@ -179,117 +223,68 @@ class DividedWeights(WeightStore):
             raise RuntimeError(f"another rank keeps elements {chunk.start} to {chunk.stop} of {unit.name}")
         return found[0][2]
 
+    def parts_of(self, unit: Unit) -> list[list[tuple[int, int]]]:
+        """Of each segment of the flat buffer, the part of each rank, in elements of what is sent."""
+        size = _ON_THE_WIRE.itemsize
+        return [
+            [(start // size, stop // size) for start, stop in of_ranks] for of_ranks in self._shards.weight_parts(unit)
+        ]
+
     # ---------------------------------------------------------------------------------------------------------- fetching
 
-    def _read(self, unit: Unit, target: torch.Tensor, offset: int, *, is_demand: bool) -> Arrival:
-        """Begin to put the unit together in ``target``, which has room for all of it."""
-        priority = Priority.DEMAND if is_demand else Priority.PREFETCH
-        handles = []
+    def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
+        """Start to gather the unit in ``unit.flat``. All ranks do so, in the same order."""
+        issued = self._gathers.main.issue()
+        gather = Gather(self, unit, issued, self.device.mark(), is_demand=is_demand)
         with self._lock:
-            copy = self._copies.get(unit.index)
-            if copy is not None:
-                for start, stop, place in self._places(unit, 0, unit.num_bytes):
-                    target[start:stop].copy_(copy.memory[place : place + stop - start])
-        if copy is None:
-            for start, stop, place in self._places(unit, 0, unit.num_bytes):
-                handles.append(self._begin_read(unit, place, target[start:stop], priority))
-            if handles:
-                with self._lock:
-                    self._readings[unit.index] = _Reading(target.data_ptr(), handles)
-        self._pulls.release(self._number, unit.index)
-        others = {
-            rank: [target[start:stop] for start, stop in self._shards.weight_spans(unit, rank)]
-            for rank in range(self._shards.num)
-            if rank != self._shards.index
-        }
-        targets = {rank: pieces for rank, pieces in others.items() if pieces}
-        what = f"fetching the weights of {unit.name}"
-        pull = self._pulls.pull(what, self._number, unit.index, targets, is_demand=is_demand)
-        return DividedArrival(self, unit, handles, pull)
+            self._unread.append(gather)
+            self._read_ahead()
+        self._gathers.put(gather)
+        return gather
+
+    def _read_ahead(self) -> None:
+        while self._unread and (landing := self._staging_pool.try_lease(owner=self._unread[0].unit.name)) is not None:
+            self._begin(self._unread.popleft(), landing)
+
+    def begin(self, gather: Gather) -> None:
+        """It is the first of those that are not over: its shard is being read, or begins to be."""
+        with self._lock:
+            if gather in self._unread:
+                self._unread.remove(gather)
+                self._begin(gather, self._staging_pool.lease(owner=gather.unit.name))
+
+    def _begin(self, gather: Gather, landing: StagingBuffer) -> None:
+        gather.landing = landing
+        num_bytes = self._num_bytes(gather.unit)
+        if num_bytes:
+            priority = Priority.DEMAND if gather.is_demand else Priority.PREFETCH
+            gather.handle = self._begin_read(gather.unit, 0, landing.tensor[:num_bytes], priority)
+
+    def on_end(self, gather: Gather) -> None:
+        """Its memory is free."""
+        with self._lock:
+            if gather.landing is not None:
+                gather.landing.release()
+                gather.landing = None
+            with contextlib.suppress(SwapperError):  # it is told by those that are not read
+                self._read_ahead()
 
     def _begin_read(
         self, unit: Unit, offset: int, target: torch.Tensor, priority: Priority = Priority.DEMAND
     ) -> Handle:
         return self._swapper_of[unit.index].read(extent_of(unit), target, offset=offset, priority=priority)
 
-    def on_unit_complete(self, unit: Unit) -> None:
-        """All of the unit has come: where it was put together is somebody else's from now on."""
-        with self._lock:
-            reading = self._readings.pop(unit.index, None)
-            if reading is not None and reading.num_served < self._shards.num - 1 and unit.index not in self._copies:
-                self._copy(unit, reading, self._next_copy(unit))
-
-    def _copy(self, unit: Unit, reading: _Reading, copy: _Copy) -> None:
-        for start, stop, place in self._places(unit, 0, unit.num_bytes):
-            ctypes.memmove(copy.memory.data_ptr() + place, reading.address + start, stop - start)
-        self._copies[unit.index] = copy
-
-    def _next_copy(self, unit: Unit) -> _Copy:
-        """Memory for a shard: that of the oldest, but not of the one that is being given."""
-        if self._spare:
-            return self._spare.popleft()
-        if len(self._copies) + (self._being_served not in (None, *self._copies.values())) < NUM_SERVED:
-            return _Copy(max(self._num_bytes(each) for each in self._units.values()))
-        oldest = next(index for index, copy in self._copies.items() if copy is not self._being_served)
-        return self._copies.pop(oldest)
-
-    # ------------------------------------------------------------------------------------------- giving, in a thread apart
-
-    def is_available(self, index: int) -> bool:
-        with self._lock:
-            return index in self._readings or index in self._copies
-
-    def serve(self, index: int) -> Sequence[torch.Tensor]:
-        unit = self._units[index]
-        with self._lock:
-            reading = self._readings.get(index)
-            self._being_served = self._copies.get(index)
-        if self._being_served is None and reading is not None:
-            for handle in reading.handles:
-                handle.wait()
-            with self._lock:
-                if self._readings.get(index) is reading:
-                    self._copy(unit, reading, self._next_copy(unit))
-                self._being_served = self._copies.get(index)
-        with self._lock:
-            copy = self._being_served or self._next_copy(unit)
-            is_there = self._being_served is not None
-            self._being_served = copy
-            if reading is not None:
-                reading.num_served += 1
-        if not is_there and unit.extent is not None:
-            self._begin_read(unit, 0, copy.memory[: self._num_bytes(unit)]).wait()
-            with self._lock:
-                self._copies[index] = copy
-        return [
-            copy.memory[place : place + stop - start] for start, stop, place in self._places(unit, 0, unit.num_bytes)
-        ]
-
     # ----------------------------------------------------------------------------------------------------------- changing
-
-    def _outdate(self, unit: Unit) -> None:
-        """The shard is another one from now on. Nobody asks for it meanwhile."""
-        with self._lock:
-            copy = self._copies.pop(unit.index, None)
-            if copy is not None and copy is not self._being_served:
-                self._spare.append(copy)
-
-    def drop_copies(self) -> None:
-        """All shards are other ones from now on. Nobody asks for any meanwhile."""
-        for unit in self._units.values():
-            self._outdate(unit)
 
     def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead:
         place = self._place_of(unit, chunk, target.numel() * target.element_size())
         return landed(lambda memory: self._begin_read(unit, place, memory, Priority.PREFETCH), target)
 
     def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle:
-        self._outdate(unit)
         place = self._place_of(unit, chunk, source.numel() * source.element_size())
         return self._swapper_of[unit.index].write(extent_of(unit), source, offset=place)
 
     def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Written:
-        self._outdate(unit)
         return Written(
             [
                 self._swapper_of[unit.index].write(
@@ -299,12 +294,7 @@ class DividedWeights(WeightStore):
             ]
         )
 
-    def stop(self) -> None:
-        """Give nothing any more, and look at no flat buffer or staging buffer: those go."""
-        self._pulls.unregister(self._number)
-        with self._lock:
-            self._readings.clear()
-
     def close(self) -> None:
-        self.stop()
+        """What all ranks have asked for is gathered before."""
+        self._gathers.end()
         super().close()

@@ -16,9 +16,6 @@ from dataclasses import dataclass
 from infinity.units.layout import CHUNK_GRANULE, SEGMENT_GRANULE_BYTES, SLOT_GRANULE, Slot
 from infinity.units.unit import Unit
 
-NUM_SERVED = 3
-"""Buffers, each as large as the largest shard of a unit's weights, that a rank holds to send its shards to others."""
-
 
 @dataclass(frozen=True)
 class Shards:
@@ -39,8 +36,12 @@ class Shards:
         """
         return self._part(unit, unit.layout.trainable_numel, CHUNK_GRANULE, rank)
 
-    def weight_spans(self, unit: Unit, rank: int | None = None) -> list[tuple[int, int]]:
-        """Bytes [start, stop) of the unit's flat buffer that a rank keeps in stage 3, in order; may be empty.
+    def weight_spans(self, unit: Unit) -> list[tuple[int, int]]:
+        """Bytes [start, stop) of the unit's flat buffer that this process keeps in stage 3, in order; may be empty."""
+        return [part for of_ranks in self.weight_parts(unit) if (part := of_ranks[self.index])[0] < part[1]]
+
+    def weight_parts(self, unit: Unit) -> list[list[tuple[int, int]]]:
+        """Of each segment of the flat buffer, the bytes [start, stop) that each rank keeps in stage 3.
 
         Of the trainable segment these are the elements of `span`, of each frozen segment a part of the same size. The
         ranks together have each byte once. All numbers are multiples of SEGMENT_GRANULE_BYTES.
@@ -48,9 +49,8 @@ class Shards:
         found = []
         for segment in unit.layout.segments:
             granule = CHUNK_GRANULE * segment.dtype.itemsize if segment.is_trainable else SEGMENT_GRANULE_BYTES
-            start, stop = self._part(unit, segment.num_bytes, granule, rank)
-            if start < stop:
-                found.append((segment.start_bytes + start, segment.start_bytes + stop))
+            parts = [self._part(unit, segment.num_bytes, granule, rank) for rank in range(self.num)]
+            found.append([(segment.start_bytes + start, segment.start_bytes + stop) for start, stop in parts])
         return found
 
     def _part(self, unit: Unit, total: int, granule: int, rank: int | None) -> tuple[int, int]:

@@ -101,6 +101,7 @@ class UpdateJob:
         is_held: bool = False,
         rank: int = 0,
         is_shard: bool = False,
+        uses_flat: bool = True,
     ) -> None:
         """
         Args:
@@ -113,6 +114,7 @@ class UpdateJob:
             is_held: wait with the job until somebody attaches a buffer or needs the unit, if one can be attached.
             rank: jobs of a lower one go first, those of one rank in the order of their submission.
             is_shard: other processes update other chunks, see `infinity.units.shards`.
+            uses_flat: read and write weights in the unit's flat buffer, if it has one.
         """
         self.unit = unit
         self.gradients = gradients
@@ -135,10 +137,10 @@ class UpdateJob:
         """The view of `flat` that `weights_of` cuts; until `finish`."""
         self.advanced: dict[int, tuple[tuple[str, ...], dict[str, Any]]] = {}
         """Slot index -> the parameter's states and scalars after the update, from the end of its last slice on."""
-        self.flat = unit.flat
-        self.flat_arrival: Arrival | None = unit.arrival
+        self.flat = unit.flat if uses_flat else None
+        self.flat_arrival: Arrival | None = unit.arrival if uses_flat else None
         """Weights still on their way into ``flat``; they must be there before the job writes over them."""
-        self.flat_is_current = unit.flat is not None
+        self.flat_is_current = self.flat is not None
         """Whether ``flat`` holds the present weights (else the job fills it)."""
         # Only then would the update fill every byte of an empty buffer: frozen segments, chunks without slices and
         # other ranks' shards are written by nobody.

@@ -123,7 +123,7 @@ class Stepper:
         self._clock = self.parameter_cache.clock
         self._is_divided = self.exchange.shards.is_divided
         """Whether other ranks update parts of each unit."""
-        self._shard_updates = ShardUpdates(self._pause_fetches, self._update_shard)
+        self._shard_updates = ShardUpdates(self._update_shard)
         self.exchanges_momenta = self.momenta is not None
 
     @property
@@ -276,6 +276,7 @@ class Stepper:
             is_held=is_held,
             rank=rank,
             is_shard=self._is_divided,
+            uses_flat=self.parameter_cache.holds_all or not self.exchange.divides(unit),
         )
         unit.count_update(groups)
         unit.begin_update(job)
@@ -337,9 +338,6 @@ class Stepper:
         check_same_groups(self.mesh.data, functools.partial(self.step_groups.described, groups), step)
         # The norms need one scale for all gradients: it is divided out of the total norm.
         scale = self._common_scale(with_gradients)
-        # From here on other ranks may write to weights that this rank would fetch from them.
-        for unit in with_gradients:
-            self._pause_fetches(unit)
         norms = self.step_groups.norms_in_order(self._norms, scale / self.scaler.scale, is_divided=self.mesh.is_divided)
         norm = norm_of_model(self.mesh, norms, scale * self._divisor, step)
         # With momenta, norms are each rank's own and may differ; the largest decides whether all skip the step.
@@ -376,8 +374,9 @@ class Stepper:
             self.updated.add(unit.index)
         # Group counters (of classes that count in their groups) change once, after all parameters were submitted.
         self.step_groups.advance(groups, self._norms)
-        if self._is_divided:
-            self._gather_weights()
+        if self._is_divided:  # in the order of their updates, as far as there is one that all ranks know
+            others = (unit for unit in self.units if unit.index in self.updated)
+            self.parameter_cache.gather_weights(list(dict.fromkeys([*self._updated_shards, *others])))
         # Before waiting for updates: an interrupt there must find a step that is over.
         self._forget()
         if self.rules.update == "step":
@@ -385,53 +384,6 @@ class Stepper:
                 self.stream.drain()
         if not was_in_backward or self._is_divided:
             self.parameter_cache.pump()
-
-    def _pause_fetches(self, unit: Unit) -> None:
-        """Stop fetching the unit if ranks keep its weights in parts; see [Note: changing divided weights]."""
-        if not self.exchange.divides(unit):
-            return
-        with self.parameter_cache.lock:
-            self.parameter_cache.closed.add(unit.index)
-            if self._is_in_use(unit):
-                self.exchange.await_fetch(unit)
-            elif not self.parameter_cache.holds_all:
-                self.parameter_cache.evict(unit)
-            elif unit.flat is not None:  # nobody needs the room, and the update reads from there
-                self.parameter_cache.quiesce(unit)
-
-    def _page_out_changed(self, but: Collection[Unit] = ()) -> None:
-        """Page out units whose shards were updated: they may hold this rank's new weights and other ranks' old ones."""
-        for unit in (self.units[index] for index in sorted(self.parameter_cache.closed)):
-            self.parameter_cache.await_update(unit)
-            with self.parameter_cache.lock:
-                if unit not in but and not self._is_in_use(unit):
-                    self.parameter_cache.evict(unit)
-
-    def _is_in_use(self, unit: Unit) -> bool:
-        """Whether somebody may look at the unit's buffer, however it changes."""
-        if not unit.num_active:
-            unit.unbind()
-        return unit.num_active > 0 or (unit.flat is not None and unit.arrival is None and unit.flat.has_views)
-
-    def _gather_weights(self) -> None:
-        """Give all ranks the weights that each has updated: unit by unit, beside the updates of later units."""
-        # Units in the memory of all ranks are exchanged there. Of the others each rank writes its shard, and all
-        # ranks meet once at the end: a fetch needs the new weights of every rank.
-        others = (unit for unit in self.units if unit.index in self.updated)
-        updated = list(dict.fromkeys([*self._updated_shards, *others]))
-        divided = [unit for unit in updated if self.exchange.divides(unit)]
-        with self._clock.waiting("ranks"):
-            kept = self.exchange.kept_by_all(divided)
-        for unit in updated:
-            self.parameter_cache.await_update(unit)
-            with self._clock.waiting("ranks"):
-                if unit in kept:
-                    self.exchange.gather_in_memory(unit)
-                elif not self.exchange.divides(unit):
-                    self.exchange.gather([unit])
-        self._page_out_changed(but=kept)
-        with self._clock.waiting("ranks"):
-            self.exchange.gather([unit for unit in divided if unit not in kept])
 
     def _factor(self, coefficient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
         """The factor for gradients of this loss scale: clips them, and divides by scale and `_divisor`. None: 1."""
@@ -481,7 +433,6 @@ class Stepper:
         self.used_up.clear()
         self._waiting.clear()
         self._shard_updates.end()
-        self.parameter_cache.closed.clear()
 
     def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Forget the present step and all gradients, but for those ``kept``, by (unit index, slot index)."""
@@ -490,8 +441,8 @@ class Stepper:
         self.gradients.clear(kept)
 
     def abandon(self) -> None:
-        """As `clear`. If the last backward of the present step has begun, in which shards are updated, all ranks come here:
-        they update the same of them, and gather the weights.
+        """As `clear`. If shards may have been updated in the present step's backward, or in stage 3 in the step, all ranks come
+        here: they update the same of them, and gather the weights.
 
         Raises:
             RankError: another rank has ended, does not come, or is elsewhere.
@@ -499,13 +450,10 @@ class Stepper:
         has_begun = self._shard_updates.digest != 0
         if has_begun:
             self.gradients.end_updates()
-        self._page_out_changed()
+        has_changed = has_begun or (self.exchange.is_divided and bool(self.updated))
         self.clear()
-        if has_begun:
-            for unit in self.units:
-                self.parameter_cache.await_update(unit)
-            with self._clock.waiting("ranks"):
-                self.exchange.gather(self.units)
+        if has_changed:
+            self.parameter_cache.gather_weights(self.units)
 
     def close(self) -> None:
         """Drop the step and all gradients, and return their memory."""

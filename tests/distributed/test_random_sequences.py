@@ -34,6 +34,18 @@ class _Fail(torch.autograd.Function):
         raise _Failed
 
 
+class _Experts(nn.Module):
+    """A unit of which ranks use other parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        out: torch.Tensor = self.members[number](x)
+        return out
+
+
 class _Model(nn.Module):
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
@@ -43,19 +55,18 @@ class _Model(nn.Module):
             nn.Sequential(nn.Linear(_WIDTH, _WIDTH, bias=rng.random() < 0.5), nn.Tanh())
             for _ in range(rng.randint(1, 4))
         )
-        self.experts = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(2))
+        self.experts = _Experts()
         self.head = nn.Linear(_WIDTH, _WIDTH)
         if rng.random() < 0.3:
             self.head.weight = self.first.weight
 
-    def forward(self, x: torch.Tensor, expert: int | None, *, fails: bool = False) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, expert: int, *, fails: bool = False) -> torch.Tensor:
         x = self.first(x)
         if fails:
             x = _Fail.apply(x)
         for block in self.blocks:
             x = x + block(x)
-        if expert is not None:
-            x = x + self.experts[expert](x)
+        x = x + self.experts(x, expert)
         return self.head(x).float().square().mean()
 
 
@@ -80,7 +91,7 @@ class _Script:
 
     def loss(self, **kwargs: Any) -> torch.Tensor:
         x = torch.randn(2, _WIDTH, generator=torch.Generator().manual_seed(self.of_rank.randrange(10**6)))
-        expert = self.of_rank.choice([None, 0, 1])  # on some ranks one, on others none
+        expert = self.of_rank.choice([0, 1])
         loss: torch.Tensor = self.engine(x.to(self.engine.config.compute_dtype), expert, **kwargs)
         return loss
 
@@ -166,7 +177,7 @@ def _config(rng: random.Random, directory: Path) -> Callable[[int], dict[str, An
         "gradient_accumulation_steps": rng.choice([1, 1, 2]),
         "gradient_clipping": rng.choice([0.0, 0.05]),
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "infinity": memory,
+        "infinity": memory | {"units": ["first", "blocks.*", "experts", "head"]},
     }
 
     def config(stage: int) -> dict[str, Any]:

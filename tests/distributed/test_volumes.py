@@ -15,7 +15,7 @@ import infinity
 from infinity.distributed.collectives import Ranks
 from tests.ranks import require_ranks
 
-_WIDTH, _LAYERS = 512, 4
+_WIDTH, _LAYERS = 512, 12
 _NUMEL = _LAYERS * _WIDTH * _WIDTH
 
 
@@ -34,7 +34,13 @@ class _Recorded:
             sent = args[1]
             if sent.dtype != torch.uint8:  # a meeting
                 kind = "norms" if len(args) > 2 else name  # `collect` sends to one rank alone
-                copies = {"all_gather_into_tensor": ranks.num - 1, "all_to_all_single": 1 - 1 / ranks.num, "norms": 1}
+                kind = "fetches" if sent.dtype == torch.int32 else kind
+                copies = {
+                    "all_gather_into_tensor": ranks.num - 1,
+                    "all_to_all_single": 1 - 1 / ranks.num,
+                    "norms": 1,
+                    "fetches": ranks.num - 1,
+                }
                 self.num_bytes[kind] += sent.numel() * sent.element_size() * copies[kind]
             run(ranks, what, name, *args, **options)
 
@@ -49,28 +55,43 @@ class _Recorded:
 @pytest.mark.parametrize("num", [2, 4])
 def test_a_step_sends_what_the_paper_says(num: int, tmp_path: Path) -> None:
     def train(rank: int) -> None:
-        for stage in (0, 1, 2):
+        for stage, budget in ((0, None), (1, None), (2, None), (3, None), (3, "8MB")):
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LAYERS)))
+            drive = {"device": "nvme", "nvme_path": str(tmp_path)}
+            offload = {} if budget is None else {"offload_param": drive, "offload_optimizer": drive}
+            section = {} if budget is None else {"keep_in_memory": False, "host_memory_budget": budget}
             config = {
                 "train_micro_batch_size_per_gpu": 2,
                 "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-                "zero_optimization": {"stage": stage},
+                "zero_optimization": {"stage": stage, **offload},
                 "bf16": {"enabled": True},
-                "infinity": {"progress_bars": False},
+                "infinity": {"progress_bars": False, **section},
             }
             engine = infinity.initialize(model=model, config=config)[0]
-            for number in range(2):
+            units = engine._parts.parameter_map.units
+            for number in range(3):
                 with _Recorded() as recorded:
                     x = torch.randn(2, _WIDTH, generator=torch.Generator().manual_seed(10 * number + rank))
-                    engine.backward(engine(x.bfloat16()).float().square().mean())
+                    engine.backward(engine(x.bfloat16().requires_grad_()).float().square().mean())
                     engine.step()
                     engine.flush()
+                    for unit in units:
+                        if unit.arrival is not None:
+                            unit.arrival.wait()  # the next step's, which begin in this one
             shard = _NUMEL * (num - 1) / num
             found = recorded.num_bytes
             assert found["all_to_all_single"] == pytest.approx(4 * shard, rel=0.01)
-            assert found["all_gather_into_tensor"] == pytest.approx((2 if stage else 4) * shard, rel=0.01)
             assert found["norms"] <= 4 * shard / num * 1.01
+            if budget is None:
+                assert found["all_gather_into_tensor"] == pytest.approx((2 if stage else 4) * shard, rel=0.01)
+                assert not found["fetches"]
+            else:  # in forward and in backward, but for the units between that are in memory
+                num_held = engine._parts.storage.pool.capacity_bytes // (2 * _WIDTH * _WIDTH)
+                assert 2 <= num_held < _LAYERS / 2
+                gathers = 2 - num_held / _LAYERS
+                assert found["fetches"] == pytest.approx(gathers * 2 * shard, rel=0.01)
+                assert not found["all_gather_into_tensor"]
             of_ranks: list[Any] = [None] * num
             torch.distributed.all_gather_object(of_ranks, dict(recorded.order))
             assert all(each == of_ranks[0] for each in of_ranks), stage

@@ -65,7 +65,7 @@ def test_what_is_given_and_kept_is_what_it_is_after_the_updates(shape: tuple[int
     shares = Shards(index, 3)
     exchange = WeightExchange(ranks, shares, None, device)
     weights.fill_(_AFTER)  # an update, of which nobody on the host has seen the end
-    exchange.gather([unit])
+    exchange.gather(unit)
     start, stop = shares.span(unit)
     found = torch.full((weights.numel(),), _LOST)
     device.synchronize(device.download(found, weights, device.mark()))

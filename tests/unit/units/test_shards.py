@@ -61,11 +61,12 @@ def test_each_byte_of_weights_has_one_keeper(num: int, index: int, sizes: list[i
     parameters = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
     unit = Unit(index, "unit", parameters, UnitLayout(specs))
     shards = Shards(0, num)
-    spans = sorted(span for rank in range(num) for span in shards.weight_spans(unit, rank))
+    spans = sorted(span for rank in range(num) for span in Shards(rank, num).weight_spans(unit))
+    assert spans == sorted(part for of_ranks in shards.weight_parts(unit) for part in of_ranks if part[0] < part[1])
     assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
     assert spans[-1][1] == unit.num_bytes
     for bounds in spans:
         assert bounds[0] < bounds[1] and all(bound % SEGMENT_GRANULE_BYTES == 0 for bound in bounds)
     for rank in range(num):  # a rank keeps the weights that it updates
         start, stop = (element * 2 for element in shards.span(unit, rank))
-        assert start == stop or (start, stop) in shards.weight_spans(unit, rank)
+        assert start == stop or (start, stop) in Shards(rank, num).weight_spans(unit)
