@@ -133,7 +133,7 @@ class Engine(Relayout):
         return self.run_module(*args, **kwargs)
 
     def obstacle(self) -> str | None:
-        """Why the present step cannot go vertically, whatever the schedule; None: it may."""
+        """Why the user's loop rules out a vertical step now; None: it does not. `VerticalSchedule` has others."""
         return "the step was begun with engine.backward" if self.counts.position else None
 
     @locked
@@ -560,6 +560,7 @@ class Engine(Relayout):
         passed.restore(had_states=had_states)
 
     def _restore(self, *, on_drives: bool = False) -> None:
+        """Make the model an ordinary one again, with all weights. ``on_drives``: large ones get memory in files."""
         self._parts.access.restore(on_drives=on_drives)
         self._untile()
 
