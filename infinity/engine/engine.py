@@ -133,7 +133,7 @@ class Engine(Relayout):
         return self.run_module(*args, **kwargs)
 
     def obstacle(self) -> str | None:
-        """Why the user's loop rules out a vertical step now; None: it does not. `VerticalSchedule` has others."""
+        """Why the present step cannot go vertically, whatever the schedule; None: it may."""
         return "the step was begun with engine.backward" if self.counts.position else None
 
     @locked
