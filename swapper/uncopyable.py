@@ -38,7 +38,10 @@ class Closable(Uncopyable):
 
 @contextlib.contextmanager
 def closed_unless_made(close: Callable[..., Any], *args: Any) -> Iterator[None]:
-    """Call ``close(*args)`` if the block raises: no owner was made that would close it."""
+    """Call ``close(*args)`` if the block raises.
+
+    For the time between opening something and the end of the constructor whose object will close it.
+    """
     try:
         yield
     except BaseException:

@@ -132,7 +132,7 @@ class SavedActivations(Spilling[_Stored]):
     # ----------------------------------------------------------------------------------------------------- forward
 
     def pack(self, tensor: torch.Tensor) -> _PackedActivation | None:
-        """What autograd keeps in place of ``tensor``; None: autograd keeps the tensor itself.
+        """What autograd keeps in place of ``tensor``, see [Note: away]; None: autograd keeps the tensor itself.
 
         Raises:
             StorageError: there is no room on the drives.

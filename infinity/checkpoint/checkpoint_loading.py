@@ -239,7 +239,7 @@ class Loading:
         groups = [{**g, "params": self._tiled.without_tiles(g["params"])} for g in optimizer.param_groups]
         parameters = parameters_with_states(self._training.model)
         known = {id(parameter) for parameter in parameters.values()}
-        with self._fitting():
+        with self._converting_errors():
             # Names are there if the model had all parameters of the optimizer. Then a model that lists its parameters
             # in another order is no error. Otherwise they are matched by number, as torch does it.
             if "names" in training_state and {id(p) for g in groups for p in g["params"]} <= known:
@@ -278,11 +278,11 @@ class Loading:
             state[key] = self._entry(parameter, small, large)
         # torch's load_state_dict checks groups and shapes here. The elements of held parameters come in `parameters`,
         # unit by unit, so that they are never in memory together.
-        with self._fitting(), self._access.elements_following():
+        with self._converting_errors(), self._access.elements_following():
             optimizer.load_state_dict({"state": state, "param_groups": training_state["param_groups"]})
 
     @contextmanager
-    def _fitting(self) -> Iterator[None]:
+    def _converting_errors(self) -> Iterator[None]:
         """Turn errors of the ``with`` block over unfitting groups or states into a `CheckpointError`."""
         try:
             yield

@@ -46,7 +46,7 @@ class ForeignTensor(SavedTensor):
 
     def parts(self, threads: BlockThreads | None = None) -> Generator[tuple[int, torch.Tensor], None, None]:
         """See `SavedTensor.parts`. Memory: up to `LARGEST_CHUNK`, and a few chunks of zarr's."""
-        with _reading(self.folder / self.path):
+        with _zarr_errors_converted(self.folder / self.path):
             array = _opened(self.folder / self.path)
             if (tuple(array.shape), array.dtype.name) != (self.shape, STORED_AS[name_of(self.dtype)]):
                 raise ValueError(f"it has the shape {array.shape} and dtype {array.dtype}, and the manifest others")
@@ -59,14 +59,14 @@ class ForeignTensor(SavedTensor):
                 part_shape[axis] -= part % array.chunks[axis]
         first = 0
         for region in dataclasses.replace(self, chunk=tuple(part_shape)).regions():
-            with _reading(self.folder / self.path):
+            with _zarr_errors_converted(self.folder / self.path):
                 values = torch.from_numpy(np.array(array[region]).reshape(-1)).view(self.dtype)
             yield first, values
             first += values.numel()
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _zarr_errors_converted(path: Path) -> Iterator[None]:
     """Turn what zarr and its codecs raise into a `CheckpointError` that names ``path``."""
     try:
         yield
@@ -112,14 +112,14 @@ def found_arrays(folder: Path) -> list[ArraySpec]:
     import zarr
 
     path = folder / TENSORS
-    with _reading(path):
+    with _zarr_errors_converted(path):
         nodes = dict(zarr.open_group(path, mode="r", zarr_format=3).members(max_depth=None))
         return [_spec(folder, name) for name, node in sorted(nodes.items()) if isinstance(node, zarr.Array)]
 
 
 def _spec(folder: Path, name: str) -> ArraySpec:
     path = f"{TENSORS}/{name}"
-    with _reading(folder / path):
+    with _zarr_errors_converted(folder / path):
         array = _opened(folder / path)
         group, fqn, kind = name.split("/")  # docs/reference/checkpoint-format.md
         # Attributes count more than the path: the path of a long name is shortened, and bf16 is stored as uint16.

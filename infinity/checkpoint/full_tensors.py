@@ -18,10 +18,10 @@ from infinity.units.parameter import PagedView, host_of
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """A copy of the fp32 main weight, of the parameter's shape. None if it is frozen, as in DeepSpeed."""
-    keeper = _keeper_of(param)
-    if keeper is None:
+    access = _access_of(param)
+    if access is None:
         return param.detach().float().cpu().clone()
-    return keeper.gather_main_weight(param) if param.requires_grad else None
+    return access.gather_main_weight(param) if param.requires_grad else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -30,9 +30,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         ValueError: ``value`` has another shape; nothing has been changed.
     """
-    keeper = _keeper_of(param)
-    if keeper is not None:
-        keeper.load_main_weight(param, value.detach())
+    access = _access_of(param)
+    if access is not None:
+        access.load_main_weight(param, value.detach())
         return
     if value.shape != param.shape:
         raise ValueError(f"value has shape {tuple(value.shape)}, but the parameter has shape {tuple(param.shape)}")
@@ -42,7 +42,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """A copy of an element-wise state ("exp_avg"), fp32, of the parameter's shape; None before the first update."""
-    found = _needed(param).gather_state(param).get(optim_state_key)
+    found = _required_access(param).gather_state(param).get(optim_state_key)
     return found if isinstance(found, torch.Tensor) else None
 
 
@@ -52,11 +52,11 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     Raises:
         ValueError: ``value`` has another shape, or the parameter has no such state yet; nothing has been changed.
     """
-    keeper = _needed(param)
-    state = keeper.gather_state(param)
+    access = _required_access(param)
+    state = access.gather_state(param)
     if optim_state_key not in state:
         raise ValueError(f"the parameter has no state '{optim_state_key}'. It has {', '.join(state) or 'none yet'}")
-    keeper.load_state(param, {**state, optim_state_key: value})
+    access.load_state(param, {**state, optim_state_key: value})
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -157,7 +157,7 @@ def _shaped(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     return value.reshape(param.shape)
 
 
-def _keeper_of(param: nn.Parameter) -> Any:
+def _access_of(param: nn.Parameter) -> Any:
     """What reads and writes a held parameter (``infinity.engine.consistent_access``); None if no engine holds it."""
     host = host_of(param)
     # A `PagedView` stands for a part of a paged weight, such as `p.data`: it has values, but no main weight and no
@@ -169,8 +169,9 @@ def _keeper_of(param: nn.Parameter) -> Any:
     return host.gatherer
 
 
-def _needed(param: nn.Parameter) -> Any:
-    keeper = _keeper_of(param)
-    if keeper is None:
+def _required_access(param: nn.Parameter) -> Any:
+    """As `_access_of`, but raises `ModelError` if no engine holds the parameter."""
+    access = _access_of(param)
+    if access is None:
         raise ModelError("no engine holds this parameter, so nobody knows its optimizer state: look at optimizer.state")
-    return keeper
+    return access

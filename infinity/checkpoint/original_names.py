@@ -116,6 +116,7 @@ def _converted(
     """Entries of the results of one group. All are computed when the first of them is written."""
     made: _Dict = {}
 
+    # The value of an `Entry`: a context manager with the tensor to be written.
     @contextlib.contextmanager
     def opened(name: str) -> Iterator[torch.Tensor]:
         if name not in made:

@@ -39,8 +39,8 @@ def store_packed(unit: Unit, originals: Sequence[torch.Tensor], weights: WeightS
     if not form.slots:
         return
     memory = unit.memory
-    # The end of the flat buffer, from which `unpack` works front to back without other memory. On a GPU, packing is
-    # done in host memory, and the bytes are copied once.
+    # `landing`: the end of the flat buffer, from which `unpack` works front to back without other memory. On a GPU,
+    # packing is done in host memory, and the bytes are copied once.
     landing = form.landing(memory)
     if memory.device.type != "cpu":
         landing = torch.empty(form.packed_bytes, dtype=torch.uint8, device="cpu")
@@ -102,6 +102,7 @@ def accept_packed(unit: Unit, slots: Sequence[Slot], weights: WeightStore | None
     Returns:
         The error to raise when the caller has stored the rest; None if everything was stored.
     """
+    # Where packed bytes of each weight are stored, and the flat buffer (uint8) with its unpacked values.
     form, memory = StoredForm(unit.layout), unit.memory
     error: ModelError | None = None
     for packed in form.slots:

@@ -255,6 +255,7 @@ def all_entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dt
             names[key] = [untiled_name(fqn) for fqn in names[key]]
     for key, fqns in names.items():
         names[key] = [fqn for fqn in fqns if tied.get(fqn) not in fqns] or fqns
+    # With a dtype, the fp32 main weights are cast, as model weights are rounded already. Without, these are written.
     mains = None if dtype is None else _MainWeights(weights)
     found = [entry for unit in parameter_map.units for entry in _entries_of(unit, names, weights, dtype, mains, tiles)]
     for key, parameter in others.items():

@@ -143,7 +143,7 @@ class Checkpoint:
 
     @functools.cached_property
     def beside(self) -> Beside:
-        """What it says about tensors that it has no array for.
+        """Names that the checkpoint lists beside its arrays: tied and excluded parameters, and the base model.
 
         Raises:
             CheckpointError: it is damaged.

@@ -271,7 +271,7 @@ class Saving:
         # engine would never be garbage-collected.
         self._records = training.access.shared or training.access.stream
         self._units = training.parameter_map.units
-        self._sinks: dict[tuple[int, int, str], _Sink] = {}
+        self._tensor_writers: dict[tuple[int, int, str], _TensorWriter] = {}
         self._left: dict[int, int] = {}
         """Unit index -> number of its tensors that are not saved yet. A unit without any is removed."""
         # Guards `_left` and `_wanted`: `run` changes them in its thread, `wait_for` in threads of training.
@@ -282,7 +282,7 @@ class Saving:
         self._ahead_bytes = 0 if is_watching else AHEAD_BYTES
         self._wanted: deque[int] = deque()
         """Units that `wait_for` is waiting for, the first one first."""
-        self._before = _units_before(training)
+        self._tiles_before = _find_tiles_before(training)  # these are saved first, see `_in_turn`
         specs = list(dict.fromkeys(each.spec for each in planned))
         num_threads = 2 if is_watching else 8
         with contextlib.ExitStack() as stack, one_thread():
@@ -296,8 +296,8 @@ class Saving:
                 if each.unit is None or each.slot is None:
                     _write_planned(files, each)
                 elif each.value is None:
-                    sink = _Sink(training.access, each.spec, each.slot, files, stack)
-                    self._sinks[each.unit.index, each.slot.index, each.spec.kind] = sink
+                    tensor_writer = _TensorWriter(training.access, each.spec, each.slot, files, stack)
+                    self._tensor_writers[each.unit.index, each.slot.index, each.spec.kind] = tensor_writer
                     if each.slot.numel:
                         self._left[each.unit.index] = self._left.get(each.unit.index, 0) + 1
                 else:
@@ -310,7 +310,9 @@ class Saving:
             files.write_training_state({"client_state": dict(client_state), **optimizer, **training.read_rest()})
             # A resident unit's trainable weights are in memory that the script can write to at any time. Checksums
             # before and after find such writes.
-            self._stamps = {i: self._stamp(i) for i in self._left if is_watching and self._units[i].is_persistent}
+            self._checksums_before = {
+                i: self._checksums_of(i) for i in self._left if is_watching and self._units[i].is_persistent
+            }
             # `run` closes it, maybe in another thread. Until here, an error removes what was written.
             self._stack = stack.pop_all()
 
@@ -326,9 +328,9 @@ class Saving:
             with self._stack, one_thread(), contextlib.closing(records):  # type: ignore[type-var]  # it is a generator
                 for part in records:
                     index = part.unit.index
-                    sink = self._sinks.get((index, part.slot.index, part.kind))
+                    tensor_writer = self._tensor_writers.get((index, part.slot.index, part.kind))
                     self._note(part.values.nbytes)
-                    if sink is not None and sink.write(part.values):
+                    if tensor_writer is not None and tensor_writer.write(part.values):
                         self._one_is_saved(index)
         finally:
             with self._lock:
@@ -358,13 +360,17 @@ class Saving:
                         break
             # An array is written front to back. If training waits for the third tile of a weight, the first two come
             # before it.
-            for number in (*self._before.get(index, ()), index):
+            for number in (*self._tiles_before.get(index, ()), index):
                 if number in waiting:
                     del waiting[number]
                     yield self._units[number]
 
     def _one_is_saved(self, index: int) -> None:
-        if self._left[index] == 1 and index in self._stamps and self._stamps[index] != self._stamp(index):
+        if (
+            self._left[index] == 1
+            and index in self._checksums_before
+            and self._checksums_before[index] != self._checksums_of(index)
+        ):
             raise CheckpointError(
                 self.folder,
                 f"weights of unit '{self._units[index].name}' were written to by the script while they were being saved",
@@ -376,7 +382,7 @@ class Saving:
                 del self._left[index]
                 self._changed.notify_all()
 
-    def _stamp(self, index: int) -> list[int]:
+    def _checksums_of(self, index: int) -> list[int]:
         unit = self._units[index]
         return [checksum(unit.bytes_of(slot)) for slot in unit.layout.slots if slot.spec.is_trainable]
 
@@ -434,7 +440,7 @@ class BackgroundSave:
             raise self._error
 
 
-def _units_before(training: Training) -> dict[int, list[int]]:
+def _find_tiles_before(training: Training) -> dict[int, list[int]]:
     """Index of a tile's unit -> indices of the units of the tiles before it."""
     found = {}
     for tiled in training.tiled.tiled:
@@ -445,14 +451,14 @@ def _units_before(training: Training) -> dict[int, list[int]]:
 
 def _write_planned(files: CheckpointFiles, planned: _Planned) -> int:
     """Write a tensor that does not come from records. Returns its bytes."""
-    if planned.value is None:
+    if planned.value is None:  # it comes from records: a `_TensorWriter` writes it
         return 0
     value = planned.value()
     _write_whole(files.open_array(planned.spec), value)
     return value.nbytes
 
 
-class _Sink:
+class _TensorWriter:
     """Receives the elements of one tensor from records, in the order of memory, and writes them in C order."""
 
     def __init__(

@@ -24,7 +24,8 @@ from swapper import SwapperError
 PROGRAM = "infinity"
 COMPLETE = "_INFINITY_COMPLETE"
 FAILED, MISUSED, INTERRUPTED, UNHEARD = 1, 2, 130, 141
-"""Exit statuses. The last two are those that a shell shows after SIGINT and SIGPIPE."""
+"""Exit statuses: an error; a wrong command line; Ctrl-C; nobody reads the output any more. The last two are those that
+a shell shows after SIGINT and SIGPIPE."""
 
 
 COMMANDS = {
@@ -133,7 +134,7 @@ def run(command: click.Command, name: str, arguments: Sequence[str]) -> int:
     except (InfinityError, SwapperError) as error:
         return _print_error(f"{type(error).__name__}: {error}", FAILED)
     except BrokenPipeError:  # whoever read the output has gone: `| head`
-        _let_stdout_go()
+        _discard_stdout()
         return UNHEARD
     except OSError as error:
         # BrokenPipeError is an OSError, so it comes before this one.
@@ -167,7 +168,7 @@ def _words(error: OSError) -> str:
     return f"{where}{error.strerror}{f'; {cure}' if cure else ''}"
 
 
-def _let_stdout_go() -> None:
+def _discard_stdout() -> None:
     """Redirect stdout to /dev/null. Python flushes it at exit, and would report the broken pipe again."""
     try:
         number = sys.stdout.fileno()

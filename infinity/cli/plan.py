@@ -241,6 +241,7 @@ def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens
 
 
 def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_given: bool) -> None:
+    """Print a table of all choices of tiers. ``given``: the one with a star; ``is_given``: it is that of the config."""
     has_gpu = not machine.uses_host_memory
     gpu = ["GPU"] if has_gpu else []
     shown = table("", "weights", "states", "memory", *gpu, "drives", "moved", "step", "tokens/s", "RAM at least")

@@ -57,19 +57,19 @@ def resolve(
     Raises:
         ConfigError: values that are fine by themselves contradict each other, or a directory cannot be used.
     """
-    book = _Book(root, findings, world_size)
-    train, micro, accumulation, decisions = resolve_batch_sizes(root, auto=findings.auto, world_size=world_size)
-    book.decisions.extend(decisions)
-    book.record("gradient_clipping", root.gradient_clipping, default="default, as in DeepSpeed since 0.19")
+    decisions = _Decisions(root, findings, world_size)
+    train, micro, accumulation, found = resolve_batch_sizes(root, auto=findings.auto, world_size=world_size)
+    decisions.made.extend(found)
+    decisions.record("gradient_clipping", root.gradient_clipping, default="default, as in DeepSpeed since 0.19")
     compute_dtype, loss_scaling = resolve_precision(root)
-    book.record("bf16.enabled", root.bf16.enabled)
+    decisions.record("bf16.enabled", root.bf16.enabled)
     if _checks_as_deepspeed(root):
-        book.decide("bf16.check_grad_overflow", True, "with clipping in stages 1 and 2, as in DeepSpeed")
-    book.record("fp16.enabled", root.fp16.enabled)
+        decisions.decide("bf16.check_grad_overflow", True, "with clipping in stages 1 and 2, as in DeepSpeed")
+    decisions.record("fp16.enabled", root.fp16.enabled)
     # Checks before tiers: `_resolve_tiers` looks at directories, and an error in the JSON should not wait for a drive.
     check_ranks(root, world_size)
-    _check_update(book)
-    tiers = _resolve_tiers(book, check_storage)
+    _check_update(decisions)
+    tiers = _resolve_tiers(decisions, check_storage)
     buffer_type = root.data_types.buffer_dtype
     decided: dict[str, Any] = {
         "train_batch_size": train,
@@ -79,17 +79,17 @@ def resolve(
         "buffer_dtype": None if buffer_type is None else DTYPES[buffer_type],
         "loss_scaling": loss_scaling,
         "checks_overflow": _checks_overflow(root),
-        "optimizer": _resolve_optimizer(book),
-        "scheduler": _resolve_scheduler(book),
+        "optimizer": _resolve_optimizer(decisions),
+        "scheduler": _resolve_scheduler(decisions),
         **tiers,
-        "io": _resolve_io(book),
+        "io": _resolve_io(decisions),
         "infinity": _resolve_infinity(
-            book,
+            decisions,
             compute_dtype,
             # Without the engine's counting, a script may call backward as often as it likes before a step: plan for
             # sums.
             max(accumulation, 1 if root.managed_gradient_accumulation else 2),
-            _resolve_durable(book, tiers, check_storage),
+            _resolve_durable(decisions, tiers, check_storage),
         ),
         "monitors": _resolve_monitors(root),
         "zero_stage": zero_stage(root),
@@ -98,13 +98,13 @@ def resolve(
         "casts_inputs": (root.fp16.enabled and root.fp16.auto_cast) or (root.bf16.enabled and root.bf16.auto_cast),
     }
     # Last: it adds the keys that nothing above has recorded.
-    book.record_other_autos()
+    decisions.record_other_autos()
     return InfinityConfig(
         **_as_written(root, InfinityConfig) | decided,
         world_size=world_size,
         source=source,
         notices=findings.notices(),
-        decisions=tuple(book.decisions),
+        decisions=tuple(decisions.made),
     )
 
 
@@ -113,48 +113,50 @@ def _as_written(block: Block, section: type[Any]) -> dict[str, Any]:
     return {each.name: getattr(block, each.name) for each in fields(section) if each.name in type(block).model_fields}
 
 
-def _resolve_tiers(book: _Book, check_storage: bool) -> dict[str, OffloadSection]:
+def _resolve_tiers(decisions: _Decisions, check_storage: bool) -> dict[str, OffloadSection]:
     """Decide where parameters and optimizer states are stored; returns a section for each offload block."""
-    root, zero = book.root, book.root.zero_optimization
-    tiers = {name: _resolve_offload(name, book, check_storage) for name in ("offload_param", "offload_optimizer")}
+    root, zero = decisions.root, decisions.root.zero_optimization
+    tiers = {name: _resolve_offload(name, decisions, check_storage) for name in ("offload_param", "offload_optimizer")}
     check_capacities(
         *(tier.nvme_directories for tier in tiers.values()), key="zero_optimization.offload_optimizer.nvme_path"
     )
     # Only a config that has the block wonders about its stage.
     if "zero_optimization" in root.model_fields_set and zero.stage is None:
         offloads = "" if zero_stage(root) else "nothing is offloaded, as in DeepSpeed"
-        book.decide("zero_optimization.stage", zero_stage(root), offloads or "something is offloaded")
+        decisions.decide("zero_optimization.stage", zero_stage(root), offloads or "something is offloaded")
     # The stages differ in what ranks divide among them. One rank has nothing to divide.
-    if zero.stage in (0, 1, 2) and book.world_size == 1:
-        book.findings.record("zero_optimization.stage", f"stage {zero.stage} runs as stage 3, with the same numbers")
+    if zero.stage in (0, 1, 2) and decisions.world_size == 1:
+        decisions.findings.record(
+            "zero_optimization.stage", f"stage {zero.stage} runs as stage 3, with the same numbers"
+        )
     if root.infinity.activations == "nvme" and not any(tier.nvme_paths for tier in tiers.values()):
         cure = "Set zero_optimization.offload_optimizer (or offload_param) to a directory on a drive"
         raise ConfigError.value("infinity.activations", "nvme", "there is no NVMe tier", cure=cure)
     return tiers
 
 
-class _Book:
-    """Collects the decisions about a config, in the order in which they are printed."""
+class _Decisions:
+    """Collects, for each key, the value that was decided and why, in the order in which they are printed."""
 
     def __init__(self, root: RootBlock, findings: Findings, world_size: int) -> None:
         self.root = root
         self.findings = findings
         self.world_size = world_size
-        self.decisions: list[Decision] = []
+        self.made: list[Decision] = []
 
     def record(self, key: str, value: object, *, default: str = "default") -> None:
         """Record the value of `key`: from the config, or else from `default`."""
         undecided = f'"auto": {default}' if key in self.findings.auto else default
         decided_by = "config" if self._is_given(key) else undecided
-        self.decisions.append(Decision(key, value, decided_by))
+        self.made.append(Decision(key, value, decided_by))
 
     def decide(self, key: str, value: object, reason: str) -> None:
         """Record a value that follows from others."""
-        self.decisions.append(Decision(key, value, f'"auto": {reason}' if key in self.findings.auto else reason))
+        self.made.append(Decision(key, value, f'"auto": {reason}' if key in self.findings.auto else reason))
 
     def record_other_autos(self) -> None:
         """Record the keys left to "auto" that have no decision yet."""
-        written = {decision.key for decision in self.decisions}
+        written = {decision.key for decision in self.made}
         for key in self.findings.auto:
             if key not in written:
                 value: Any = self.root
@@ -162,7 +164,7 @@ class _Book:
                     # None inside a block without a model (`optimizer.params.lr`): its default is the optimizer's own.
                     value = getattr(value, name, None)
                 shown = "its own default" if value is None or value == 0 else value
-                self.decisions.append(Decision(key, shown, '"auto": default'))
+                self.made.append(Decision(key, shown, '"auto": default'))
 
     def autos_below(self, path: str) -> frozenset[str]:
         """Return the keys left to "auto" that begin with `path`, without it."""
@@ -190,12 +192,12 @@ def _checks_as_deepspeed(root: RootBlock) -> bool:
     return is_left_out and zero_stage(root) in (1, 2) and root.gradient_clipping > 0
 
 
-def _needs_all_gradients(book: _Book) -> tuple[str, str] | None:
+def _needs_all_gradients(decisions: _Decisions) -> tuple[str, str] | None:
     """Return which key needs all gradients before the first update, and how to change it; None if none does.
 
     Then no unit can be updated in backward.
     """
-    root, world_size = book.root, book.world_size
+    root, world_size = decisions.root, decisions.world_size
     if root.gradient_clipping > 0:
         return f"gradient_clipping = {root.gradient_clipping}", "gradient_clipping to 0"
     # A single overflow anywhere skips the whole step, so no unit may be updated before the last gradient is known.
@@ -211,16 +213,16 @@ def _needs_all_gradients(book: _Book) -> tuple[str, str] | None:
     return None
 
 
-def _check_update(book: _Book) -> None:
-    found = _needs_all_gradients(book)
-    if book.root.infinity.update == "in_backward" and found is not None:
+def _check_update(decisions: _Decisions) -> None:
+    found = _needs_all_gradients(decisions)
+    if decisions.root.infinity.update == "in_backward" and found is not None:
         problem = f"{found[0]} needs all gradients before the first update"
         cure = f'Set infinity.update to "auto", or {found[1]}'
         raise ConfigError.value("infinity.update", "in_backward", problem, cure=cure)
 
 
-def _resolve_optimizer(book: _Book) -> OptimizerSection | None:
-    if (block := book.root.optimizer) is None:
+def _resolve_optimizer(decisions: _Decisions) -> OptimizerSection | None:
+    if (block := decisions.root.optimizer) is None:
         return None
     params = {name: _plain(value) for name, value in (block.params or {}).items()}
     # DeepSpeed refuses it as well, with the same advice.
@@ -232,19 +234,19 @@ def _resolve_optimizer(book: _Book) -> OptimizerSection | None:
     if isinstance(params.get("betas"), list):
         # JSON has no tuples.
         params["betas"] = tuple(params["betas"])
-    return OptimizerSection(block.type, params, book.autos_below("optimizer.params."))
+    return OptimizerSection(block.type, params, decisions.autos_below("optimizer.params."))
 
 
-def _resolve_scheduler(book: _Book) -> SchedulerSection | None:
-    if (block := book.root.scheduler) is None:
+def _resolve_scheduler(decisions: _Decisions) -> SchedulerSection | None:
+    if (block := decisions.root.scheduler) is None:
         return None
     params = {name: _plain(value) for name, value in (block.params or {}).items()}
     known = schedule_parameters(block.type)
-    autos = book.autos_below("scheduler.params.")
+    autos = decisions.autos_below("scheduler.params.")
     if "warmup_max_lr" in autos:
         # "auto" is what Hugging Face's tools replace by the optimizer's rate.
         params["warmup_max_lr"] = None
-        book.decisions.append(Decision("scheduler.params.warmup_max_lr", "the optimizer's lr", '"auto"'))
+        decisions.made.append(Decision("scheduler.params.warmup_max_lr", "the optimizer's lr", '"auto"'))
     for name in [name for name, is_required in known.items() if is_required]:
         # Left to "auto" it is an error only where the schedule is built: the caller may bring a schedule along.
         if name not in params and name not in autos:
@@ -253,22 +255,22 @@ def _resolve_scheduler(book: _Book) -> SchedulerSection | None:
     return SchedulerSection(block.type, params, autos)
 
 
-def _resolve_offload(name: str, book: _Book, check_storage: bool) -> OffloadSection:
+def _resolve_offload(name: str, decisions: _Decisions, check_storage: bool) -> OffloadSection:
     key = f"zero_optimization.{name}"
-    block: OffloadBlock = getattr(book.root.zero_optimization, name)
-    book.record(f"{key}.device", block.device)
+    block: OffloadBlock = getattr(decisions.root.zero_optimization, name)
+    decisions.record(f"{key}.device", block.device)
     # `nvme_path` of another device is ignored: files keep it when they switch the device.
     if block.device != "nvme":
         return OffloadSection(block.device, ())
     section = OffloadSection(block.device, resolve_directories(block.nvme_path, key=f"{key}.nvme_path"))
     if check_storage:
         check_directories(section.nvme_paths, key=f"{key}.nvme_path")
-    book.record(f"{key}.nvme_path", describe_directories(section.nvme_directories))
+    decisions.record(f"{key}.nvme_path", describe_directories(section.nvme_directories))
     return section
 
 
-def _resolve_io(book: _Book) -> IOSection:
-    aio, infinity = book.root.aio, book.root.infinity
+def _resolve_io(decisions: _Decisions) -> IOSection:
+    aio, infinity = decisions.root.aio, decisions.root.infinity
     if aio.use_gds:
         cure = "Set it to false: data goes through host memory"
         raise ConfigError.value("aio.use_gds", True, "GPUDirect Storage is not implemented", cure=cure)
@@ -281,13 +283,13 @@ def _resolve_io(book: _Book) -> IOSection:
     max_inflight = (aio.queue_depth or _QUEUE_DEPTH) * num_threads
     rounded = "" if wanted_bytes == request_bytes else f" ({wanted_bytes} rounded up to a multiple of {_ALIGNMENT})"
     # `infinity config show` prints these: where the engine deviates from the file, it says why.
-    book.record("aio.block_size", f"{request_bytes}{rounded}" if rounded else request_bytes)
+    decisions.record("aio.block_size", f"{request_bytes}{rounded}" if rounded else request_bytes)
     wanted_threads = aio.intra_op_parallelism or num_threads
     raised = f"{num_threads} ({wanted_threads} raised to the fewest that keep a drive busy)"
-    book.record("aio.intra_op_parallelism", num_threads if wanted_threads == num_threads else raised)
-    book.record("aio.queue_depth", f"{max_inflight} requests in flight")
-    book.record("infinity.io_backend", infinity.io_backend)
-    book.record("infinity.verify_checksums", infinity.verify_checksums)
+    decisions.record("aio.intra_op_parallelism", num_threads if wanted_threads == num_threads else raised)
+    decisions.record("aio.queue_depth", f"{max_inflight} requests in flight")
+    decisions.record("infinity.io_backend", infinity.io_backend)
+    decisions.record("infinity.verify_checksums", infinity.verify_checksums)
     sizes = (aio.block_size, aio.intra_op_parallelism, aio.queue_depth)
     return IOSection(
         request_bytes,
@@ -302,9 +304,9 @@ def _resolve_io(book: _Book) -> IOSection:
 
 
 def _resolve_infinity(
-    book: _Book, compute_dtype: torch.dtype, num_micro_batches: int, durable: DurableSection | None
+    decisions: _Decisions, compute_dtype: torch.dtype, num_micro_batches: int, durable: DurableSection | None
 ) -> InfinitySection:
-    block = book.root.infinity
+    block = decisions.root.infinity
     staging_buffer_bytes = block.staging_buffer_bytes
     # Chunks of optimizer state are read with O_DIRECT into whole staging buffers, so their size has to be aligned.
     if staging_buffer_bytes is not None and staging_buffer_bytes % _ALIGNMENT:
@@ -314,20 +316,20 @@ def _resolve_infinity(
     for name in ("host_memory_budget", "device_memory_budget", "staging_buffer_bytes", "update_workers"):
         value = getattr(block, name)
         shown = "chosen at start" if value is None else value
-        book.record(f"infinity.{name}", shown)
-    gradient_dtype, rounds_gradients = _resolve_gradient_dtype(book, compute_dtype, num_micro_batches)
-    book.record("infinity.schedule", block.schedule)
-    book.record("infinity.state_dtype", block.state_dtype)
+        decisions.record(f"infinity.{name}", shown)
+    gradient_dtype, rounds_gradients = _resolve_gradient_dtype(decisions, compute_dtype, num_micro_batches)
+    decisions.record("infinity.schedule", block.schedule)
+    decisions.record("infinity.state_dtype", block.state_dtype)
     if block.frozen_dtype is not None:
-        book.record("infinity.frozen_dtype", block.frozen_dtype)
-    update = _resolve_update(book)
+        decisions.record("infinity.frozen_dtype", block.frozen_dtype)
+    update = _resolve_update(decisions)
     decided: dict[str, Any] = {
         # A commit of a durable run covers files only: what stays in memory would be lost in a crash.
         "keep_in_memory": block.keep_in_memory and durable is None,
         "update": update,
         # The plan may still choose "step" later, when it knows whether all fits in a CPU's memory (plan/inputs.py).
         "update_is_open": block.update == "auto" and update != "step",
-        "main_weights": _resolve_main_weights(book, compute_dtype),
+        "main_weights": _resolve_main_weights(decisions, compute_dtype),
         "gradient_dtype": gradient_dtype,
         "rounds_gradients": rounds_gradients,
         "timeline": resolve_file(block.timeline, key="infinity.timeline") if block.timeline is not None else None,
@@ -351,8 +353,10 @@ def _resolve_monitors(root: RootBlock) -> MonitorsSection:
     )
 
 
-def _resolve_durable(book: _Book, tiers: Mapping[str, OffloadSection], check_storage: bool) -> DurableSection | None:
-    block = book.root.infinity
+def _resolve_durable(
+    decisions: _Decisions, tiers: Mapping[str, OffloadSection], check_storage: bool
+) -> DurableSection | None:
+    block = decisions.root.infinity
     if not block.durable:
         return None
     for name, section in tiers.items():
@@ -361,7 +365,7 @@ def _resolve_durable(book: _Book, tiers: Mapping[str, OffloadSection], check_sto
             cure = 'Set it to "nvme", or infinity.durable to false'
             raise ConfigError.value(key, section.device, "a durable run has everything on drives", cure=cure)
     if "keep_in_memory" not in block.model_fields_set:
-        book.decide("infinity.keep_in_memory", False, "a durable run keeps nothing off the drives")
+        decisions.decide("infinity.keep_in_memory", False, "a durable run keeps nothing off the drives")
     elif block.keep_in_memory:
         cure = "Leave it out, or set infinity.durable to false"
         raise ConfigError.value("infinity.keep_in_memory", True, "a durable run has everything on drives", cure=cure)
@@ -376,9 +380,9 @@ def _resolve_durable(book: _Book, tiers: Mapping[str, OffloadSection], check_sto
     durable = DurableSection(
         tuple(replace(each, bytes_per_second=1.0) for each in found), block.keep_last, block.keep_every
     )
-    book.record("infinity.durable_path", describe_directories(durable.directories))
-    book.record("infinity.keep_last", durable.keep_last)
-    book.record("infinity.keep_every", durable.keep_every)
+    decisions.record("infinity.durable_path", describe_directories(durable.directories))
+    decisions.record("infinity.keep_last", durable.keep_last)
+    decisions.record("infinity.keep_every", durable.keep_every)
     return durable
 
 
@@ -390,30 +394,30 @@ def zero_stage(root: RootBlock) -> int:
     return 3 if zero.offload_param.is_active() or zero.offload_optimizer.is_active() else 0
 
 
-def _resolve_update(book: _Book) -> UpdateMode:
-    block, found = book.root.infinity, _needs_all_gradients(book)
+def _resolve_update(decisions: _Decisions) -> UpdateMode:
+    block, found = decisions.root.infinity, _needs_all_gradients(decisions)
     update, is_early = block.update, block.update != "deferred" and not block.durable and found is None
     # All ranks have to reach an exchange together. They do in the step; a deferred update runs when its rank needs it.
-    if book.world_size > 1 and zero_stage(book.root) > 0 and update != "step" and not is_early:
-        reason = f"{book.world_size} processes exchange what each has updated, in the step"
-        book.decide("infinity.update", "step", reason)
+    if decisions.world_size > 1 and zero_stage(decisions.root) > 0 and update != "step" and not is_early:
+        reason = f"{decisions.world_size} processes exchange what each has updated, in the step"
+        decisions.decide("infinity.update", "step", reason)
         return "step"
     # "in_backward" has passed `_check_update` by now, so it contradicts nothing.
     if update != "auto":
-        book.record("infinity.update", update)
+        decisions.record("infinity.update", update)
         return update
     unless = 'before the first update; "step" on a CPU whose memory holds everything'
     if found is not None:
-        book.decide("infinity.update", "deferred", f"{found[0]} needs all gradients {unless}")
+        decisions.decide("infinity.update", "deferred", f"{found[0]} needs all gradients {unless}")
         return "deferred"
-    book.decide("infinity.update", "in_backward", f"nothing needs all gradients {unless}")
+    decisions.decide("infinity.update", "in_backward", f"nothing needs all gradients {unless}")
     return "in_backward"
 
 
-def _resolve_main_weights(book: _Book, compute_dtype: torch.dtype) -> MainWeights:
-    block = book.root.infinity
+def _resolve_main_weights(decisions: _Decisions, compute_dtype: torch.dtype) -> MainWeights:
+    block = decisions.root.infinity
     if compute_dtype == torch.float32:
-        book.decide("infinity.main_weights", "fp32", "the model weights are fp32, and are the main weights")
+        decisions.decide("infinity.main_weights", "fp32", "the model weights are fp32, and are the main weights")
         return "fp32"
     # bf16 has the exponent of fp32 (8 bits): a bf16 weight and 16 bits of remainder determine the fp32 main weight.
     # fp16 has 5 bits of exponent, so 16 more bits do not reach all of fp32.
@@ -421,20 +425,20 @@ def _resolve_main_weights(book: _Book, compute_dtype: torch.dtype) -> MainWeight
         if block.main_weights == "remainder":
             problem = "fp16 cuts fp32 in the exponent, too: what it lacks of a main weight does not fit into 16 bits"
             raise ConfigError.value("infinity.main_weights", "remainder", problem, cure="Remove it, or take bf16")
-        book.decide("infinity.main_weights", "fp32", "the only way with fp16")
+        decisions.decide("infinity.main_weights", "fp32", "the only way with fp16")
         return "fp32"
     if block.main_weights != "auto":
-        book.record("infinity.main_weights", block.main_weights)
+        decisions.record("infinity.main_weights", block.main_weights)
         return block.main_weights
-    book.decide("infinity.main_weights", "remainder", "the default with bf16")
+    decisions.decide("infinity.main_weights", "remainder", "the default with bf16")
     return "remainder"
 
 
 def _resolve_gradient_dtype(
-    book: _Book, compute_dtype: torch.dtype, num_micro_batches: int
+    decisions: _Decisions, compute_dtype: torch.dtype, num_micro_batches: int
 ) -> tuple[GradientDtype, bool]:
     """Return the dtype of gradients that wait for their update, and whether it may round their sums."""
-    key, chosen = "infinity.gradient_dtype", book.root.infinity.gradient_dtype
+    key, chosen = "infinity.gradient_dtype", decisions.root.infinity.gradient_dtype
     # Worked cases of "auto", with bf16 weights on NVMe:
     #   1 process, 1 micro-batch:   "bf16": autograd's gradient is bf16 already, nothing is rounded
     #   1 process, 4 micro-batches: "fp32": a sum of four bf16 numbers needs more bits than bf16 has
@@ -443,19 +447,19 @@ def _resolve_gradient_dtype(
         problem = "gradients come with more bits than bf16 has, and would be rounded"
         raise ConfigError.value(key, chosen, problem, cure='Remove it, or switch on "bf16": {"enabled": true}')
     if chosen != "auto":
-        book.record(key, chosen)
+        decisions.record(key, chosen)
         return chosen, chosen == "bf16"
-    zero = book.root.zero_optimization
+    zero = decisions.root.zero_optimization
     if compute_dtype != torch.bfloat16:
-        book.decide(key, "fp32", "gradients come with more bits than bf16 has")
-    elif book.world_size > 1:
-        book.decide(key, "fp32", "the mean over several processes would be rounded")
+        decisions.decide(key, "fp32", "gradients come with more bits than bf16 has")
+    elif decisions.world_size > 1:
+        decisions.decide(key, "fp32", "the mean over several processes would be rounded")
     elif num_micro_batches > 1:
-        book.decide(key, "fp32", "sums of several micro-batches would be rounded")
+        decisions.decide(key, "fp32", "sums of several micro-batches would be rounded")
     elif "nvme" not in (zero.offload_param.device, zero.offload_optimizer.device):
-        book.decide(key, "fp32", "there is no NVMe tier for sums that find no room")
+        decisions.decide(key, "fp32", "there is no NVMe tier for sums that find no room")
     else:
-        book.decide(key, "bf16", "loses nothing with one micro-batch; a sum of several would be kept as fp32")
+        decisions.decide(key, "bf16", "loses nothing with one micro-batch; a sum of several would be kept as fp32")
         # False: if a script does sum gradients after all, they are widened to fp32 instead of rounded.
         return "bf16", False
     return "fp32", False

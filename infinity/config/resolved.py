@@ -165,7 +165,7 @@ class InfinitySection:
         experts: how experts are paged that are in one tensor.
         strict: whether unknown config keys are errors.
         update: when the optimizer runs.
-        update_is_open: whether it may run in the step instead, where the plan finds that all stays in a CPU's memory.
+        update_is_open: whether the plan may choose "step" instead of ``update``, where all stays in a CPU's memory.
         main_weights: whether an fp32 main weight is stored beside a bf16 model weight, or only what that lacks.
         gradient_dtype: of gradients that wait for their update.
         rounds_gradients: whether sums of gradients may be rounded to `gradient_dtype`. Without, they are kept as fp32

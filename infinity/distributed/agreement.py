@@ -130,6 +130,7 @@ def pulse(beat: Callable[[], Any]) -> Iterator[None]:
 
 
 def _raise(error: Exception | None) -> None:
+    # As a function for `gather_results`, which raises on all ranks what it raises on one.
     if error is not None:
         raise error
 

@@ -102,6 +102,7 @@ class Ranks:
         self.members = tuple(range(num) if members is None else members)
         self.services: dict[str, Any] = {}
         """What others have made for these ranks, once for all who ask, by name."""
+        # Weak: torch has the group until the script destroys it, and `has_group` finds that out.
         self._group_reference = weakref.ref(group) if group is not None else None
         self.causes = causes
         """Know why a rank has ended: errors name the first cause."""

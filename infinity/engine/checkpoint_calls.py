@@ -123,7 +123,8 @@ class CheckpointCalls(ExportCalls):
         return True
 
     def _save(self, what: str, begin: Callable[[Training], Saving], blocking: bool) -> None:
-        # Collective: random generators and loader positions of all ranks come to rank 0, which writes them.
+        # Collective: random generators and loader positions of all ranks come to rank 0, which writes them. See
+        # [Note: checkpoints of several ranks].
         of_ranks = gather_results(self._mesh.data, what, self._begin_checkpoint)
         if self.counts.position:
             logger.warning(

@@ -244,7 +244,7 @@ class DurableRun:
     # ---------------------------------------------------------------------------------------------------------- commits
 
     def commit(self, training: Any) -> None:
-        """Begin to commit the step that has just ended.
+        """Begin to commit the step that has just ended: see [Note: what survives].
 
         Raises:
             StepError: the last commit failed; see `wait`.
@@ -285,7 +285,7 @@ class DurableRun:
         self._versions.begin(self._number, parts, self._staying(), ready)
 
     def wait(self) -> None:
-        """Wait until the last step is committed. Nobody may write while a commit is under way.
+        """Wait until the last step is committed. Nobody may write before: see [Note: what survives].
 
         Raises:
             StepError: the commit failed. Earlier commits are unchanged, and no later one can be made.
@@ -374,12 +374,12 @@ class DurableRun:
         Raises:
             StepError: a rank does not have that many commits, or a file could not be written. Nothing has changed.
         """
-        found = gather_results(self._ranks, f"engine.rollback({steps})", lambda: self._before(training, steps))
+        found = gather_results(self._ranks, f"engine.rollback({steps})", lambda: self._number_before(training, steps))
         self._go_to(training, found[self._ranks.index])
         logger.info("durable run in '%s': went back to step %d", self._path, training.global_steps)
 
-    def _before(self, training: Any, steps: int) -> int:
-        """Number of the commit ``steps`` steps ago."""
+    def _number_before(self, training: Any, steps: int) -> int:
+        """The number of the commit ``steps`` steps ago."""
         training.flush()
         kept = [number for number in self._versions.kept if self._commits[number][0] == self._line]
         # At step 12 with commits of 12, 11 and 10: {0: number of 12, 1: number of 11, 2: number of 10}.
@@ -477,7 +477,7 @@ class DurableRun:
         return training_state
 
     def begin_line(self) -> None:
-        """A checkpoint was loaded, on all ranks: begin a new line, see [Note: lines of commits]."""
+        """Begin a new line of commits after a checkpoint was loaded on all ranks: see [Note: lines of commits]."""
         self._line = 1 + max(
             number for (number,) in self._ranks.all_gather_ints("a new line of commits", [self._number])
         )

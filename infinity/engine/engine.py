@@ -563,6 +563,7 @@ class Engine(Relayout):
         passed.restore(had_states=had_states)
 
     def _restore(self, *, on_drives: bool = False) -> None:
+        """Make the model an ordinary one again, with all weights. ``on_drives``: large ones get memory in files."""
         self._parts.access.restore(on_drives=on_drives)
         self._untile()
 

@@ -123,7 +123,7 @@ class Parts:
 
     @property
     def mains(self) -> ConsistentAccess | None:
-        """Gives main weights; None if they are the model weights."""
+        """Reads and replaces main weights; None if they are the model weights."""
         return self.consistent if self.stored.has_main_weights else None
 
     # --------------------------------------------------------------------------------------------------------- storage
@@ -236,6 +236,7 @@ class Parts:
         plan, config, storage = self.plan, self.config, self.storage
         momenta = self._make_momenta()
         gradients = self._make_gradients(momenta)
+        # Gradients as scripts see them in ``parameter.grad`` between backward and step.
         self.live = LiveGradients(gradients, self._parameter_cache.await_update)
         self.stream = self._make_stream()
         undo.callback(self.stream.close)
@@ -341,6 +342,7 @@ class Parts:
         self.counts: Accumulation = Accumulation(self.config, self.mesh.data.num) if before is None else before.counts
         self.style: LoopStyle = LoopStyle(self.counts) if before is None else before.style
         lock, assigned = EngineLock(), AssignedData()
+        # Knows whether forward, backward or step may come now, and refuses what is out of order.
         self.guard = PhaseGuard(stepper, self.counts)
         self.backwards = Backwards(
             parameter_map, parameter_cache, lock, stepper, self.guard, self.live, self.style, self.counts

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Divided:
-    """This process's shard of states and weights."""
+    """How ZeRO divides states and weights among processes, and which shard is this process's."""
 
     mesh: Mesh
     shards: Shards
@@ -46,7 +46,7 @@ class Divided:
 
 @dataclass(frozen=True)
 class Planned:
-    """Where weights, states and gradients are stored."""
+    """The plan that an engine is built from: where weights, states and gradients are stored."""
 
     inputs: PlanInputs
     placement: Placement

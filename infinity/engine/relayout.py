@@ -33,6 +33,7 @@ class _Contents:
 
     weights: dict[nn.Parameter, torch.Tensor]
     mains: dict[nn.Parameter, torch.Tensor]
+    """Main weights."""
     states: dict[nn.Parameter, dict[str, Any]]
     gradients: dict[nn.Parameter, torch.Tensor]
     packed: dict[nn.Parameter, tuple[str, torch.Tensor]]
@@ -50,7 +51,7 @@ class Relayout(CheckpointCalls):
 
     @property
     def loose(self) -> LooseParameters:
-        """Parameters in the groups that no engine holds."""
+        """Parameters in the groups that no engine holds. The wrapped optimizer updates them as plain torch does."""
         return self._parts.groups.loose
 
     def _connect(self, parts: Parts) -> None:
@@ -65,14 +66,14 @@ class Relayout(CheckpointCalls):
         return len(self._parts.groups.not_held())
 
     def relay(self, parts: Parts) -> None:
-        """Use these parts in place of the present ones."""
+        """Use these parts in place of the present ones, after a new layout."""
         before = self._parts.stepper
         self._connect(parts)
         parts.stepper.follow(before)
         self._paged.update_by(parts.updater, parts.consistent, parts.mains)
 
     def make_room(self) -> None:
-        """Make room for the states of the parameters in the last group, which is new.
+        """Lay the engine out anew if parameters of the last group, which is new, have no room for their states.
 
         If that fails, the group is removed, the old layout is made again, and the error is raised.
         """

@@ -41,7 +41,7 @@ class TrainBatch:
         num_micro_batches = loop.counts.num_micro_batches
         # Batches that were read for a vertical step. If that cannot be done, the ordinary loop uses them.
         taken: list[Any] = []
-        reason = loop.obstacle() or self._vertical.obstacle()
+        reason = loop.obstacle() or self._vertical.obstacle()  # why this step cannot go vertically; None: it can
         if reason is None:
             for _ in range(num_micro_batches):
                 batch = move(next(iterator), loop.device)

@@ -199,7 +199,7 @@ class GradientCollector:
             self.keep(unit, self._pop_from(unit, [slot.index]))
 
     def _expect(self, unit: Unit) -> frozenset[int] | None:
-        """The slots that will fire, each once; None if one of them may fire more often."""
+        """The slots that will fire, each once; None if one of them may fire more often. See [Note: complete]."""
         if unit.index in self._used_late or (self._history is None and unit.index in self._in_parts):
             return None
         expected: list[int] = []

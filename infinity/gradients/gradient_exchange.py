@@ -3,7 +3,7 @@
 [Note: updates of shards] As in one process, a unit may be updated when no backward needs its weights any more and all of its
 gradients have come; here, on all ranks. A rank leaves a unit to that when both hold for itself, and its word is final: from then
 on it counts as updated, so what is an error afterwards does not depend on which rank was faster. Ranks tell each other when they
-average the unit, and update it if all have left the same gradients of it, with the same
+average the unit (`ShardUpdates.word`), and update it if all have left the same gradients of it, with the same
 hyperparameters. All else waits for the step, where differences are named.
 
 Where ranks keep parts of the weights, too, what is in memory of such a unit has old weights of other ranks. When the step ends
@@ -58,8 +58,10 @@ class ShardUpdates:
         self._left[unit.index] = frozenset(slot.index for slot in slots)
 
     def word(self, unit: Unit, slots: frozenset[int]) -> int:
-        """The number that all ranks must send alike to update the unit; 0: no update. ``slots``: that have gradients
-        here."""
+        """This rank's vote on the unit's update, exchanged with its gradients; ``slots``: that have gradients here.
+
+        It is updated if all ranks send the same number above 0: the checksum of their hyperparameters.
+        """
         # Hyperparameters, unless the gradients are others than when the rank left the unit to its update.
         return self.digest if self._left.get(unit.index) == slots else 0
 
@@ -81,7 +83,7 @@ class UnitExchange:
         is_unscaled: whether they are without the loss scale. Once ``done``: whether those of any rank were, and now all are.
         unscaling: the factor that takes it out.
         flushes_denormals: whether the training thread does so.
-        word: what is said of an update by these gradients, see [Note: updates of shards].
+        word: this rank's vote on an update by these gradients, see `ShardUpdates.word`.
         found: what was averaged: parameters of which all ranks had something new. Of others one may yet get its gradient.
         owners: of each of ``found``, which of those that divide states has the whole mean, for its norm.
         is_final: whether all ranks had the same gradients, and the same ``word``, which was not 0.

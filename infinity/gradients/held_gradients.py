@@ -73,13 +73,17 @@ class HeldGradient:
 
 
 class HeldGradients:
-    """All of them. As in torch, the same object is given as long as somebody holds it."""
+    """Tensors that scripts may hold as gradients. As in torch, ``parameter.grad`` is one object while it is held.
+
+    `given`: stand-ins that read it at the first look; `views`: of memory; `own`: the script's tensors.
+    """
 
     def __init__(self) -> None:
         self.given: dict[Key, weakref.ref[PagedGradient]] = {}
-        """The stand-ins of gradients that the user may still hold."""
+        """Stand-ins that ``parameter.grad`` has returned. Each reads its gradient at the first look."""
         self.views: dict[Key, HeldGradient] = {}
-        """The same for gradients in memory. Held, because assigning their ``data`` shows in nothing else."""
+        """Views of gradients in memory that ``parameter.grad`` has returned. Held strongly: only a look at the tensor
+        shows that its ``data`` was assigned."""
         self.own: dict[Key, HeldGradient] = {}
         """Gradients that are tensors of the user's: assigned by him, or with a graph (``create_graph=True``)."""
 

@@ -15,7 +15,8 @@ from infinity.units.unit import Unit
 
 
 class LiveGradients:
-    """Of the parameter's shape, where they are kept, without the loss scale: fp32, or bf16 if sums are rounded to it.
+    """The gradients that scripts see in ``parameter.grad`` between backward and step: of the parameter's shape, without
+    the loss scale, fp32 or, if sums are rounded to it, bf16.
 
     One that is not in memory is a `PagedGradient`. It keeps its values when the parameter gets another gradient, or none.
     """

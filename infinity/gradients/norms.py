@@ -108,7 +108,10 @@ def _of(of_ranks: _OfProcess, fqn: str, *, is_scaled: bool) -> tuple[bool, float
 
 
 def _merged(mesh: Mesh, what: str, fqn: str, of_tensor_ranks: Sequence[tuple[bool, float] | None]) -> torch.Tensor:
-    """The norm of one parameter, from what the tensor ranks of a stage have of it; None: no gradient."""
+    """The norm of one parameter, from what the tensor ranks of a stage have of it; None: no gradient.
+
+    See [Note: norms of parts].
+    """
     of_ranks = [each for each in of_tensor_ranks if each is not None]
     norms = [norm for _, norm in of_ranks]
     values = torch.tensor(norms, dtype=torch.float32, device="cpu")

@@ -105,8 +105,8 @@ class ReducedGradients(GradientStore):
         self._new: set[tuple[int, int]] = set()
         """(unit index, slot index) of what was added since the last `average`."""
         self.agreed_norms: dict[tuple[int, int], torch.Tensor] = {}
-        """(unit index, slot index) -> 2-norm of a mean that may be here in part only, or have gone into an update: from
-        `average_for_update` until the next step's, or `clear`."""
+        """(unit index, slot index) -> 2-norm of the whole mean, the same on all ranks. This rank may have only its
+        shard of the mean, or none after an update. From `average_for_update` until the next step's, or `clear`."""
         self._step: int | None = None
         """The step whose means are being computed: from `begin_means`, or `average_last`, until all ranks have them."""
         self._is_last_over = False
@@ -152,7 +152,7 @@ class ReducedGradients(GradientStore):
         return updates is not None
 
     def expect_whole(self, unit: Unit) -> None:
-        """The next `add` for the unit makes it whole."""
+        """Prepare for the unit's last gradients of the step, which the next `add` brings: have memory for their sum."""
         if self._step is not None:
             self.open_sum(unit)
 
@@ -168,7 +168,10 @@ class ReducedGradients(GradientStore):
         super().open_sum(unit)
 
     def offer(self, unit: Unit) -> bool:
-        """The unit has all gradients of the step. Returns whether that is of use: then it may stay where `open_sum` has it."""
+        """Allow the exchange of the unit, which has all gradients of the step: see [Note: means for owners].
+
+        Returns whether it will be exchanged before the step. If so, its gradients may stay in the memory of `open_sum`.
+        """
         if self._step is not None:
             self._whole.add(unit.index)
             self._advance()
@@ -188,7 +191,10 @@ class ReducedGradients(GradientStore):
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether a gradient that is not here may be on other ranks, of which this one has a part of the mean, or will have."""
+        """Whether a parameter without a gradient here may have a mean, of which this rank has a shard, or will have.
+
+        So it is from the end of the step's last backward until all means are there.
+        """
         return self._step is not None and self._is_last_over
 
     def _advance(self, *, is_in_time: bool = True) -> None:
@@ -325,7 +331,7 @@ class ReducedGradients(GradientStore):
             self._await_holder()
             if self._exchange is not None and self._exchange.error is not None:
                 raise self._exchange.error
-        self._whole.clear()
+        self._whole.clear()  # all are exchanged; `_advance` reads the set again in the next step
 
     def _meet(self, what: str) -> None:
         """Meet, and use meanwhile what has been exchanged."""

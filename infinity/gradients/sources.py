@@ -152,6 +152,7 @@ class GradientBuffer:
             read: starts a read into a tensor.
             stored: the buffer's dtype, or bf16 for a buffer of fp32.
         """
+        # Where the drive's bytes are put: the buffer itself, or its front half for bf16 that is widened in place.
         landing = self.values if stored == self.dtype else self.values.view(stored)[: self.values.numel()]
         read(landing).wait()
         if stored != self.dtype:
@@ -185,7 +186,8 @@ class GradientBuffer:
     def add(self, gradients: Mapping[Slot, torch.Tensor], present: Iterable[int], landing: DownloadRing[Any]) -> None:
         """Add in fp32, and round to the buffer's dtype; parameters not in ``present`` have no gradient yet.
 
-        What is on a device, and the buffer is not, comes by way of ``landing``, and is waited for.
+        Gradients on a device reach a buffer in host memory through ``landing``, a ring of pinned memory. This waits for
+        the copies.
         """
         known = set(present)
         for slot, gradient in gradients.items():

@@ -83,7 +83,7 @@ class GradientStore:
         """Memory that an update or a write uses, each until `_retire` finds that this has ended; None: not of the pool."""
         self._ended = Bell()  # rung when a use of memory ends, by a thread of the update stream or the swapper
         self.scaler = scaler or LossScaler(None)
-        self.held = HeldGradients()  # what the user holds of them
+        self.held = HeldGradients()  # tensors that scripts got from, or assigned to, ``parameter.grad``
         self.resumed_bytes = 0  # read so far, to add to sums that had been spilled before
 
     def _of(self, unit: Unit) -> UnitGrads:

@@ -144,6 +144,7 @@ class Init:
 
     def place(self, parameter: torch.Tensor) -> None:
         """Move a tensor that a module gets to the drives, now or later."""
+        # See [Note: whose memory may be exchanged].
         if self._tensors is None or not _is_plain(parameter):
             return
         self._tensors.move(parameter)

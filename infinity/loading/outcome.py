@@ -12,7 +12,7 @@ from infinity.errors import ModelError
 
 @dataclass(frozen=True)
 class Outcome:
-    """Differences. Names are the model's, or the files' if the model has none."""
+    """Differences between a model and the files it is loaded from. Names are the model's, or else the files'."""
 
     missing: Sequence[str]
     """In the model, but not in the files."""
@@ -21,7 +21,7 @@ class Outcome:
     mismatched: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]
     """Name, shape in the files, shape in the model."""
     of_another_kind: Sequence[tuple[str, str]]
-    """Name and dtype in the files, of floating-point tensors of the model that are not so in the files."""
+    """Name and dtype in the files, of floating-point tensors that the files have as integers, or only with scales."""
 
     def check(
         self, path: Path, *, ignore_missing: bool, ignore_unexpected: bool, ignore_mismatched: bool

@@ -71,7 +71,7 @@ class Loader(DataLoader[Any]):
         """Continue behind the saved position, also in an iterator that exists already."""
         if "num_samples" in state and self.batch_size:
             # Saved by 2 ranks after 6 samples each: 12. With 3 ranks each skips 4. With 5 ranks each skips 2, and the
-            # last 2 of the 12 come twice.
+            # last 2 of the 12 come twice. See [Note: a position for all ranks].
             self._num_samples = int(state["num_samples"]) // self._num_ranks
             self._num_given = -(-self._num_samples // self.batch_size)
         else:  # batches are the script's, or it was saved by a version that counted those alone

@@ -294,7 +294,7 @@ class ParameterCoordinator:
         self.begin_forward(is_root=False)  # no module's
         for unit in self.parameter_cache.units:  # what was written before the step stays
             self.parameter_cache.store_changes(unit)
-        self.parameter_cache.write_by(vertical)
+        self.parameter_cache.write_by(vertical)  # until `end_vertical`, writes to weights are undone and refused
         self._vertical = vertical
 
     def end_vertical(self) -> None:

@@ -117,7 +117,7 @@ class LoopStyle:
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether each micro-batch is known to have a single backward."""
+        """Whether each micro-batch is known to have a single backward: see [Note: backwards of a step]."""
         return self._is_single is True
 
     def on_backward(self) -> None:
@@ -144,7 +144,10 @@ class LoopStyle:
         self._num_backwards = 0
 
     def _wait_for_step(self, reason: str) -> None:
-        """Run no updates in backward from now on, unless a step has already shown one backward per micro-batch."""
+        """Run no updates in backward from now on, unless a step has already shown one backward per micro-batch.
+
+        See [Note: backwards of a step].
+        """
         if self._is_single is None:
             self._is_single = False
             logger.info("updates run after engine.step(), not in backward: %s", reason)

@@ -80,9 +80,9 @@ def bandwidth_of(config: InfinityConfig) -> Bandwidth | None:
 
 
 def glance(directories: Sequence[Path]) -> Bandwidth | None:
-    """Measure drives for a third of a second, with 32 MiB written on each; None if that fails.
+    """Measure drives quickly, for a third of a second with 32 MiB written on each; None if that fails.
 
-    `measured_bandwidth` is more accurate: it comes from a long measurement.
+    `measured_bandwidth` is more accurate: it comes from the long measurement of `infinity profile`.
     """
     try:
         mixed = rate_at_a_glance([Directory(path) for path in directories], _SECONDS)

@@ -18,8 +18,8 @@ _SAMPLE_SECONDS = 5.0
 _LEAST_SAMPLES = 12
 _FALL = 0.1
 """A rate that ends so much below the first ones has fallen; less is noise."""
-_AT_ONCE = 3
-"""Samples of which the median counts as one: a single one may be slow for any reason."""
+_IN_MEDIAN = 3
+"""Number of samples in a row whose median is compared: a single one may be slow for any reason."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class LongRun:
     def first_rate(self) -> float:
         """Bytes per second at the beginning."""
         # The cache of the drive still takes all writes.
-        return statistics.median(self._rates[:_AT_ONCE])
+        return statistics.median(self._rates[:_IN_MEDIAN])
 
     @property
     def rate(self) -> float:
         """Bytes per second that it holds: the median of the last quarter."""
-        return statistics.median(self._rates[-max(_AT_ONCE, len(self.moments) // 4) :])
+        return statistics.median(self._rates[-max(_IN_MEDIAN, len(self.moments) // 4) :])
 
     @property
     def fell_at(self) -> Moment | None:
@@ -68,7 +68,7 @@ class LongRun:
         # The first place whose median of three is below the middle of both rates. Example: rates 3, 3, 3, 3, 1, 1, 1,
         # ... have the middle 2. At n = 3 the samples 3, 1, 1 have the median 1: moment 3 is the last fast one.
         middle, rates = (self.first_rate + self.rate) / 2, self._rates
-        slow = (n for n in range(len(rates)) if statistics.median(rates[n : n + _AT_ONCE]) < middle)
+        slow = (n for n in range(len(rates)) if statistics.median(rates[n : n + _IN_MEDIAN]) < middle)
         return self.moments[next(slow)]
 
     def words(self) -> str:
@@ -114,7 +114,7 @@ def hold(
     progress: Callable[[str, float], None],
     keep: Callable[[Sample], None],
 ) -> LongRun:
-    """Measure a drive with the mix of reads and writes of an optimizer step.
+    """Measure for minutes which rate a drive holds under the reads and writes of an optimizer step.
 
     Args:
         test: the drive.

@@ -31,7 +31,7 @@ _PHASES = ("forward", "backward", "step")
 
 
 class Awaited(Protocol):
-    """A future, a handle or a job that the training thread can wait for."""
+    """Whatever the training thread can wait for: a future, a handle, an update job."""
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""

@@ -216,7 +216,7 @@ def read_run(directory: Path) -> Run:
 
 @contextlib.contextmanager
 def showing(directory: Path) -> Iterator[None]:
-    """Raise a `CheckpointError` for values of a log that no engine writes."""
+    """Put around code that shows a log: errors from values that no engine writes become a `CheckpointError`."""
     try:
         yield
     except InfinityError:

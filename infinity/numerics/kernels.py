@@ -156,18 +156,18 @@ _force: Any = {"nogil": True, "error_model": "numpy", "forceinline": True}
 
 
 @numba.njit(**_force)  # type: ignore[untyped-decorator]
-def _stepped(main: Any, slope: Any, average: Any, square: Any, v: Any) -> Any:
+def _stepped(main: Any, gradient: Any, average: Any, square: Any, v: Any) -> Any:
     """Main weight and moments of one element after a step. ``v``: the numbers, see `_adam`."""
     # As in ATen/native/cpu/FusedAdamKernel.cpp: each line rounds as the one there, so none may be merged or simplified.
-    slope = slope * v[0]
+    gradient = gradient * v[0]
     # Not a multiplication by 0: an infinite weight would give NaN.
     if v[2] != np.float32(0.0):
-        slope = multiply_add(main, v[2], slope)
+        gradient = multiply_add(main, v[2], gradient)
     main = main * v[1]
     # torch.lerp: from the average if its weight is below 0.5, else from the gradient, with weight - 1.
-    base = average if v[4] != np.float32(0.0) else slope
-    average = multiply_add(v[3], slope - average, base)
-    square = multiply_add(v[6] * slope, slope, square * v[5])
+    base = average if v[4] != np.float32(0.0) else gradient
+    average = multiply_add(v[3], gradient - average, base)
+    square = multiply_add(v[6] * gradient, gradient, square * v[5])
     root = np.float32(math.sqrt(square)) / v[7] + v[8]
     return main + (v[9] * average) / root, average, square
 
@@ -227,16 +227,16 @@ def _adam(rows: Any, values: Any) -> None:
                 half = carray(pointer(rows[i, 2]), numel, np.int16)
                 _step_split(weight, remainder, half, average, square, v)
             else:
-                slope = carray(pointer(rows[i, 2]), numel, np.float32)
-                _step_split(weight, remainder, slope, average, square, v)
+                gradient = carray(pointer(rows[i, 2]), numel, np.float32)
+                _step_split(weight, remainder, gradient, average, square, v)
         else:
             main = carray(pointer(rows[i, 0]), numel, np.float32)
             if rows[i, 3] != 0:
                 half = carray(pointer(rows[i, 2]), numel, np.int16)
                 _step_whole(main, half, average, square, v)
             else:
-                slope = carray(pointer(rows[i, 2]), numel, np.float32)
-                _step_whole(main, slope, average, square, v)
+                gradient = carray(pointer(rows[i, 2]), numel, np.float32)
+                _step_whole(main, gradient, average, square, v)
 
 
 def _add_squares(values: Any, sums: Any) -> None:

@@ -171,7 +171,7 @@ def _scales(blocks: Tensor) -> Tensor:
 
 @functools.cache
 def _levels(is_square: bool) -> Tensor:
-    """What codes stand for, without the sign: increasing, from 0 to 1, float32 (exactly)."""
+    """What codes stand for, without the sign: increasing, from 0 to 1, float32 (exactly). See [Note: levels]."""
     num_octaves = _SQUARE_OCTAVES if is_square else _SIGNED_OCTAVES
     levels = [0.0, 8.0 ** (1 - num_octaves)]
     for exponent in range(1, num_octaves):

@@ -71,7 +71,9 @@ class SliceUpdater:
             for group in wrapped_optimizer.param_groups:
                 values = hyperparameters(group)
                 if not any(_behave_equally(other, values) for other in tried):
-                    self._schemas.pop(_kind(values), None)  # a rule that is not known may look at more than the kind
+                    self._schemas.pop(
+                        _trial_key(values), None
+                    )  # a rule that is not known may look at more than the kind
                     self.schema_under(values)
                     tried.append(values)
             if len(wrapped_optimizer.param_groups) > 1 and not self._is_known:
@@ -101,7 +103,7 @@ class SliceUpdater:
         Raises:
             OptimizerNotPageableError: a trial step fails, or, in a class that is not a known one, mixes elements.
         """
-        found = self._schemas.get(_kind(values))
+        found = self._schemas.get(_trial_key(values))
         if found is None:
             # An executor of its own: updates may be running in another thread.
             executor = OptimizerExecutor(self._wrapped_optimizer.optimizer)
@@ -110,8 +112,8 @@ class SliceUpdater:
             if not self._is_known:
                 self._has_moved |= self._probe(executor, tried, found)
                 # What it counts in the group is no longer zero after a step: the trial has been there.
-                self._schemas[_kind(advanced(executor, tried, found, self._device))] = found
-            self._schemas[_kind(values)] = found
+                self._schemas[_trial_key(advanced(executor, tried, found, self._device))] = found
+            self._schemas[_trial_key(values)] = found
             self._elementwise |= frozenset(found.elementwise)
         return found
 
@@ -261,13 +263,16 @@ def _behave_equally(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
     return left.keys() == right.keys() and all(key in _RATES or same_values(left[key], right[key]) for key in left)
 
 
-def _kind(value: Any) -> tuple[Any, ...]:
-    """What a trial step can depend on: switches, names, and whether a number is zero."""
+def _trial_key(value: Any) -> tuple[Any, ...]:
+    """The part of a hyperparameter's value that decides which states a rule has: the key of `_schemas`.
+
+    Groups with equal keys share one trial step.
+    """
     # Numbers above zero behave alike (a momentum of 0.9 or 0.95), zero often switches a rule or a state off.
     if isinstance(value, Mapping):
-        return tuple((key, _kind(item)) for key, item in sorted(value.items()) if key not in _RATES)
+        return tuple((key, _trial_key(item)) for key, item in sorted(value.items()) if key not in _RATES)
     if isinstance(value, list | tuple):
-        return tuple(_kind(item) for item in value)
+        return tuple(_trial_key(item) for item in value)
     if value is None or isinstance(value, bool | str):
         return (value,)
     if isinstance(value, torch.Tensor):

@@ -49,9 +49,12 @@ class WrappedOptimizer:
         self.optimizer = optimizer
         self.device = device
         self.tiled = tiled or TiledGroups()
-        self._taken: dict[Parameter, dict[str, torch.dtype]] = {}
-        self._taken_mains: dict[Parameter, Tensor] = {}
+        self._moved_dtypes: dict[Parameter, dict[str, torch.dtype]] = {}
+        """The dtypes of states that `pop_initial_states` has moved out, to restore them."""
+        self._moved_mains: dict[Parameter, Tensor] = {}
+        """The main weights that it has moved out."""
         self._untouched: dict[Any, Any] = {}
+        """States that the optimizer's constructor made and no step has changed, as torch's ``optimizer.state``."""
         # What constructors of known classes fill states with: zeros, or Adagrad's initial_accumulator_value.
         initial = {0.0, *(group.get("initial_accumulator_value", 0.0) for group in optimizer.param_groups)}
         self._initial = initial if is_known(type(optimizer)) else None
@@ -64,7 +67,8 @@ class WrappedOptimizer:
             for param, state in self._untouched.items()
             if is_known(type(optimizer))
         }
-        """States that the constructor made: what they are filled with. Each is what the parameter has until its first step."""
+        """Parameter -> the state that the optimizer's constructor made for it, and that it has until its first step.
+        Each tensor is stored compactly, as the one value that fills it."""
         self._fqns = dict(fqns)
         self._known = frozenset(map(id, self._fqns))
         self._members = Members(optimizer.param_groups, self._known)
@@ -172,7 +176,7 @@ class WrappedOptimizer:
         for param in list(self.params()):
             state, main = without_main_weight(self.optimizer.state.pop(param, None) or {})
             if main is not None:
-                self._taken_mains[param] = main  # kept for `restore_states`: the caller's may have been freed
+                self._moved_mains[param] = main  # kept for `restore_states`: the caller's may have been freed
             if main is not None or not self._is_untouched(state):
                 large = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
                 # Small entries go through the class's own load_state_dict, with one element in place of each large
@@ -180,7 +184,7 @@ class WrappedOptimizer:
                 small = {name: one_element() if name in large else value for name, value in state.items()}
                 # Step counts may have to move to where updates run.
                 loaded = executor.load(groups.of(param) or {}, small, one_element(self.device))
-                self._taken[param] = {name: value.dtype for name, value in large.items()}
+                self._moved_dtypes[param] = {name: value.dtype for name, value in large.items()}
                 with_main = {} if main is None else {MAIN_WEIGHT: main}
                 yield param, {name: _as_main(large.get(name, value)) for name, value in loaded.items()} | with_main
             elif state:
@@ -208,10 +212,10 @@ class WrappedOptimizer:
         Args:
             read: gives a state that was taken, from where it was put.
         """
-        for param, dtypes in self._taken.items():
+        for param, dtypes in self._moved_dtypes.items():
             state = read(param)
             given = {name: value.to(dtypes[name]) if name in dtypes else value for name, value in state.items()}
-            main = self._taken_mains.get(param)
+            main = self._moved_mains.get(param)
             self.optimizer.state[param] = given if main is None else with_main_weight(given, main)
         self.restore_untouched()
 
@@ -222,7 +226,7 @@ class WrappedOptimizer:
     def forget_untouched(self) -> None:
         """`restore_states` will not be called."""
         self._untouched.clear()
-        self._taken_mains.clear()
+        self._moved_mains.clear()
 
 
 def wrap_optimizer(

@@ -275,6 +275,7 @@ def _fp8_to_16bit(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any, 
             factors[:] = scales[p // 4 : p // 4 + across]
             p += 4 * across
         o = r * row_numel
+        # As in `_int8_to_16bit`: codes that the row's own 2-byte output would overwrite are copied first.
         if gap + p >= 2 * (o + row_numel):
             _fp8_row(stored[p : p + row_numel], factors, out[o : o + row_numel], kind)
         else:

@@ -44,7 +44,7 @@ class PackedSlot:
 
 
 class StoredForm:
-    """How one unit is stored.
+    """The layout of one stored unit, in RAM or on a drive: some weights packed, the others as in the flat buffer.
 
     Attributes:
         raw_bytes: number of bytes at the start of the flat buffer that are stored as they are.

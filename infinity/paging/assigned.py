@@ -65,7 +65,8 @@ class AssignedData:
     def __init__(self) -> None:
         self._assigned: dict[str, Assigned] = {}
         self._fqn_at: dict[tuple[int, int], str] = {}
-        """`Assigned.place` of those -> FQN."""
+        """(Storage, offset) where assigned values begin, see `place_of` -> FQN. Finds the weight behind another tensor
+        over the same memory."""
 
     def of(self, fqn: str) -> Assigned | None:
         """What was assigned to a parameter last."""

@@ -91,7 +91,7 @@ class Outcome:
         return seconds or None  # 0: nothing is moved, and the speed of computing is unknown
 
     def beyond(self, given: Outcome) -> dict[str, Any]:
-        """Its changes whose values differ from the given config's, without paths."""
+        """The changes that turn ``given`` into this one: keys with another value there, without directories."""
         same = {
             "zero_optimization.offload_param.device": given.param_tier,
             "zero_optimization.offload_optimizer.device": given.optimizer_tier,
@@ -101,7 +101,10 @@ class Outcome:
 
 
 class Ladder:
-    """All offload choices for one model on one machine."""
+    """The choices of where weights and states are stored, for one model on one machine. Each choice is a rung.
+
+    Rungs go from all in memory to all on drives: `ON_CPU`, `ON_GPU`.
+    """
 
     def __init__(
         self,
@@ -129,11 +132,11 @@ class Ladder:
         self._tokens = tokens
 
     def given(self) -> Outcome:
-        """The config as it is."""
+        """The outcome of the config as it is."""
         return self.outcome({})
 
     def rungs(self) -> Iterator[Outcome]:
-        """Yield each choice of tiers that the rest of the config allows; the config's own choice if there is none."""
+        """Yield the outcome of each choice that the rest of the config allows; that of the config itself if none is."""
         tiers = ON_CPU if self._machine.uses_host_memory else ON_GPU
         found = list(self._outcomes(self._tiers(*each) for each in tiers))
         yield from found or [self.given()]
@@ -162,7 +165,7 @@ class Ladder:
         candidates += [unlimited, kept, {**unlimited, **kept}]
         rungs = ON_CPU if self._machine.uses_host_memory else ON_GPU
         present = (given.param_tier, given.optimizer_tier)
-        place = rungs.index(present) if present in rungs else -1
+        place = rungs.index(present) if present in rungs else -1  # -1: all rungs count as below the config
         candidates += [self._tiers(*tiers) for tiers in (*rungs[place + 1 :], *rungs[: max(place, 0)][::-1])]
         candidates += [{**lowest, "infinity.tile_above": limit} for limit in _TILES]
         candidates += [{**lowest, "infinity.state_dtype": dtype} for dtype in ("bf16", "int8")]

@@ -132,7 +132,9 @@ class _Needs(NamedTuple):
     flat: int
     staging_buffers: int
     uploads: int
+    """Pinned memory in which weights wait for their copy to a GPU."""
     landing: int
+    """Pinned memory for gradients on their way from a GPU: `Placement.landing_bytes`."""
     gradients: int
     kept: int
     """Weights outside of flat buffers, and states."""
@@ -146,9 +148,11 @@ class _Option:
     """One way to divide: the units that are resident from the start, and the least that everything else needs."""
 
     residents: frozenset[int]
+    """Indices of units whose weights stay in their flat buffers."""
     hosts_all: bool
     """Whether all other units, or this process's shards of them, are stored in host memory."""
     keeps_all_records: bool
+    """Whether the optimizer state of all units is stored in host memory."""
     needs: _Needs
 
     @property
@@ -549,6 +553,7 @@ class _Planner:
 def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str:
     needs, shard_bytes = least.needs, request.shards_in_memory(units)
     largest = sorted(units, key=lambda unit: -unit.weight_bytes)[:2]
+    # Where the CPU computes (`uses_host_memory`), weights are in RAM anyway: offload_param keeps nothing more there.
     keys = ["offload_param"] if request.param_tier == "cpu" and not request.uses_host_memory else []
     keys += ["offload_optimizer"] if least.keeps_all_records else []
     kept = f'what {" and ".join(keys)} keeps in RAM (device "nvme" would page it)' if keys else "the weights"

@@ -124,6 +124,7 @@ class Request:
     optimizer_tier: str
     record_format: Annotated[ChunkFormat, PlainValidator(_format_of), PlainSerializer(_plain_format)]
     uses_host_memory: bool
+    """Whether the CPU computes, so that flat buffers are host memory. Otherwise a GPU does, in its own memory."""
     update: str
     """When units are updated: "in_backward", "deferred" or "step"."""
     num_micro_batches: int

@@ -34,7 +34,7 @@ class PlanTracker:
 
     @property
     def first(self) -> Plan:
-        """The plan as of the last call of `plan` or `on_step`; at first, that for the expected order."""
+        """The latest plan, without predicting anew: of the last `plan` or `on_step`, at first that of the start."""
         return self._plan
 
     def plan(self, schedule: PrefetchSchedule, traffic: Traffic) -> Plan:

@@ -21,7 +21,7 @@ from infinity.metrics.report import StepReport
 from infinity.plan.plan import Plan
 
 INKS = ("ink", "faint", "paper", "a", "b", "c", "d", "e", "f", "g", "bad")
-"""CSS variables, see the page's style."""
+"""Names of the charts' colours, which are CSS variables of the page: see [Note: colours]."""
 # #010203, #010204, ...: nearly black, and used by nothing else in the SVG, so a text replacement finds each of them.
 _COLOURS = {name: f"#0102{place + 3:02x}" for place, name in enumerate(INKS)}
 _SIZE = (8.6, 3.0)

@@ -48,21 +48,21 @@ def watch(directory: Path, console: Console, *, once: bool = False) -> bool:
     """
     # A generator, so that the three ways of showing below share one loop.
     reader = RunReader(directory)
-    looks = _looks(reader)
+    news = _news(reader)
     with showing(reader.run.directory):
         if once:
-            console.print(show(reader.run, goes_on=next(looks)))
+            console.print(show(reader.run, goes_on=next(news)))
         elif not console.is_terminal:
-            _as_lines(reader, looks, console)
+            _as_lines(reader, news, console)
         else:
             # Drawn only if something is new: a thread of rich's would redraw all the time.
             with Live(console=console, auto_refresh=False) as live:
-                for goes_on in looks:
+                for goes_on in news:
                     live.update(show(reader.run, goes_on=goes_on), refresh=True)
     return reader.run.has_ended
 
 
-def _looks(reader: RunReader) -> Iterator[bool]:
+def _news(reader: RunReader) -> Iterator[bool]:
     """Yield whether the run goes on, each time that the log has something new, until it has ended."""
     is_first = True
     while True:
@@ -80,9 +80,9 @@ def _looks(reader: RunReader) -> Iterator[bool]:
         Latch().wait(_BETWEEN_SECONDS)
 
 
-def _as_lines(reader: RunReader, looks: Iterator[bool], console: Console) -> None:
+def _as_lines(reader: RunReader, news: Iterator[bool], console: Console) -> None:
     shown: list[StepReport] = []
-    for goes_on in looks:
+    for goes_on in news:
         steps = reader.run.steps
         # After a rollback the reader has dropped steps. Reports are compared by identity: a step that was made again is
         # a new object.

@@ -336,7 +336,7 @@ class PagedStateStore:
         return {index: list(records.valid_bytes) for index, records in self._records.items()}
 
     def places(self) -> dict[int, int]:
-        """By index of units with an extent, its first byte in the volume."""
+        """Unit index -> the first byte of its records in the volume, for units with records on NVMe."""
         return {i: records.extent.start for i, records in self._records.items() if records.extent is not None}
 
     def set_valid_bytes(self, valid_bytes: Mapping[int, list[int]]) -> None:

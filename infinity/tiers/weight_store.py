@@ -48,7 +48,7 @@ class ReadArrival:
 
 
 class LandedRead:
-    """A read into host memory, from which `wait` copies to the target."""
+    """A read into host memory (``landing``), from which `wait` copies to a target on a GPU."""
 
     def __init__(self, handle: Handle, landing: torch.Tensor, target: torch.Tensor) -> None:
         self._handle = handle
@@ -62,7 +62,7 @@ class LandedRead:
 
 
 def landed(read: Callable[[torch.Tensor], Handle], target: torch.Tensor) -> Handle | LandedRead:
-    """Call ``read`` with ``target``, or, if that is on a GPU, with host memory that is copied there."""
+    """Start a read into ``target``. For a target on a GPU, read into host memory (landing), and copy from there."""
     if target.device.type == "cpu":
         return read(target)
     landing = torch.empty(target.shape, dtype=target.dtype, device="cpu")

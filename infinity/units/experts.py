@@ -101,7 +101,8 @@ def experts_to_cut(model: nn.Module, choice: str, *, is_paged: bool) -> list[tup
 
 
 Together = Callable[[Sequence[int]], Iterator[tuple[Sequence[int], AbstractContextManager[object]]]]
-"""Splits experts, in order, into groups; each group is in memory inside its ``with`` block."""
+"""Called with experts' numbers, in the order of their use. Yields groups of them, each with a context manager that
+keeps the group's weights in memory together."""
 
 
 class ExpertTiles(Tiles):
@@ -212,7 +213,7 @@ class ExpertTiles(Tiles):
         self.routed, self.together, self._gives_zeros = routed, None, True
 
     def bring_together(self, together: Together) -> None:
-        """Fetch experts by ``together`` until the call ends."""
+        """Fetch several experts at a time, by ``together``, until the call ends."""
         self.together = together
 
     def others(self, used: Iterable[int]) -> list[int]:
@@ -235,24 +236,24 @@ class ExpertWeight(TiledWeight):
         if isinstance(first, ExpertWeight):
             if func is torch.Tensor.__getitem__:
                 return first.tiles.pick(args[1])
-            if _turns(func, args[1:], kwargs):
-                return _Turned.of(first)
+            if _is_transpose(func, args[1:], kwargs):
+                return _TransposedWeight.of(first)
         # Reached without a transpose in models with `is_transposed`, which store [experts, in, out].
         if name_of(func) in _GROUPED and isinstance(args[1], ExpertWeight):
             return _grouped(func, *args, **kwargs)
         return cls.look_at(func, args, kwargs)
 
 
-class _Turned(torch.Tensor):
+class _TransposedWeight(torch.Tensor):
     """``weight.transpose(-2, -1)`` of an `ExpertWeight`. It has no values, and only grouped_mm accepts it."""
 
     weight: ExpertWeight
 
     @staticmethod
-    def of(weight: ExpertWeight) -> _Turned:
+    def of(weight: ExpertWeight) -> _TransposedWeight:
         """Make it: shape [experts, in, out] for a weight [experts, out, in]."""
         shape = torch.Size((weight.shape[0], weight.shape[2], weight.shape[1]))
-        made = placeholder(weight.dtype, weight.device, shape).as_subclass(_Turned)
+        made = placeholder(weight.dtype, weight.device, shape).as_subclass(_TransposedWeight)
         made.weight = weight
         return made
 
@@ -261,12 +262,12 @@ class _Turned(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if name_of(func) in _GROUPED and isinstance(args[1], _Turned):
+        if name_of(func) in _GROUPED and isinstance(args[1], _TransposedWeight):
             return _grouped(func, *args, **kwargs)
         if func in _OF_SHAPE:  # the only metadata in which it differs from the weight
             with without_torch_function():
                 return func(*args, **kwargs)
-        weight = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, _Turned))
+        weight = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, _TransposedWeight))
         return TiledWeight.look_at(func, tuple(weight.weight if arg is weight else arg for arg in args), kwargs)
 
 
@@ -278,7 +279,7 @@ _GROUPED = frozenset({"_grouped_mm", "grouped_mm", "grouped_mm_fallback"})
 
 
 def _grouped(func: Callable[..., Any], x: torch.Tensor, weight: Any, offs: Any = None, **others: Any) -> torch.Tensor:
-    is_turned = isinstance(weight, _Turned)
+    is_turned = isinstance(weight, _TransposedWeight)
     tiles: ExpertTiles = weight.weight.tiles if is_turned else weight.tiles
     # The batched form (3-dim x, no offs), a bias and an output dtype are not needed by transformers.
     if offs is None or x.dim() != 2 or any(value is not None for value in others.values()):
@@ -286,7 +287,7 @@ def _grouped(func: Callable[..., Any], x: torch.Tensor, weight: Any, offs: Any =
     return tiles.grouped_mm(func, x, offs, is_turned=is_turned)
 
 
-def _turns(func: Callable[..., Any], dims: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_transpose(func: Callable[..., Any], dims: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name_of(func) == ".mT":
         return True
     # Modulo 3, as the tensor has 3 dimensions: (-2, -1), (1, 2) and (2, 1) all swap the last two.

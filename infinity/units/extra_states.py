@@ -22,7 +22,7 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def takers(model: nn.Module) -> dict[str, nn.Module]:
-    """FQN -> module, for each module that overrides ``set_extra_state``."""
+    """FQN -> module, for each module that overrides ``set_extra_state``, and so takes an extra state."""
     return {
         fqn: module
         for fqn, module in model.named_modules()

@@ -27,7 +27,7 @@ _PART_NUMEL = 1 << 20
 
 @dataclass(eq=False)
 class Originals:
-    """What is needed to undo. Made before the engine takes the first unit, and forgotten when `initialize` returns."""
+    """What makes the model as it was before, if `infinity.initialize` fails. Forgotten when that returns."""
 
     _units: list[Unit]
     """All units of the engine to be."""
@@ -64,8 +64,10 @@ class Originals:
         return [(parameter, gradient) for parameter, gradient in found if gradient is not None]
 
     def keep(self, unit: Unit) -> None:
-        """Keep copies of a unit's parameters that the engine's storage would round. They must still be ordinary
-        ones."""
+        """Keep copies of a unit's parameters that the engine's storage would round: see [Note: what is kept].
+
+        They must still be ordinary ones.
+        """
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             value = parameter.detach()
             dtype = torch.float32 if slot.spec.is_trainable else slot.spec.dtype

@@ -58,7 +58,7 @@ class Tiles(nn.Module):
             self.add_module(str(number), Tile(tile))
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``functional.linear`` with the whole weight: [..., in] -> [..., out]."""
+        """``functional.linear`` with the whole weight: [..., in] -> [..., out]. See [Note: what is equal]."""
         # cuts (0, 100, 200, 250) make three tiles: [100, in], [100, in] and [50, in]. Each computes its output features
         # with its part of the bias, and the results are joined in the last dimension.
         parts = [
@@ -68,7 +68,7 @@ class Tiles(nn.Module):
         return torch.cat(parts, dim=-1)
 
     def embedding(self, x: torch.Tensor, padding_idx: int | None, *, scale_grad_by_freq: bool) -> torch.Tensor:
-        """``functional.embedding`` with the whole weight: ids of any shape -> [..., dim]."""
+        """``functional.embedding`` with the whole weight: ids of any shape -> [..., dim]. See [Note: what is equal]."""
         # Worked example: 250 rows with cuts (0, 100, 200, 250), x = [120, 3, 120].
         #   tile 0: place = [1], own = [3]; tile 1: place = [0, 2], own = [20, 20]; tile 2: nothing
         #   order = argsort([1, 0, 2]) = [1, 0, 2] puts the joined rows back into the order of x
@@ -111,7 +111,7 @@ class TiledWeight(nn.Parameter):
 
     @staticmethod
     def cease(weight: nn.Parameter) -> None:
-        """Make it an ordinary parameter again, still without values."""
+        """Undo `become`: the weight is an ordinary parameter again, still without values."""
         weight.__class__ = nn.Parameter
         weight.__dict__.pop("tiles", None)
 
@@ -128,7 +128,7 @@ class TiledWeight(nn.Parameter):
 
     @staticmethod
     def look_at(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that needs no values; any other raises."""
+        """Run an operation on metadata only (shape, dtype, flags), as the weight has no values; any other raises."""
         weight = next(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, TiledWeight))
         # transformers calls untyped_storage() to find tied weights by address. The storage is that of a placeholder.
         if (func in METADATA and func not in _HOOKS) or func is torch.Tensor.untyped_storage:

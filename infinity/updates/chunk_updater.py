@@ -42,7 +42,7 @@ class _Table(NamedTuple):
     where: npt.NDArray[np.int64]
     """The same as an array, which the kernel's table is computed from."""
     rest: Sequence[ParameterSlice]
-    """The last elements of the slices, fewer than a vector each."""
+    """The last elements of the slices, fewer than a vector each. They are updated one slice after the other."""
 
 
 class _Numbers(NamedTuple):
@@ -92,11 +92,11 @@ class ChunkUpdater:
         """Gradients of other dtypes are copied to fp32 before they are used."""
         self._window = StateWindow(self.state_format)
         is_fp32 = self.state_format is StateFormat.FP32
-        self._goes_at_once = self.fused is not None and self.fused.takes_tables and is_fp32
+        self._uses_tables = self.fused is not None and self.fused.takes_tables and is_fp32
         self._of_thread = _Scratch()
         self._tables: dict[tuple[int, int], _Table] = {}
         """By unit index and chunk index."""
-        self._taken: Mapping[str, Any] | None = None
+        self._checked_group: Mapping[str, Any] | None = None
         """The group that was last found to be one for the kernel. Any thread may replace it: a lost value costs one
         check."""
 
@@ -112,11 +112,11 @@ class ChunkUpdater:
         # later.
         scratch = workspace.gradient if dtype == torch.float32 else workspace.landing(dtype)
         gradient = job.gradients.of_chunk(chunk, slices, scratch)
-        if self.fused is not None and self._goes_at_once:
+        if self.fused is not None and self._uses_tables:
             if job.numbers is None:  # two workers may come here at a time, and find the same
                 job.numbers = self._numbers_of(job, self.fused)
             if job.numbers is not _TAKES_NOT_ALL:
-                slices = self._update_at_once(self.fused, job, chunk, slices, workspace, gradient)
+                slices = self._update_by_table(self.fused, job, chunk, slices, workspace, gradient)
         for param_slice in slices:
             self._update_slice(job, param_slice, workspace, gradient)
 
@@ -132,10 +132,10 @@ class ChunkUpdater:
         for index in job.slots:  # hundreds
             state, group = self.states[job.unit.index, index], job.groups[index]
             # Parameters of one group follow each other: the check of a whole group runs once.
-            if group is not self._taken:
+            if group is not self._checked_group:
                 if not fused.runs(group):
                     return _TAKES_NOT_ALL
-                self._taken = group
+                self._checked_group = group
             step = torch.as_tensor(state.scalars.get("step", 0.0), dtype=torch.float32, device="cpu") + 1
             key = id(group), float(step)
             if key not in known:
@@ -162,7 +162,7 @@ class ChunkUpdater:
             self._tables[job.unit.index, chunk.index] = table
         return table
 
-    def _update_at_once(
+    def _update_by_table(
         self,
         fused: FusedAdam,
         job: UpdateJob,
@@ -171,7 +171,10 @@ class ChunkUpdater:
         workspace: ChunkBuffer,
         gradient: torch.Tensor,
     ) -> Sequence[ParameterSlice]:
-        """Update whole vectors of each slice; returns what is left of them."""
+        """Update the whole vectors of all slices in one call: see [Note: one call a chunk].
+
+        Returns slices of the elements that are left over.
+        """
         table = self._tables.get((job.unit.index, chunk.index))
         if table is None or table.slices is not slices:
             table = self._table_of(fused, job, chunk, slices)

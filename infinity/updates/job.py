@@ -39,7 +39,7 @@ class ParameterState:
 
     @property
     def is_fresh(self) -> bool:
-        """No update has given it any state: the optimizer makes that itself, in the first one that needs it."""
+        """Whether it has no state yet. The optimizer makes it in the first update that needs it."""
         return self.names is None
 
     def load(self, scalars: dict[str, Any], names: tuple[str, ...] | None, num_updates: int) -> None:
@@ -196,6 +196,7 @@ class UpdateJob:
 
     @property
     def accepts_buffer(self) -> bool:
+        # See [Note: who may touch a unit's weights].
         return self._covers_all and self.flat is None and not self.has_begun
 
     def attach(self, flat: FlatBuffer, after: Fence = None) -> bool:

@@ -129,7 +129,7 @@ class StepGroups:
         return changed
 
     def _check_thawed(self, groups: Groups) -> None:
-        with without_torch_function():
+        with without_torch_function():  # see `before_forward`
             thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
         for parameter in thawed:
             if groups.index_of(parameter) is not None:

@@ -211,7 +211,7 @@ class Stepper:
             self._shard_updates.add(unit, slots)
             self.used_up.update((unit.index, slot.index) for slot in slots)
             self.updated.add(unit.index)
-            self._pause()
+            self._trim_heap()
 
     def _update_shard(self, unit: Unit, source: GradientSource, scale: float) -> None:
         self._updated_shards.append(unit)
@@ -235,11 +235,12 @@ class Stepper:
                     self._waiting += waiting[place + 1 :]
                     raise
                 self.updated.add(unit.index)
-                self._pause()
+                self._trim_heap()
             else:
                 self._waiting.append((unit, gradients))
 
-    def _pause(self) -> None:
+    def _trim_heap(self) -> None:
+        """Between two units, return freed memory to the system: see `HeapTrimmer`."""
         if self.trimmer is not None:
             self.trimmer.trim()
 

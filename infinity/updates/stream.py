@@ -75,7 +75,10 @@ class Saver(Protocol):
 
 
 class _ExpectedUpdates:
-    """The updates that a step is expected to make: those of the step before. Under `_order`, except for `announce`."""
+    """The updates that a step is expected to make: those of the step before. Under `_order`, except for `announce`.
+
+    See [Note: before the gradients].
+    """
 
     def __init__(self, records: StateStore) -> None:
         self._records = records
@@ -328,6 +331,7 @@ class UpdateStream:
             read.wait()
         begin = time.perf_counter()
         job, chunk, workspace = item.job, item.chunk, item.lease.workspace
+        # In place, `workspace.weight` is the flat buffer itself: nothing is downloaded from it, or uploaded to it.
         flat = None if item.is_in_place or job.flat is None else job.weights_of(chunk)
         # The unit is resident: its weights are copied from the flat buffer, not read from the drive.
         if job.flat_is_current and flat is not None and workspace.needs_weight:

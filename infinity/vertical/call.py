@@ -15,7 +15,7 @@ these, no activation inside a call may stay in memory.
 Both times the module sees what it would see in plain torch: the same values, gradient mode, autocast, random numbers and
 buffers. So both computations have the same bits, and the gradients are those of the first. These conditions are
 checked, and `UnsupportedSchedule` is raised before anything is updated:
-  * Only what the call returns outlives it. Everything that autograd saves inside keeps a `_Trail` alive, and the trail
+  * Only what the call returns outlives it. Everything that autograd saves inside keeps a `_Sentinel` alive, and that
     must be gone after the call.
   * Inputs are not written to, and results are no views of inputs or of each other. `Entered` makes inputs non-leaves,
     so that an in-place write is no error in torch, and shows in the version.
@@ -59,22 +59,22 @@ class Block:
     def __init__(self, name: str, module: nn.Module, unit: Unit) -> None:
         self.name = name
         self.module = module
-        self.unit = unit
+        self.unit = unit  # of the repeated block that the module is, or is inside of
         self.buffers = BlockBuffers(module)
         self.leaves_cycles = False
         """Whether its forward leaves reference cycles, which only the garbage collector frees."""
 
 
-class _Trail:
-    """Is alive as long as any node or saved tensor of a call's own graph."""
+class _Sentinel:
+    """Lives as long as any node or saved tensor of a call's own graph: a weak reference shows whether one is left."""
 
 
 class Entered(torch.autograd.Function):
     """Makes a call's input a non-leaf with a version of its own: see [Note: calls]."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, trail: _Trail) -> torch.Tensor:
-        ctx.trail = trail
+    def forward(ctx: Any, tensor: torch.Tensor, sentinel: _Sentinel) -> torch.Tensor:
+        ctx.sentinel = sentinel
         return tensor.data  # the same memory, without being a view for autograd
 
     @staticmethod
@@ -162,23 +162,23 @@ class BlockCall:
         """
         self._check_surroundings()
         tree = Tree(without_caches(args, kwargs))
-        trail = _Trail()
-        reference = weakref.ref(trail)
+        sentinel = _Sentinel()
+        reference = weakref.ref(sentinel)
         marks, random = self.block.buffers.marks(), RandomState(self._device.torch_device)
         # Copied only where a write is possible: in a trial always, later in blocks that the trial saw writing.
         if self.is_trial or self.block.buffers.are_written:
             self._buffer_values = self.block.buffers.capture()
         self._state = ThreadState(self._device)
-        given, versions = self._enter(tree, trail)
+        given, versions = self._enter(tree, sentinel)
         form = tree.build(given)
         # A block that appends to a list or sets a key of a dict that it is given would do so again in the second
         # computation.
         before = tree_leaves(form)
-        saving = torch.autograd.graph.saved_tensors_hooks(*self._checkpoints.hooks_with(trail))
+        saving = torch.autograd.graph.saved_tensors_hooks(*self._checkpoints.hooks_with(sentinel))
         result = compute(functools.partial(self._first, saving, form))
         if not is_same(before, tree_leaves(form)):
             raise UnsupportedSchedule(f"{self.block.name} changes a container that it is given")
-        del trail, form, saving, before  # the last references from here into the graph of the call
+        del sentinel, form, saving, before  # the last references from here into the graph of the call
         if [version_of(tensor) for tensor in given] != versions:
             raise UnsupportedSchedule(f"{self.block.name} writes to its input")
         if self.block.buffers.marks() != marks:
@@ -205,7 +205,7 @@ class BlockCall:
                 f"hooks for saved tensors are active around {self.block.name}, and would not see it recomputed"
             )
 
-    def _check_gone(self, reference: weakref.ref[_Trail]) -> None:
+    def _check_gone(self, reference: weakref.ref[_Sentinel]) -> None:
         # A block that leaves cycles (a module that stores a closure over its output, say) is collected once, in the
         # trial. Later the check is skipped for it, as a full collection for each call would take longer than many
         # blocks compute.
@@ -219,7 +219,7 @@ class BlockCall:
         with saving:
             return Tree(self._forward(*form[0], **form[1]))
 
-    def _enter(self, tree: Tree, trail: _Trail) -> tuple[list[torch.Tensor], list[int]]:
+    def _enter(self, tree: Tree, sentinel: _Sentinel) -> tuple[list[torch.Tensor], list[int]]:
         given: list[torch.Tensor] = []
         for tensor in tree.tensors:
             # A parameter is passed as it is: its gradient is accumulated in it both ways, and it needs no checkpoint.
@@ -230,7 +230,7 @@ class BlockCall:
                 continue
             self._inputs.append(self._checkpoints.keep(tensor))
             self._edges.append(edge_of(tensor) if tensor.requires_grad else None)
-            given.append(_enter(tensor.detach().requires_grad_(), trail) if tensor.requires_grad else tensor)
+            given.append(_enter(tensor.detach().requires_grad_(), sentinel) if tensor.requires_grad else tensor)
         self._tree = tree
         self._unreported_edges = [edge for edge in self._edges if edge is not None]
         return given, [version_of(tensor) for tensor in given]

@@ -81,7 +81,7 @@ class MicroBatchThread:
         self.is_over = False
 
     def resume(self) -> None:
-        """Let the function run until it pauses or ends. Raises the function's exception."""
+        """Let the function run until it pauses or ends, see [Note: hand-off]. Raises the function's exception."""
         self._is_running = True
         self._go.release()
         while not self._stopped.acquire(timeout=_POLL_SECONDS):
@@ -119,7 +119,7 @@ class MicroBatchThread:
     # ------------------------------------------------------------------------------------------------ the other thread
 
     def pause(self) -> None:
-        """Wait for the next `resume`.
+        """Wait for the next `resume`, see [Note: hand-off].
 
         Raises:
             Abandoned: there will be none.

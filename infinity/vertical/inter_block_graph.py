@@ -71,11 +71,11 @@ class InterBlockGraph:
         self._micro_batch = micro_batch
         self._inputs: list[list[Edge]] = []  # by call: the edges of its inputs
         # Worked example: call 1 has a gradient and ends when autograd has made 5 nodes, call 2 has none, call 3 ends at
-        # 9. marks = [5, 9], places = [1, 3], and 4, the position of the loss, is appended by `seal`. Node number 3 was
+        # 9. marks = [5, 9], positions = [1, 3], and `seal` appends 4, the position of the loss. Node number 3 was
         # made before call 1 (segment 1), number 6 before call 3 (segment 3), and number 10 before the loss (segment 4).
         self._marks: list[int] = []
         """For each call with a gradient, autograd's next number at its end."""
-        self._places: list[int] = []
+        self._positions: list[int] = []
         """The positions of these calls, and finally that of the loss."""
         self._segment_of: dict[Any, int] = {}
         self._segments: dict[int, _GraphSegment] = {}
@@ -111,7 +111,7 @@ class InterBlockGraph:
         self._inputs.append(list(edges or ()))
         if edges is not None:
             self._marks.append(backward_position())
-            self._places.append(len(self._inputs))
+            self._positions.append(len(self._inputs))
 
     def seal(self, loss: torch.Tensor) -> None:
         """Divide the graph into segments. Forward is complete, and backward starts from ``loss`` (0-dim, divided
@@ -122,7 +122,7 @@ class InterBlockGraph:
                 graphs.
         """
         loss_edge = edge_of(loss)
-        self._places.append(len(self._inputs) + 1)
+        self._positions.append(len(self._inputs) + 1)
         # Earlier calls first: a node that several calls need belongs to the first of them, if it was made before that.
         for position, edges in enumerate([*self._inputs, [loss_edge]], start=1):
             self._segments[position] = _GraphSegment()
@@ -134,7 +134,7 @@ class InterBlockGraph:
         self._check_crossings()
         self._inputs.clear()
         self._marks.clear()
-        self._places.clear()
+        self._positions.clear()
         self.add(loss_edge, torch.ones_like(loss))
 
     def _check_hooks(self) -> None:
@@ -211,7 +211,7 @@ class InterBlockGraph:
 
     def _place(self, node: Any) -> int:
         """The position of the first call with a gradient that was made after ``node``, or that of the loss."""
-        return self._places[bisect.bisect_right(self._marks, node._sequence_nr())]
+        return self._positions[bisect.bisect_right(self._marks, node._sequence_nr())]
 
     def _place_behind(self, node: Any) -> int:
         """The position of the first segment that may use the output of ``node``."""
@@ -220,7 +220,7 @@ class InterBlockGraph:
         if self._is_end(node):
             if node is None or not self._is_call(node):
                 return 1
-            return self._places[min(bisect.bisect_right(self._marks, node._sequence_nr()) + 1, len(self._marks))]
+            return self._positions[min(bisect.bisect_right(self._marks, node._sequence_nr()) + 1, len(self._marks))]
         return self._segment_of[node]
 
     def _add_to_segment(self, node: Any, position: int) -> None:
@@ -308,7 +308,7 @@ class InterBlockGraph:
         """Release the graph."""
         self._inputs.clear()
         self._marks.clear()
-        self._places.clear()
+        self._positions.clear()
         self._segment_of.clear()
         self._segments.clear()
         self._waiting.clear()

@@ -35,14 +35,15 @@ class Interception:
         """Restores the modules."""
         modules = dict(parameter_map.model.named_modules())
         for block in blocks:
-            home = _home(parameter_map, modules[block])
-            if home is None:
+            # The modules inside a block wait for the block's unit, too.
+            unit_of_block = _unit_of_block(parameter_map, modules[block])
+            if unit_of_block is None:
                 continue
             for name, module in modules[block].named_modules(prefix=block):
                 units = {parameter_map.locate(p)[0].index for p in module.parameters() if parameter_map.holds(p)}
                 # Modules without weights of the block's unit (activations, dropout) need nothing fetched.
-                if home.index in units and not isinstance(module, torch.jit.ScriptModule):
-                    self.blocks.append(Block(name, module, home))
+                if unit_of_block.index in units and not isinstance(module, torch.jit.ScriptModule):
+                    self.blocks.append(Block(name, module, unit_of_block))
         self.unit_indices = {block.unit.index for block in self.blocks}
 
     @contextmanager
@@ -81,7 +82,7 @@ def _wrap(handler: Handler, block: Block, forward: Callable[..., Any]) -> Callab
     return call
 
 
-def _home(parameter_map: ParameterMap, block: nn.Module) -> Unit | None:
+def _unit_of_block(parameter_map: ParameterMap, block: nn.Module) -> Unit | None:
     """A unit all of whose parameters belong to this block; None if it has none."""
     # A block may have parameters in other units too: tied weights, tiles, experts.
     inside = {id(parameter) for parameter in block.parameters()}

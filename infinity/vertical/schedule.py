@@ -191,7 +191,7 @@ class VerticalSchedule:
             self._selector.say(reason)
 
     def forgive(self) -> None:
-        """See `ScheduleSelector.forgive`."""
+        """Do not count the last failed step: see `ScheduleSelector.forgive`."""
         self._selector.forgive()
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ class ScheduleSelector:
         return self.is_asked
 
     def forgive(self) -> None:
-        """Take the last failure back, because the ordinary order failed as well: the model was to blame."""
+        """Do not count the last failure, because the model fails in the ordinary order as well."""
         if self._failed_last:
             self._failed_last = False
             self._num_failures -= 1

@@ -153,7 +153,7 @@ class VerticalStep:
         coordinator.end_forward()
         self._check(start)
         self._backward()
-        self._finish()
+        self._end_backward()
         return self._losses
 
     def _forward(self) -> None:
@@ -235,7 +235,7 @@ class VerticalStep:
         batch.graph.seal(scaled)
         for unit, slot in self._tied.tied:
             if id(self._units[unit].parameters[slot]) in batch.graph.repeated:
-                self._record_places(unit, slot)
+                self._report_several_uses(unit, slot)
         del scaled, loss  # only the graph holds them now, and frees them as it runs
         if self._guard.phase is Phase.READY:
             self._guard.move_to(Phase.BACKWARD)
@@ -271,7 +271,7 @@ class VerticalStep:
         self._end_moment(2 * len(self._blocks))  # the losses' segments have run in `_end_forward`
         for position in positions:
             self._backward_of_unit(position, self._blocks[position - 1].unit)
-            self._end_moment(2 * position - 1)
+            self._end_moment(2 * position - 1)  # the block's moment; 2 * position - 2 is that of the segment before it
             for batch in self._batches:
                 self._run_segment(batch, position)
             self._end_moment(2 * position - 2)
@@ -327,7 +327,7 @@ class VerticalStep:
                 # The parameter is used in two parts of the model, so the sum over micro-batches has another order than
                 # in the ordinary one.
                 if key not in self._tied.tied and self._gradient_at.setdefault(key, moment) != moment:
-                    self._record_places(*key)
+                    self._report_several_uses(*key)
                 if unit.parameters[slot.index]._backward_hooks:
                     # A second part for this micro-batch: the hook would have to see the sum of both.
                     if (batch.index, unit.index, slot.index) in self._hooked:
@@ -356,17 +356,19 @@ class VerticalStep:
                     gradients[slot] = whole
         return gradients
 
-    def _record_places(self, unit: int, slot: int) -> None:
+    def _report_several_uses(self, unit: int, slot: int) -> None:
         fqn = self._units[unit].layout.slots[slot].spec.fqn
         self._differs(f"'{fqn}' is used at several places, and the parts of its gradient are added up in another order")
 
     def _end_moment(self, moment: int) -> None:
+        """End a moment of backward: see [Note: moments]."""
         # Units that forward touched first at this moment are complete: they may be updated now.
         firsts = self._vertical_forward.first_moments
         self._sums.end_moment({index: self._units[index] for index, first in firsts.items() if first == moment})
         self._on.coordinator.parameter_cache.due.clear()
 
-    def _finish(self) -> None:
+    def _end_backward(self) -> None:
+        """End the backward of all micro-batches in the collector, the stepper and the coordinator."""
         on = self._on
         updates = self._updates_in_backward
         self._backwards.collector.end_collecting()

@@ -134,6 +134,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
+# Weak references. A backend that nobody closed is stopped when the process ends.
 _open_backends: LiveObjects[AiofilesBackend] = LiveObjects(at_exit=lambda backend: backend.stop(EXIT_SECONDS))
 
 
@@ -153,7 +154,7 @@ class AiofilesBackend(VolumeBackend):
         self._is_closed = False
         self._loop = _Loop(self._transfer, len(volume.files), num_threads)
         self._stop_once = call_when_collected(self, self._loop.stop)
-        _open_backends.add(self)
+        _open_backends.add(self)  # to be stopped when the process ends, unless `close` comes first
 
     def describe(self) -> str:
         """Return one line for logs."""

@@ -32,7 +32,7 @@ class Extent:
         start: Its first byte in the volume, a multiple of 4096.
         owner: The swapper it belongs to.
         state: See :class:`ExtentState`.
-        is_prewritten: Its bytes were there before it was made.
+        is_prewritten: It may be read before it is written, since an earlier swapper has written its bytes.
         name_of: See :data:`NameOf`.
     """
 

@@ -73,7 +73,9 @@ def _measured(directory: Directory, drive: str) -> float | None:
 
 
 def glance(directories: Sequence[Directory], seconds: float) -> float | None:
-    """Measure an optimizer step's mix of reads and writes; return bytes per second, or ``None`` without direct I/O.
+    """Measure an optimizer step's mix of reads and writes quickly.
+
+    Returns bytes per second, or ``None`` without direct I/O.
 
     It fills a file of up to 32 MiB on each drive, for ``seconds`` at most, and measures for as long.
 

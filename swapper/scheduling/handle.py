@@ -100,7 +100,7 @@ def observe(operation: Handle) -> SwapperError | None:
 
 
 def announce(over: Iterable[Handle]) -> None:
-    """Wake the waiting threads of these operations and run their callbacks. Call it without the scheduler's lock."""
+    """Wake threads that wait for these finished operations, and run their callbacks. Without the scheduler's lock."""
     # Several threads may do so at once: each callback is run by the one that pops it.
     for operation in over:
         for waiter in operation.waiters:

@@ -60,7 +60,10 @@ class Overlaps:
 
 
 class Ledger:
-    """Which bytes of an extent are written or broken, and its unfinished operations. The scheduler's lock guards it."""
+    """One extent's state: which bytes are written or broken, and its unfinished operations.
+
+    The scheduler has one for each extent in use, and its lock guards them.
+    """
 
     __slots__ = ("_broken", "_is_written", "_next", "_written", "extent", "has_broken", "working")
 
@@ -81,7 +84,7 @@ class Ledger:
         return [operation for overlaps in self.working for _, _, operation in overlaps.rows]
 
     def admit(self, operation: Operation) -> None:
-        """Add an operation, and put the ones it must wait for into its ``blockers``.
+        """Add an operation, and put those it must wait for into its ``blockers``: see [Note: order on the same bytes].
 
         Raises:
             ExtentError: A read of bytes that are known to be unreadable.

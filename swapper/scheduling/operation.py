@@ -44,6 +44,8 @@ class Operation(IORequest, Handle):
         first: First byte in the extent.
         stop: The byte behind its last one in the extent.
         hazard_start: First byte of the extent that it touches, neighbours in the same block included.
+        hazard_stop: The byte behind the last one that it touches. Where these ranges of two operations overlap, and one
+            writes, the later one waits.
         number: Its place in the order of submission to its extent.
         cursor: Number of bytes that have been cut into transfers.
         outstanding: Number of transfers at the backend, and of those that wait for a retry.
@@ -55,7 +57,7 @@ class Operation(IORequest, Handle):
         failure: Why it failed.
         is_finished: Its outcome is fixed; the backend may still have the buffer (see ``OperationState.STALLED``).
         is_observed: Somebody has seen the error.
-        num_observers: Number of threads that wait and will raise the error.
+        num_observers: Number of threads that wait and will raise the error. With one, it is not also kept as pending.
         callbacks: Functions to be called with it when it is over.
     """
 
@@ -108,7 +110,7 @@ class Operation(IORequest, Handle):
         self.hazard_start = first - first % block_bytes
         self.hazard_stop = -(-stop // block_bytes) * block_bytes
         self.on_complete = _nothing  # until it is handed over
-        self.may_pad = False
+        self.may_pad = False  # see `IORequest`; `Ledger.admit` decides
         self.batch = None
 
     @property

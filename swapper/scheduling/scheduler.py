@@ -143,8 +143,8 @@ class IOScheduler(Uncopyable):
         """
         if self._lock._is_owned():
             refuse_owned(self._lock, "a read or a write")
-        over: list[Operation] = []
-        taken: deque[Operation | Transfer] = deque()
+        finished: list[Operation] = []
+        to_submit: deque[Operation | Transfer] = deque()
         with self._lock:
             if self._closed_because:
                 raise SwapperClosedError(self._closed_because)
@@ -158,27 +158,27 @@ class IOScheduler(Uncopyable):
             self._active[operation] = ledger
             try:
                 if operation.blockers:
-                    self._block(operation, over)
+                    self._block(operation, finished)
                 elif ledger.has_broken or not operation.num_bytes:  # it may be over at once
                     if not self._make_ready(operation, ledger):
-                        self._finish(operation, over)
+                        self._finish(operation, finished)
                 elif queue.begin(operation, self._tick):
-                    taken.append(operation)
+                    to_submit.append(operation)
             except BaseException:
                 # admit() counts a write as written already. Its failure marks these bytes as broken.
                 operation.failure = SwapperClosedError("an error came before it started")
                 queue.withdraw(operation)
                 if operation in self._active:
-                    self._finish(operation, over)
+                    self._finish(operation, finished)
                 raise
             if queue.num_queued:
-                queue.pop_ready(self._tick, taken)
-        if taken:
-            self._submit_all(taken)
-        if over:
-            announce(over)
+                queue.pop_ready(self._tick, to_submit)
+        if to_submit:
+            self._submit_all(to_submit)
+        if finished:
+            announce(finished)
 
-    def _block(self, operation: Operation, over: list[Operation]) -> None:
+    def _block(self, operation: Operation, finished: list[Operation]) -> None:
         """Have an operation wait for its blockers, or fail if one of them hangs."""
         for earlier in operation.blockers:
             earlier.dependents = (*earlier.dependents, operation)
@@ -186,7 +186,7 @@ class IOScheduler(Uncopyable):
             if earlier.state is _STALLED:
                 operation.failure = behind_error(operation, earlier, self._backend)
         if operation.failure is not None:
-            self._finish(operation, over)
+            self._finish(operation, finished)
 
     def _make_ready(self, operation: Operation, ledger: Ledger) -> bool:
         """Queue an operation without blockers; return false if it is over instead."""
@@ -209,17 +209,19 @@ class IOScheduler(Uncopyable):
     def _change(self) -> Iterator[list[Operation]]:
         """Hold the lock for the block, then submit what is ready and announce the operations in the list.
 
-        `submit` and `_on_complete` do the same by hand, at less cost."""
-        over: list[Operation] = []
-        taken: deque[Operation | Transfer] = deque()
-        with self._lock:
-            yield over
-            for queue in self.queues:
-                queue.pop_ready(self._tick, taken)
-        self._submit_all(taken)
-        announce(over)
+        The block appends finished operations to the list.
 
-    def _submit_all(self, taken: deque[Operation | Transfer]) -> None:
+        `submit` and `_on_complete` do the same by hand, at less cost."""
+        finished: list[Operation] = []
+        to_submit: deque[Operation | Transfer] = deque()
+        with self._lock:
+            yield finished
+            for queue in self.queues:
+                queue.pop_ready(self._tick, to_submit)
+        self._submit_all(to_submit)
+        announce(finished)
+
+    def _submit_all(self, to_submit: deque[Operation | Transfer]) -> None:
         """Give transfers to the backend.
 
         A backend may complete requests inside ``submit``, which comes back here with the next transfers: they are left
@@ -227,12 +229,12 @@ class IOScheduler(Uncopyable):
         """
         thread = self._thread
         if thread.backlog is not None:
-            thread.backlog.extend(taken)
+            thread.backlog.extend(to_submit)
             return
-        thread.backlog = taken
+        thread.backlog = to_submit
         try:
-            while taken:
-                transfer = taken.popleft()
+            while to_submit:
+                transfer = to_submit.popleft()
                 try:
                     self._backend.submit(transfer)
                 except BaseException as error:  # of a user's IOBackend, say: the transfer would wait for its deadline
@@ -243,8 +245,8 @@ class IOScheduler(Uncopyable):
 
     def _on_complete(self, request: Any, transferred_bytes: int, error: OSError | None) -> None:
         """Update queues and operation after a transfer; the backend calls it on any thread."""
-        over: list[Operation] = []
-        taken: deque[Operation | Transfer] = deque()
+        finished: list[Operation] = []
+        to_submit: deque[Operation | Transfer] = deque()
         queue = self.queues[request.direction]
         with self._lock:
             is_whole = queue.end(request, transferred_bytes, error)
@@ -260,16 +262,16 @@ class IOScheduler(Uncopyable):
             if not is_again and request is not operation:
                 request.memory = NO_MEMORY  # the backend may keep the request: the user's buffer would stay exported
             if not operation.outstanding and operation.state is not _QUEUED:  # queued: pieces are still to be cut
-                self._finish(operation, over)
+                self._finish(operation, finished)
             for each in self.queues:  # both: what has ended may have blocked operations of the other direction
                 if each.num_queued:
-                    each.pop_ready(self._tick, taken)
+                    each.pop_ready(self._tick, to_submit)
             if not queue.inflight:
                 queue.on_idle()
-        if taken:
-            self._submit_all(taken)
-        if over and (len(over) > 1 or over[0].waiters or over[0].callbacks):
-            announce(over)
+        if to_submit:
+            self._submit_all(to_submit)
+        if finished and (len(finished) > 1 or finished[0].waiters or finished[0].callbacks):
+            announce(finished)
         if self.observers.present:
             self.observers.notify()
 
@@ -315,19 +317,19 @@ class IOScheduler(Uncopyable):
     def _try_again(self, transfer: Transfer) -> None:
         """Queue a delayed transfer again; runs on its timer's thread."""
         operation = transfer.operation
-        with self._change() as over:
+        with self._change() as finished:
             if self._delayed.pop(transfer, None) is None:  # all is being closed
                 return
             operation.outstanding -= 1
             if operation.failure is None:
                 self.queues[operation.direction].enqueue_again(transfer)
             elif not operation.outstanding and operation in self._active:
-                self._finish(operation, over)
+                self._finish(operation, finished)
 
     # -- the end of an operation -------------------------------------------------------------------------------------
 
-    def _finish(self, operation: Operation, over: list[Operation]) -> None:
-        """End an operation; then make ready, or end as well, what waited for it."""
+    def _finish(self, operation: Operation, finished: list[Operation]) -> None:
+        """End an operation and append it to ``finished``; then make ready, or end as well, what waited for it."""
         ending = {operation: None}  # not by recursion: a chain of dependents may be thousands long
         while ending:
             operation, _ = ending.popitem()
@@ -337,7 +339,7 @@ class IOScheduler(Uncopyable):
                 operation.is_finished = True
                 if operation.failure is not None or ledger.has_broken:
                     self._fix_outcome(operation, ledger)
-                over.append(operation)
+                finished.append(operation)
             operation.state = _DONE
             ledger.working[operation.direction].pop(operation)
             if ledger.extent.state is ExtentState.FREEING:
@@ -359,32 +361,32 @@ class IOScheduler(Uncopyable):
 
     def _on_tick(self) -> None:
         """End operations whose transfers hang; see [Note: hung transfers]."""
-        with self._change() as over:
+        with self._change() as finished:
             self._tick += 1
             for queue in self.queues:
                 for transfer in queue.inflight:
                     is_late = self._tick - transfer.submitted_tick >= TICKS_PER_DEADLINE
                     if is_late and transfer.operation.state is not _STALLED:
-                        self._stall(transfer, queue, over)
+                        self._stall(transfer, queue, finished)
                 if (hung := queue.blocked_by) is not None:  # queued operations have no deadline of their own
-                    self._end_behind(hung, queue.queued, over)
+                    self._end_behind(hung, queue.queued, finished)
 
-    def _stall(self, transfer: Operation | Transfer, queue: TransferQueue, over: list[Operation]) -> None:
+    def _stall(self, transfer: Operation | Transfer, queue: TransferQueue, finished: list[Operation]) -> None:
         detail = f"saw no answer within {self._config.deadline_seconds:g} seconds"
         operation = transfer.operation
         queue.withdraw(operation)
         operation.failure = operation.failure or stall_error(operation, transfer, self._backend, detail)
         self._fix_outcome(operation, self._active[operation])
         operation.state = _STALLED  # it stays in _active, so that is_held() finds its memory
-        over.append(operation)
-        self._end_behind(operation, list(operation.dependents), over)
+        finished.append(operation)
+        self._end_behind(operation, list(operation.dependents), finished)
 
-    def _end_behind(self, hung: Operation, waiting: Iterable[Operation], over: list[Operation]) -> None:
+    def _end_behind(self, hung: Operation, waiting: Iterable[Operation], finished: list[Operation]) -> None:
         for operation in waiting:
             if not operation.is_finished:
                 operation.failure = behind_error(operation, hung, self._backend)
                 self.queues[operation.direction].withdraw(operation)
-                self._finish(operation, over)
+                self._finish(operation, finished)
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
@@ -524,7 +526,7 @@ class IOScheduler(Uncopyable):
         if timeout_seconds is None:
             timeout_seconds = self._config.deadline_seconds
         timeout_seconds = bounded_seconds(timeout_seconds, "timeout_seconds")
-        with self._change() as over:
+        with self._change() as finished:
             self._closed_because = self._closed_because or because
             delayed = dict(self._delayed)
             self._delayed.clear()  # a timer that fires from now on finds its transfer gone: see _try_again
@@ -536,7 +538,7 @@ class IOScheduler(Uncopyable):
                     operation.failure = operation.failure or SwapperClosedError(self._closed_because)
                     self.queues[operation.direction].withdraw(operation)
                     if not operation.outstanding:
-                        self._finish(operation, over)
+                        self._finish(operation, finished)
         for timer in delayed.values():
             timer.cancel()
         if not any(queue.inflight for queue in self.queues):  # idle threads end at once, but not in no time
@@ -558,13 +560,13 @@ class IOScheduler(Uncopyable):
 
     def _end_lost(self, is_ended: bool) -> None:
         """End operations whose transfers no backend will ever complete."""
-        with self._change() as over:
+        with self._change() as finished:
             for operation, ledger in list(self._active.items()):
                 if is_ended and operation in self._active:
-                    self._finish(operation, over)
+                    self._finish(operation, finished)
                 elif not operation.is_finished:
                     self._fix_outcome(operation, ledger)
-                    over.append(operation)
+                    finished.append(operation)
 
     def statistics(self, capacity_bytes: int, free_bytes: int) -> Statistics:
         """Return a consistent snapshot; the sizes are the caller's."""

@@ -63,7 +63,10 @@ class TransferQueue:
         self._observers = observers
 
     def begin(self, operation: Operation, tick: int) -> bool:
-        """Take a ready operation. Return true if the caller must submit it now, as a whole; else it is queued."""
+        """Take a ready operation. Return true if the caller must submit it now, as a whole; else it is queued.
+
+        ``tick``: how often the watchdog has woken up so far: the clock of deadlines, see `tick_seconds`.
+        """
         num_bytes, boundary = operation.num_bytes, self._boundary_bytes
         if (
             self.num_queued  # _choose() weighs their priorities
@@ -142,8 +145,8 @@ class TransferQueue:
         """Append the next transfers to ``taken``, as many as the backend has room for.
 
         Args:
-            tick: The watchdog's tick.
-            taken: The transfers to be submitted.
+            tick: See `begin`.
+            taken: The list to append to. The caller submits its transfers when it has released the lock.
         """
         while self.num_queued and not (len(self.inflight) >= self.limit and self.is_full):
             if self.inflight_bytes > self._most_bytes:

@@ -13,7 +13,7 @@ _JOIN_SECONDS = 1.0  # for each started thread that has to end because a later o
 
 @contextlib.contextmanager
 def limits_in_words() -> Iterator[None]:
-    """Inside the block, an error that is due to a limit of the system becomes a `LimitError`."""
+    """Inside the block, turn an error from a limit of the system into a `LimitError`, which names the limit."""
     try:
         yield
     except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: "can't start new thread"

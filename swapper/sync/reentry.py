@@ -39,14 +39,14 @@ def watch(module: str) -> None:
 
 
 def refuse_owned(lock: Any, what: str) -> None:
-    """Raise if this thread holds the lock already; needs no look at the stack.
+    """Raise if this thread holds the lock already: see [Note: coming in between].
 
     Args:
         lock: A ``threading.RLock``.
         what: What was called.
 
     Raises:
-        ReentryError: It has, so this is a signal handler or finalizer.
+        ReentryError: It has.
     """
     if lock._is_owned():  # of RLock in C, without documentation; threading.Condition uses it too
         raise ReentryError(what, "a change that is not complete")

@@ -167,7 +167,7 @@ class _Segment:
                 fallocate(self._fd, length, offset, _PUNCH_HOLE | _KEEP_SIZE)
 
     def write_out(self, *, keeps_lock: bool) -> None:
-        """Write changed pages to the drive, and drop all pages.
+        """Write changed pages to the drive, and drop all pages: see [Note: nothing is lost].
 
         Raises:
             VolumeError: the drive fails.

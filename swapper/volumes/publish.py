@@ -108,7 +108,8 @@ class Staging:
         head: tuple[str, str],
         is_old: Callable[[str], bool],
     ) -> None:
-        """Move files into place. The caller holds the directory's lock, and has chosen final names under it.
+        """Move files into place, see [Note: durable order]. The caller holds the directory's lock, and has chosen final
+        names under it.
 
         Args:
             unknown: pairs (name in `path`, name in the directory) that nothing refers to before ``head`` is there.

@@ -183,7 +183,7 @@ class RunDirectory(Uncopyable):
         """
         path = self._path(number)
         try:
-            data = read_own(path)
+            data = read_own(path)  # raises for a link, a pipe, or a file of another user
         except OSError as error:
             raise DurableRunError.damaged(path, error_words(error)) from error
         if len(data) < _HEAD.size + 4 or google_crc32c.value(data[:-4]) != struct.unpack("<I", data[-4:])[0]:

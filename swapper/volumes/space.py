@@ -19,8 +19,9 @@ class Space:
         drives: Their storage, in the same order.
         num_bytes: Size of the address space; a multiple of ``stripe_bytes``.
         stripe_bytes: Length of a stripe.
-        own_bytes: Current lengths of named files: see [Note: what stays] in ``swapper/volumes/striping.py``.
-        stays: The contents of these files keep their addresses.
+        own_bytes: Current lengths of a durable run's files: see [Note: what stays] in ``swapper/volumes/striping.py``.
+            None: the files have no names.
+        stays: The files hold a run that is resumed, so each stripe keeps its place.
 
     Raises:
         VolumeTooSmallError: They have too little together.
@@ -58,10 +59,11 @@ class Space:
             ]
             self._pools = list(range(len(drives)))
             if stays:
+                # A drive that was full before the others gets no stripe more, although it may have space again.
                 self._held, is_full = own, were_full(own)
         self._rooms: list[int] = []
         self._limits: list[str] = []
-        for column, directory in enumerate(directories):
+        for column, directory in enumerate(directories):  # column: index of a drive, in all lists here
             room, limit = self._pool_rooms[self._pools[column]], "free"
             if is_full[column]:
                 room, limit = self._held[column], "was full before"
@@ -72,11 +74,11 @@ class Space:
         self._check()
 
     def room_bytes(self, column: int) -> int:
-        """Return how much a directory can give."""
+        """Return how much the directory of this index can give."""
         return self._rooms[column] * self._stripe_bytes
 
     def lessen(self, column: int, num_bytes: int, reason: str) -> None:
-        """Lower what a directory can give, after a reservation that failed.
+        """Lower what the directory of this index can give, after a reservation that failed.
 
         Raises:
             VolumeTooSmallError: Now they have too little together.

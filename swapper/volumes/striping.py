@@ -34,7 +34,7 @@ class _Zone(NamedTuple):
 
     Attributes:
         first_stripe: The first stripe of the zone.
-        columns: By turn of the cycle: the drive.
+        columns: By turn of the cycle: the drive. A column is a drive's index, in this package's other files as well.
         turns: By turn: how many turns in a cycle that drive has.
         firsts: By turn: the stripe of the drive's file for this turn of the first cycle.
     """
@@ -113,7 +113,7 @@ class StripeMap:
         self._starts = [zone.first_stripe for zone in self._zones]
 
     def file_bytes(self, column: int) -> int:
-        """Return the used bytes of a drive's file."""
+        """Return the used bytes of the file on the drive ``column``."""
         return self._used[column] * self.stripe_bytes
 
     def locate(self, offset: int) -> tuple[int, int]:
@@ -137,7 +137,7 @@ class StripeMap:
 
 
 def were_full(num_held: Sequence[int]) -> list[bool]:
-    """Return which drives were full when these numbers of stripes were dealt; see [Note: what stays]."""
+    """Return, by drive, whether it was full when these numbers of stripes were dealt; see [Note: what stays]."""
     num_drives, num_stripes = len(num_held), sum(num_held)
 
     # Dealt again with room for everything on one drive: if the numbers differ, its room was what limited it.

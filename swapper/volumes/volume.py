@@ -148,7 +148,7 @@ class Volume(Uncopyable):
         self.files[0].reserve(self.capacity_bytes)
 
     def _share_out(self, directories: Sequence[Directory], *, is_named: bool, stays: bool) -> None:
-        """Decide which drive stores which stripes, and reserve exactly their space."""
+        """Decide which drive stores which stripes, and reserve exactly their space. ``stays``: see `Space`."""
         drives = [file.drive for file in self.files]
         own_bytes = [file.num_bytes for file in self.files]
         held_bytes = own_bytes if stays else [0 for _ in self.files]
@@ -212,7 +212,7 @@ class _NoRoomError(Exception):
 
     def __init__(self, column: int, cause: VolumeTooSmallError) -> None:
         super().__init__(column)
-        self.column = column
+        self.column = column  # index of the drive
         self.cause = cause
 
 

@@ -27,7 +27,7 @@ def child_block(field: FieldInfo | None) -> type[Block] | None:
 
 
 def opened(value: Any, field: FieldInfo | None) -> Any:
-    """Return the value of a field, with the short form of a switch (`"bf16": true`) written out as an object."""
+    """Return the value of a field with the short form of a switch written out: true for "bf16" as {"enabled": true}."""
     if not isinstance(value, bool) or field is None:
         return value
     child = child_block(field)

@@ -133,7 +133,9 @@ def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-def _looks(method: Callable[..., Any]) -> Callable[..., Any]:
+def _reads_first(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of dict that reads the state from the records, if that has not been done, before it runs."""
+
     @functools.wraps(method)
     def call(self: LazyEntry, *args: Any, **kwargs: Any) -> Any:
         self.fetch()
@@ -162,7 +164,7 @@ for _name in (
     *("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__or__", "__reversed__", "__ror__"),
     *("copy", "get", "items", "keys", "values"),
 ):
-    setattr(LazyEntry, _name, _looks(getattr(dict, _name)))
+    setattr(LazyEntry, _name, _reads_first(getattr(dict, _name)))
 
 
 @dataclass(eq=False, repr=False)

@@ -58,9 +58,9 @@ class PagedOptimizer(Optimizer):
         # user's class has, and that are not here, are those of its optimizer.
         self._updater = updater
         self._backend = backend
-        self._keeper = keeper
+        self._keeper = keeper  # reads and replaces the states
         self._loose = loose or LooseParameters(wrapped_optimizer)
-        self._mains = mains
+        self._mains = mains  # reads and replaces main weights; None: the parameters are the main weights
         source = wrapped_optimizer.optimizer
         self._assigned = AssignedTensors()
         # The parameter that was looked at last, and its entry: a loop over a parameter's states reads once.
@@ -292,7 +292,7 @@ class PagedOptimizer(Optimizer):
             post_hook(self)
 
     def update_by(self, updater: SliceUpdater, keeper: Any, mains: Any) -> None:
-        """The backend has laid everything out anew."""
+        """Use these from now on, because the backend has laid everything out anew. See the constructor's arguments."""
         self._updater, self._keeper, self._mains = updater, keeper, mains
         self.expire_states()
 

@@ -90,8 +90,11 @@ class StateLoader:
                     )
 
     def load_into(self, keeper: Any, mains: Any) -> None:
-        """Write all state and, for who keeps them, main weights; then set the hyperparameters in the wrapped optimizer's own
-        dicts.
+        """Write all states and main weights; then set the hyperparameters in the wrapped optimizer's own dicts.
+
+        Args:
+            keeper: replaces states (`PagedOptimizer`).
+            mains: replaces main weights; None: the parameters are the main weights.
 
         Raises:
             ValueError: a parameter has a state in the dict, and no place for it here; nothing has been changed.
