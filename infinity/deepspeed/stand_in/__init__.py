@@ -29,7 +29,7 @@ _LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "
 def _free_port() -> str:
     """Keep a port free for this process, or for a torchrun that it starts. The socket never listens, so either can.
 
-    Port 0 would not do: LlamaFactory and ms-swift pass MASTER_PORT to torchrun, whose processes look for each other there.
+    LlamaFactory and ms-swift pass MASTER_PORT to torchrun, whose processes look for each other there: never at port 0.
     """
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
