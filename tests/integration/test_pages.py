@@ -158,6 +158,8 @@ def _problem(command: list[str]) -> str:
             exists, known_options = True, _help(f"-m infinity {group} {command}")
         case ["infinity", command, *rest] | [_, "-m", "infinity", command, *rest]:
             exists, known_options = True, _help(f"-m infinity {command}")
+        case [_, "-m", "infinity.as_deepspeed", "-m", "llamafactory.cli" | "swift.cli.sft", *_]:
+            return ""  # each has an environment of its own: not run here
         case [_, "-m", "infinity.as_deepspeed", script, *rest]:
             return _problem(["python", script, *rest])
         case [_, "-m", module, *rest]:

@@ -7,10 +7,12 @@ that DeepSpeed's launcher sets for a single process, which libraries read.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
 import runpy
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +22,21 @@ from infinity.errors import LibraryError
 
 SITE = Path(__file__).with_name("site")
 """The folder that comes first on ``sys.path``."""
-_LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""Port 0: any free one. A single process needs no other to find it."""
+_LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+@functools.cache
+def _free_port() -> str:
+    """Keep a port free for this process, or for a torchrun that it starts. The socket never listens, so either can.
+
+    LlamaFactory and ms-swift pass MASTER_PORT to torchrun, whose processes look for each other there: never at port 0.
+    """
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("", 0))
+    port = kept.getsockname()[1]
+    kept.detach()  # stays open until the process ends
+    return str(port)
 
 
 def install() -> None:
@@ -45,6 +60,7 @@ def install() -> None:
     if untold_size() is None:
         for name, value in _LAUNCHED.items():
             os.environ.setdefault(name, value)
+        os.environ.setdefault("MASTER_PORT", _free_port())
     sys.path.insert(0, str(SITE))
     importlib.invalidate_caches()
 
