@@ -63,9 +63,6 @@ def check_same_config(config: InfinityConfig, ranks: Ranks) -> None:
         "infinity.units": section.units,
         "infinity.tile_above": section.tile_above,
         "infinity.experts": section.experts,
-        "infinity.schedule": section.schedule,
-        "infinity.update": section.update,
-        "infinity.activation_checkpointing": section.activation_checkpointing,
         "infinity.durable": section.durable is not None,
     }
     of_ranks = gather_results(

@@ -201,10 +201,6 @@ _REFUSED: dict[str, tuple[type[Exception], str, Callable[[int], Any]]] = {
         *(ConfigError, f"'gradient_accumulation_steps' .*{_SAME}"),
         lambda rank: _engine(gradient_accumulation_steps=1 + rank),
     ),
-    "another schedule": (
-        *(ConfigError, rf"'infinity\.schedule' .*{_SAME}"),
-        lambda rank: _engine(infinity={"schedule": ("ordinary", "auto")[rank]}),
-    ),
     "another dtype": (*(ConfigError, f"'bf16, fp16' .*{_SAME}"), lambda rank: _engine(bf16={"enabled": rank == 1})),
     "another stage": (
         *(ConfigError, rf"'zero_optimization\.stage' .*{_SAME}"),

@@ -122,7 +122,7 @@ def test_copies_in_files_go_through_pickle_and_leave_nothing(
     engine.step()
     num_open = len(os.listdir("/proc/self/fd"))
     state, weights = copy.deepcopy(engine.optimizer.state_dict()), model.state_dict()
-    assert len(os.listdir("/proc/self/fd")) == num_open and os.listdir(tmp_path) == []
+    assert len(os.listdir("/proc/self/fd")) <= num_open and os.listdir(tmp_path) == []
     again = pickle.loads(pickle.dumps(weights))
     assert all(torch.equal(again[key], weights[key]) for key in weights)
     del state, weights
