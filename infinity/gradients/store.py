@@ -219,8 +219,7 @@ class GradientStore:
         grads.present |= added
 
     def _widen(self, grads: UnitGrads) -> bool:
-        """Keep them in RAM as fp32, unless sums are to be rounded. Returns False if they are, or have to be,
-        spilled."""
+        """Keep them in RAM as fp32, unless sums are to be rounded; whether they do not have to be spilled."""
         # A single bf16 gradient loses nothing as bf16, and the plan counts on that where a step has one micro-batch. A
         # second one, or a look at `p.grad`, needs fp32: memory of twice the size if the pool has it, otherwise NVMe.
         if not grads.stays_in_ram:
@@ -284,8 +283,7 @@ class GradientStore:
         return source
 
     def _detach(self, buffer: GradientBuffer) -> FlatBuffer | None:
-        """The memory of a buffer that is not needed any more. None if the user holds tensors over it, and so keeps
-        it."""
+        """The memory of a buffer that is not needed any more; None if tensors of the user's keep it."""
         if not buffer.is_referenced:
             return buffer.flat
         self._pool.disown(buffer.flat)
@@ -519,10 +517,7 @@ class GradientStore:
         )
 
     def show(self, unit: Unit) -> GradientBuffer:
-        """The unit's gradients in memory, without the loss scale. Call `on_change` after writing to them.
-
-        They stay there until the next call for any unit, or longer under a `GradientBuffer.tracked_view`.
-        """
+        """The gradients in memory, unscaled, until the next call for any unit. Call `on_change` after writing to them."""
         grads, buffer = self._of(unit), self.open(unit)
         if not grads.is_unscaled and self.scaler.scale != 1.0:
             for slot in grads.slots():
