@@ -428,7 +428,7 @@ _PLANNED: dict[str, dict[str, Any]] = {
 def test_as_many_bytes_are_copied_up_and_down_as_planned(
     name: str, is_bf16: bool, tmp_path: Path, device: SimulatedGpu
 ) -> None:
-    """Within a tenth of the weights' bytes a micro-batch: a unit more or less may be there when the next one begins."""
+    """Within a few units of twelve a micro-batch: one more or less may be there when the next one begins."""
     copied = {"upload": 0, "download": 0}
 
     def counted(way: str) -> Any:
@@ -451,7 +451,7 @@ def test_as_many_bytes_are_copied_up_and_down_as_planned(
             engine.train_batch(iter(batches), loss_fn=lambda output, _: output.float().square().sum())
             engine.flush()
         plan, weight_bytes = engine.plan, sum(each.numel() for each in engine.module.parameters()) * dtype.itemsize
-        tolerance = 0.1 * weight_bytes * num_micro_batches
+        tolerance = (0.1 if num_micro_batches == 1 else 0.2) * weight_bytes * num_micro_batches
         assert plan.traffic.is_vertical == (options.get("schedule") == "vertical")
         assert copied["upload"] == pytest.approx(plan.predicted_upload_bytes_per_step, abs=tolerance)
         assert copied["download"] == pytest.approx(plan.predicted_download_bytes_per_step, abs=tolerance)
