@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class ExportCalls(LoopSettings):
     """Part of the engine: exports.
 
-    Each method that saves makes the directory if it is missing. If process or machine goes down, the directory holds the old
-    weights or the new ones, whole. Of a PEFT model, only adapters are written, as PEFT does it. With several processes,
+    Each method that saves makes the directory if it is missing. If process or machine goes down, the directory holds the
+    old weights or the new ones, whole. Of a PEFT model, only adapters are written, as PEFT does it. With several processes,
     rank 0 writes. The others return before it is done, or, if they have shards of what it writes, when it is. If
     processes have different parts of the model, the first process of each part writes, to a directory of its own.
     """
@@ -58,8 +58,8 @@ class ExportCalls(LoopSettings):
 
         What rests in memory only is copied first: to a file beside the states where an offload block names a drive, else
         from the GPU to host memory. These stay: without such a drive, weights and states that rest in host memory; units
-        and records below 1 MiB; shards that other processes fetch (stage 3 with ``offload_param`` "cpu"); buffers of the
-        model; parameters that the engine does not hold; a weight of which your code holds a tensor; activations of a graph
+        and records below 1 MiB; shards in host memory (stage 3 with ``offload_param`` "cpu"); buffers of the model;
+        parameters that the engine does not hold; a weight of which your code holds a tensor; activations of a graph
         that you hold; what threads keep for requests that are not aligned (a few MiB).
 
         Until `wake`, whatever uses the model, its weights or the optimizer raises an error that names `wake`. `iter_weights`
