@@ -57,6 +57,12 @@ def _positive(text: str) -> float:
     "--link", type=size_in_bytes, metavar="SIZE", help="Bytes per second between memory and GPU, each way, e.g. 25GB."
 )
 @click.option("--tflops", type=_positive, metavar="NUMBER", help="10^12 operations per second that it reaches.")
+@click.option(
+    "--updates",
+    type=_positive,
+    metavar="NUMBER",
+    help="10^9 parameters per second that its processors update with AdamW.",
+)
 @click.option("--tbw", type=_positive, metavar="NUMBER", help="Terabytes that its drives are rated to take.")
 @click.option(
     "--lora", type=click.IntRange(min=1), metavar="RANK", help="Adapters on a frozen base, in place of all of it."
@@ -84,9 +90,9 @@ def plan(
     """Say whether MODEL trains here or on a described machine, for every offload choice: bytes of each tier, time of a step.
 
     MODEL is a Hugging Face config.json or a directory with one; or give --params. Nothing is downloaded, and no weights are
-    made. Bytes are those of the engine's own plan. The time of a step is the longest of drives, copies to and from a GPU, and
-    compute, as far as their speeds are known: a step takes at least as long. Exit status 1 if it does not fit: then the
-    smallest change that makes it fit is told.
+    made. Bytes are those of the engine's own plan. The time of a step is the longest of drives, copies to and from a GPU,
+    compute, and updates by the CPU, as far as their speeds are known: a step takes at least as long. Where the CPU does both,
+    updates and compute add up. Exit status 1 if it does not fit: then the smallest change that makes it fit is told.
 
     \b
     Examples:
@@ -156,7 +162,7 @@ def plan(
 def _machine(paths: Sequence[Path], asked: SimpleNamespace) -> tuple[Machine, str]:
     """Return this machine with the described values in place of its own, and the source of its computing speed."""
     from infinity.machine.bandwidth_cache import now
-    from infinity.machine.description import measure_flops_per_second
+    from infinity.machine.description import measure_flops_per_second, measure_updates_per_second
     from infinity.machine.hardware import measure_copies
     from infinity.machine.here import glance, this_machine
     from infinity.plan.machine import Bandwidth
@@ -165,13 +171,15 @@ def _machine(paths: Sequence[Path], asked: SimpleNamespace) -> tuple[Machine, st
     is_here = asked.ram is None and asked.disk is None and asked.gpu is None
     is_measured = is_here and not asked.no_measure
     speed, source = (asked.tflops * 1e12, "as given") if asked.tflops else (None, "")
-    link = asked.link
+    link, updates = asked.link, asked.updates and asked.updates * 1e9
     try:
         # --ram without --gpu describes a machine without a GPU.
         machine = this_machine(paths, asks_gpu=asked.ram is None and asked.gpu is None)
         if speed is None and is_measured:
             speed, device = measure_flops_per_second()
             source = f"measured: {device}"
+        if updates is None and is_measured:
+            updates = measure_updates_per_second()
         if link is None and is_measured and machine.device_free_bytes is not None:
             copies = measure_copies()
             link = min(copies.up, copies.down)
@@ -196,6 +204,7 @@ def _machine(paths: Sequence[Path], asked: SimpleNamespace) -> tuple[Machine, st
         flops_per_second=speed,
         drive_tbw=asked.tbw,
         link_bytes_per_second=link,
+        updates_per_second=updates,
     )
     if asked.link is not None and changed.uses_host_memory:
         raise click.UsageError("--link is the speed of copies to a GPU: give --gpu as well.")
@@ -237,6 +246,8 @@ def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens
         rows.append(("copies", f"{size(machine.link_bytes_per_second)}/s each way between memory and GPU"))
     if machine.flops_per_second:
         rows.append(("compute", f"{machine.flops_per_second / 1e12:,.3g} TFLOP/s ({source})"))
+    if machine.updates_per_second:
+        rows.append(("updates", f"{machine.updates_per_second / 1e9:,.3g}e9 parameters/s by the CPU"))
     print_facts(rows)
 
 

@@ -1,4 +1,4 @@
-"""Describes the machine that a figure was measured on, and measures how fast its device multiplies matrices."""
+"""Describes the machine that a figure was measured on, and measures how fast it computes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from swapper.volumes.file_system import describe_drive
 
 _DISTRIBUTIONS = ("infinity-offload", "torch", "numpy", "numba", "transformers")
 # Trades precision for the time that `infinity plan` takes.
-_MULTIPLY_SECONDS = 0.2
+_MEASURED_SECONDS = 0.2
+# Weight, gradient and two states, 16 bytes each: 64 MB, more than most caches hold.
+_UPDATED_NUMEL = 1 << 22
 
 
 def describe_machine(directory: Path) -> dict[str, Any]:
@@ -56,13 +59,27 @@ def measure_flops_per_second() -> tuple[float, str]:
     kind, size = ("cuda", 8192) if torch.cuda.is_available() else ("cpu", 1024)
     left, right = (torch.ones(size, size, dtype=torch.bfloat16, device=kind) for _ in range(2))
     _multiply(left, right)  # the first one chooses a kernel
-    num_times, began = 0, time.perf_counter()
-    while time.perf_counter() - began < _MULTIPLY_SECONDS:
-        _multiply(left, right)
-        num_times += 1
-    seconds = time.perf_counter() - began
+    times_per_second = _rate(lambda: _multiply(left, right))
     name = torch.cuda.get_device_name(0) if kind == "cuda" else f"the CPU, {torch.get_num_threads()} threads"
-    return num_times * 2 * size**3 / seconds, name
+    return times_per_second * 2 * size**3, name
+
+
+def measure_updates_per_second() -> float:
+    """Run torch's fused AdamW on the CPU; return parameters per second."""
+    weight = torch.nn.Parameter(torch.zeros(_UPDATED_NUMEL, device="cpu"))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    optimizer.step()  # the first one makes the states
+    return _rate(optimizer.step) * _UPDATED_NUMEL
+
+
+def _rate(call: Callable[[], object]) -> float:
+    """How often ``call`` runs in a second."""
+    num_times, began = 0, time.perf_counter()
+    while time.perf_counter() - began < _MEASURED_SECONDS:
+        call()
+        num_times += 1
+    return num_times / (time.perf_counter() - began)
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor) -> None:

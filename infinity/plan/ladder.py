@@ -201,19 +201,11 @@ class Ladder:
             return Outcome(*tiers, keys, None, 0, str(error), self._tokens, lacks_room=False)
         plan = tracker.first
         machine = self._machine
-        speed = machine.flops_per_second
-        is_trained = plan.num_trainable > 0
-        # A frozen parameter has no gradient of its own, but backward still computes that of its inputs: 4 in place of
-        # 6. With LoRA (1 % trained) that is 6 - 2 * 0.99 = 4.02 FLOPs per parameter and token.
-        trained = plan.num_trainable / max(plan.num_parameters, 1)
-        whole = FLOPS_PER_PARAMETER - _FORWARD * (1 - trained) + 2 * config.infinity.activation_checkpointing
-        per_parameter = whole if is_trained else _FORWARD
-        num_active = plan.num_parameters * active_share(self._model)  # of a mixture of experts, those a token uses
         plan = dataclasses.replace(
             plan,
             drive_tbw=machine.drive_tbw or plan.drive_tbw,
             link_bytes_per_second=None if machine.uses_host_memory else machine.link_bytes_per_second,
-            compute_seconds=None if not speed else per_parameter * num_active * self._tokens / speed,
+            compute_seconds=self._compute_seconds(plan, config),
         )
         problem = inputs.volumes(plan.placement).problem(self._room_bytes)
         if problem is None and plan.host_budget_bytes > machine.host_free_bytes:
@@ -222,6 +214,23 @@ class Ladder:
                 free = format_bytes(machine.host_free_bytes)
                 problem = f"the budget takes {format_bytes(taken)} of memory, of which {free} are free"
         return Outcome(*tiers, keys, plan, plan.minimum_budget_bytes, problem, self._tokens)
+
+    def _compute_seconds(self, plan: Plan, config: InfinityConfig) -> float | None:
+        """Forward and backward, and updates by the CPU, as far as the machine's speeds are known."""
+        machine, seconds = self._machine, 0.0
+        if machine.flops_per_second:
+            # A frozen parameter has no gradient of its own, but backward still computes that of its inputs: 4 in place
+            # of 6. With LoRA (1 % trained) that is 6 - 2 * 0.99 = 4.02 FLOPs per parameter and token.
+            trained = plan.num_trainable / max(plan.num_parameters, 1)
+            whole = FLOPS_PER_PARAMETER - _FORWARD * (1 - trained) + 2 * config.infinity.activation_checkpointing
+            per_parameter = whole if plan.num_trainable else _FORWARD
+            num_active = plan.num_parameters * active_share(self._model)  # of a mixture of experts, those a token uses
+            seconds = per_parameter * num_active * self._tokens / machine.flops_per_second
+        if machine.updates_per_second and not plan.request.records_on_device:
+            updates = plan.num_trainable / machine.updates_per_second
+            # A GPU computes the next forward while the CPU updates; on the CPU both take the same processors.
+            seconds = seconds + updates if machine.uses_host_memory else max(seconds, updates)
+        return seconds or None
 
     def _config(self, keys: Mapping[str, Any]) -> InfinityConfig:
         return load_config(self._source, overrides=keys, world_size=1, check_storage=False)

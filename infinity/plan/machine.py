@@ -52,6 +52,7 @@ class Machine:
         flops_per_second: of the compute device; None if unknown.
         drive_tbw: terabytes that the drives are rated to write (TBW); None if unknown.
         link_bytes_per_second: from host memory to a GPU, with as much back at the same time; None if unknown.
+        updates_per_second: parameters that the CPU updates with AdamW, states in memory; None if unknown.
     """
 
     host_free_bytes: int
@@ -61,6 +62,7 @@ class Machine:
     flops_per_second: float | None = None
     drive_tbw: float | None = None
     link_bytes_per_second: float | None = None
+    updates_per_second: float | None = None
 
     @property
     def uses_host_memory(self) -> bool:

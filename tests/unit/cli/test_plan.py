@@ -320,6 +320,20 @@ def test_no_time_is_told_where_the_drives_are_unknown(tmp_path: Path) -> None:
     assert seconds == pytest.approx(ladder_module.FLOPS_PER_PARAMETER * count * 64 / 1e9)
 
 
+@pytest.mark.parametrize(("gpu_bytes", "seconds"), [(None, 5.0), (10**9, 3.0)], ids=["cpu", "gpu"])
+def test_updates_by_the_cpu_take_time(gpu_bytes: int | None, seconds: float, tmp_path: Path) -> None:
+    count = sum(each.numel() for each in _plain().parameters())
+    machine = Machine(
+        4 * 10**9,
+        10**12,
+        gpu_bytes,
+        Bandwidth(1e12, 1e12, 1e12, "2026-01-01"),
+        flops_per_second=ladder_module.FLOPS_PER_PARAMETER * count * 64 / 2,  # forward and backward in two seconds
+        updates_per_second=count / 3,
+    )
+    assert _ladder(tmp_path, _config(tmp_path), machine).given().seconds == pytest.approx(seconds)
+
+
 def test_a_model_that_is_frozen_is_planned_as_evaluating(tmp_path: Path) -> None:
     machine = Machine(4 * 10**9, 10**12, None, flops_per_second=1e9)
     given = _ladder(tmp_path, _config(tmp_path), machine, lambda: _plain().requires_grad_(requires_grad=False)).given()
