@@ -183,7 +183,7 @@ class RecordStream:
     def fill(self, unit: Unit, sources: Mapping[tuple[int, str], ElementsInOrder]) -> None:
         """Replace main weights and states of a unit, and its model weights by their casts.
 
-        If ranks keep shards, only this rank's is replaced: `ParameterCache.gather_weights` brings the other weights.
+        If ranks keep shards, only this rank's is replaced: `RankWeights.gather` brings the other weights.
 
         Args:
             unit: is paged out, resident, or open.
@@ -386,7 +386,7 @@ class GatheredStream:
         except Exception as problem:
             error = problem
         agree(self._ranks, what, error)
-        self._parameter_cache.align()
+        self._parameter_cache.rank_weights.align()
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:

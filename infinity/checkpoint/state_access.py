@@ -250,7 +250,7 @@ class StateAccess:
             unit.outdate()
             self._exchange.before(unit)
             self.stream.fill(unit, {(slot.index, WEIGHT): _elements(values, slot)})
-            self._coordinator.parameter_cache.gather_weights([unit])
+            self._coordinator.parameter_cache.rank_weights.gather([unit])
 
     def resume_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """Load a saved main weight where the current weight is its cast. Other elements were changed, and stay."""

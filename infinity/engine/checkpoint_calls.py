@@ -326,7 +326,7 @@ class CheckpointCalls(ExportCalls):
         if self._parts.access.shared is not None:
             # Each rank has read the main weights of its own shard. The model weights of the other shards come from
             # their ranks.
-            self._coordinator.parameter_cache.gather_weights(self._parts.parameter_map.units)
+            self._coordinator.parameter_cache.rank_weights.gather(self._parts.parameter_map.units)
         if wanted.counters:
             self.count_on(training_state["counters"], with_loss_scale=wanted.optimizer)
         if wanted.optimizer:

@@ -1,13 +1,13 @@
-"""Which units are in memory: what comes next is fetched early, what is furthest away makes room.
+"""Which units are in memory: what comes next is fetched early, what is needed last makes room.
 
-Knows units, flat buffers and the schedule; must not know modules, autograd, gradients or files. One call at a time comes here
-(see [Note: engine lock] in ``infinity.threads.engine_lock``); a lock keeps its threads apart, which in backward may be two.
+One call at a time comes here (see [Note: engine lock] in ``infinity.threads.engine_lock``). A lock keeps its threads apart,
+which in backward may be two.
 
 [Note: the same units on all ranks] Where ranks keep shards of the weights, all of them gather the same units in the same order
 (``infinity.tiers.divided_weights``). So what is fetched, and what makes room, follows there from what the script has used, from
-sizes, and from the smallest budget of all ranks. What is late on one rank is waited for, and nothing else is chosen in its
-place. What a step changes leaves memory at its end, or is gathered again (`gather_weights`). A script that goes another way on
-one rank ends with an error on all, which names what each rank was about to gather.
+sizes, and from the smallest budget of all ranks. What is late on one rank is waited for. What a step changes leaves memory at
+its end, or is gathered again (`RankWeights.gather`). A script that goes another way on one rank ends with an error on all, which
+names what each rank was about to gather.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from infinity.device.flat_pool import FlatPool
-from infinity.distributed.collectives import Ranks
-from infinity.errors import BudgetTooSmallError, EngineBusyError, ModelError, format_bytes
+from infinity.errors import EngineBusyError, ModelError, format_bytes
 from infinity.metrics.clock import StepClock
 from infinity.paging.prefetch_schedule import PrefetchSchedule
+from infinity.paging.rank_weights import RankWeights
+from infinity.paging.weights_budget import WeightsBudget, moving_bytes_of
 from infinity.threads.engine_lock import refuse_in_between
 from infinity.tiers.aside_weights import AsideWeights
 from infinity.tiers.user_copies import PutAside
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Slot
-from infinity.units.unit import Arrival, PendingUpdate, Unit
+from infinity.units.unit import Arrival, PendingUpdate, Unit, UnstartedArrival
 from swapper import ReentryError
 from swapper.sync.lifetimes import LiveObjects
 
@@ -55,21 +56,6 @@ class WeightWriter(Protocol):
 
     def store_written(self, unit: Unit) -> None:
         """Store the slots in ``unit.dirty`` from the unit's flat buffer."""
-
-
-class _Unstarted:
-    """Weights whose fetch did not get as far as beginning. Whoever waits for them begins it."""
-
-    def __init__(self, begin: Callable[[], Arrival]) -> None:
-        self._begin = begin
-
-    def wait(self) -> None:
-        self._begin().wait()
-
-    def done(self) -> bool:
-        return False
-
-    def promote(self) -> None: ...
 
 
 class ParameterCache:
@@ -120,11 +106,11 @@ class ParameterCache:
         """Another one than the usual: from `write_by` to the next."""
         self._source = source
         self._prefetches = prefetches
-        self._exchange = exchange
+        self.rank_weights = RankWeights(self, exchange)
         self._is_divided = exchange is not None and exchange.is_divided
         self._around_fetch: Callable[[Unit], AbstractContextManager[None]] = lambda unit: nullcontext()
         """What each unit's fetch begins in: see `announcing`."""
-        self._budget_key, self._budget_bytes = budget
+        self._budget = WeightsBudget(*budget, pool.capacity_bytes)
         self.unit_at: dict[int, Unit] = {}
         """Address of a flat buffer -> the unit that has it: from `place` until it is given back. Under the lock."""
         self.due: set[int] = set()
@@ -340,7 +326,7 @@ class ParameterCache:
 
     def _begin_fetch(self, unit: Unit, flat: FlatBuffer, *, is_demand: bool) -> None:
         # An interruption here must not leave a buffer that looks as if it held the weights.
-        self.place(unit, flat, _Unstarted(lambda: self._fetch(unit, is_demand=True)))
+        self.place(unit, flat, UnstartedArrival(lambda: self._fetch(unit, is_demand=True)))
         unit.expect(self._fetch(unit, is_demand=is_demand))
 
     def _displace(self, unit: Unit) -> None:
@@ -443,7 +429,7 @@ class ParameterCache:
                 waited_seconds = time.monotonic() - began
                 is_soon = waited_seconds > _HANG_SECONDS and self.pool.awaits_requests()
                 if waited_seconds > _TIMEOUT_SECONDS and not is_soon:
-                    raise self._no_room(unit)
+                    raise self._budget.no_room(unit, self.units, self.pool.used_bytes, self._moving_bytes)
                 time.sleep(0.001)
             else:
                 has_collected = True
@@ -534,56 +520,7 @@ class ParameterCache:
         self.await_update(unit)
         self.store_changes(unit)
 
-    # ------------------------------------------------------------------------------------------- weights in several ranks
-
-    def gather_weights(self, units: Sequence[Unit]) -> None:
-        """What the ranks have updated of these units becomes the weights of all. All ranks come here.
-
-        That is done unit by unit, beside the updates of those that follow. See `WeightExchange.gather` for what is raised.
-        """
-        if self._exchange is None:
-            return
-        divides = self._exchange.divides
-        kept = self._unify([unit for unit in units if divides(unit)], self._exchange.ranks, keeps=self.holds_all)
-        for unit in units:
-            self.await_update(unit)
-            if unit in kept or not divides(unit):
-                with self.clock.waiting("ranks"):
-                    self._exchange.gather(unit)
-
-    def align(self) -> None:
-        """Ranks may have other units in memory, because one of them was told by another what to fetch. All ranks come here."""
-        if self._is_divided and self._exchange is not None:
-            units = [unit for unit in self.units if self._exchange.divides(unit)]
-            self._unify(units, self._exchange.ranks, keeps=True)
-
-    def _unify(self, units: Sequence[Unit], ranks: Ranks, *, keeps: bool) -> list[Unit]:
-        """See to it that all ranks have the same of these divided units in memory, and their present weights.
-
-        If ``keeps``, those in the memory of all ranks stay as they are, and are returned: there each rank has the present
-        weights of its shard. Of the others, what is in use on some rank is gathered anew, and the rest leaves.
-        """
-        if not units:
-            return []
-        with self.lock:
-            states = [(unit.flat is not None) + self._is_in_use(unit) for unit in units]
-            with self.clock.waiting("ranks"):
-                found = ranks.all_gather_ints("changing weights in memory", states)
-            kept = []
-            for unit, *of_ranks in zip(units, *found, strict=True):
-                if keeps and all(of_ranks):
-                    kept.append(unit)
-                elif max(of_ranks) < 2:
-                    self.evict(unit)
-                elif unit.flat is None:
-                    self.make_resident(unit)
-                else:
-                    self.await_update(unit)
-                    self._fetch(unit, is_demand=True).wait()
-                    unit.outdate()
-        return kept
-
-    def _is_in_use(self, unit: Unit) -> bool:
+    def is_in_use(self, unit: Unit) -> bool:
         """Whether somebody may look at the unit's buffer, however it changes."""
         if unit.flat is None:
             return False
@@ -591,6 +528,12 @@ class ParameterCache:
         if not unit.num_active:
             unit.unbind()
         return unit.num_active > 0 or unit.flat.has_views
+
+    def refetch(self, unit: Unit) -> None:
+        """Fetch the unit's present weights into the buffer that it has."""
+        self.await_update(unit)
+        self._fetch(unit, is_demand=True).wait()
+        unit.outdate()
 
     @contextmanager
     def announcing(self, around_fetch: Callable[[Unit], AbstractContextManager[None]]) -> Iterator[None]:
@@ -607,50 +550,15 @@ class ParameterCache:
             self.evict(unit)
             self.make_resident(unit)
 
-    def _no_room(self, unit: Unit) -> BudgetTooSmallError:
-        inside = [each for each in self.units if each.flat is not None]
-        kept_by_user = [
-            each for each in inside if not each.num_active and each.flat is not None and each.flat.has_views
-        ]
-        held = [
-            f"{u.name} ({u.num_bytes} bytes, {'kept by user code' if u in kept_by_user else 'in use'})" for u in inside
-        ]
-        lacking_bytes = self.pool.used_bytes + unit.num_bytes - self.pool.capacity_bytes
-        problem = (
-            f"Unit {unit.name} ({unit.num_bytes} bytes) is needed together with {'; '.join(held) or 'nothing else'}"
-        )
-        if not kept_by_user:
-            return self._too_small(lacking_bytes, problem)
-        # Code that keeps tensors of these units will keep those of others, too.
-        lacking_bytes = max(lacking_bytes, _moving_bytes_of(self.units) - self._moving_bytes)
-        return self._too_small(
-            lacking_bytes,
-            f"{problem}. User code keeps tensors over the weights of {len(kept_by_user)} units that no module uses: in a "
-            "list, as an attribute of an autograd.Function's context (`weight.data`), or by hooks for saved tensors that a "
-            "module's forward puts up (torch.autograd.graph.saved_tensors_hooks, save_on_cpu)",
-            cure="Keep no such tensors: in an autograd.Function, call ctx.save_for_backward(weight); put hooks for saved tensors "
-            "up around the call of the model. Otherwise all units have to be in memory: set it to at least {minimum}",
-        )
-
-    def _too_small(self, lacking_bytes: int, problem: str, *, cure: str | None = None) -> BudgetTooSmallError:
-        minimum_bytes = self._budget_bytes + 2 * lacking_bytes  # up to half of more goes into staging
-        return BudgetTooSmallError(
-            self._budget_key,
-            budget_bytes=self._budget_bytes,
-            minimum_bytes=minimum_bytes,
-            reason=f"{format_bytes(self.pool.capacity_bytes)} of it are for weights. {problem}",
-            cure=None if cure is None else cure.format(minimum=format_bytes(minimum_bytes)),
-        )
-
     def has_room(self, units: Collection[Unit]) -> bool:
         """Whether the units can be in memory together."""
-        return _moving_bytes_of(units) <= self._moving_bytes
+        return moving_bytes_of(units) <= self._moving_bytes
 
     def check_room(self, units: Collection[Unit]) -> None:
         """Raise `BudgetTooSmallError` if the units cannot be in memory together."""
-        moving_bytes = _moving_bytes_of(units)
+        moving_bytes = moving_bytes_of(units)
         if moving_bytes > self._moving_bytes:
-            raise self._too_small(
+            raise self._budget.too_small(
                 moving_bytes - self._moving_bytes,
                 f"{len(units)} units are gathered at once, of which {format_bytes(moving_bytes)} have to be fetched: gather "
                 "fewer parameters at a time",
@@ -671,12 +579,6 @@ class ParameterCache:
                     elif writer is None or writer.is_urgent(unit):
                         self.store_changes(unit)
 
-    def forward_order(self) -> list[int]:
-        """All units in the order in which the recorded forward needed them; units that it did not need come last."""
-        schedule = self.training_schedule
-        first = dict.fromkeys(index for index in schedule.order[: schedule.backward_start] if index >= 0)
-        return [*first, *(unit.index for unit in self.units if unit.index not in first)]
-
     @property
     def holds_all(self) -> bool:
         """Whether all units can be resident together, so that none has to make room for another."""
@@ -689,7 +591,3 @@ class ParameterCache:
 
 
 _parameter_caches: LiveObjects[ParameterCache] = LiveObjects(in_child=ParameterCache.reset_after_fork)
-
-
-def _moving_bytes_of(units: Iterable[Unit]) -> int:
-    return sum(unit.num_bytes for unit in units if not unit.is_persistent)

@@ -97,6 +97,11 @@ class PrefetchSchedule:
         """The forecast, and the position in it."""
         return self.order, self._position
 
+    def forward_order(self, num_units: int) -> list[int]:
+        """All units in the order in which the recorded forward needed them. Those that it did not need come last."""
+        first = dict.fromkeys(index for index in self.order[: self.backward_start] if index >= 0)
+        return [*first, *(index for index in range(num_units) if index not in first)]
+
     def begin(self) -> None:
         """A new micro-batch begins; the record of the one before, if complete, becomes the forecast."""
         self._recorded = []

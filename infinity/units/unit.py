@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
@@ -98,6 +98,25 @@ class Arrival(Protocol):
     def promote(self) -> None:
         """Raise its priority to that of a demand read."""
         ...
+
+
+class UnstartedArrival:
+    """Weights whose fetch did not get as far as beginning. Whoever waits for them begins it."""
+
+    def __init__(self, begin: Callable[[], Arrival]) -> None:
+        """``begin`` begins the fetch."""
+        self._begin = begin
+
+    def wait(self) -> None:
+        """Begin the fetch, and return when it has ended."""
+        self._begin().wait()
+
+    def done(self) -> bool:
+        """False."""
+        return False
+
+    def promote(self) -> None:
+        """Nothing is under way that could be."""
 
 
 class PendingUpdate(Arrival, Protocol):

@@ -377,7 +377,7 @@ class Stepper:
         self.step_groups.advance(groups, self._norms)
         if self._is_divided:  # in the order of their updates, as far as there is one that all ranks know
             others = (unit for unit in self.units if unit.index in self.updated)
-            self.parameter_cache.gather_weights(list(dict.fromkeys([*self._updated_shards, *others])))
+            self.parameter_cache.rank_weights.gather(list(dict.fromkeys([*self._updated_shards, *others])))
         # Before waiting for updates: an interrupt there must find a step that is over.
         self._forget()
         if self.rules.update == "step":
@@ -406,11 +406,14 @@ class Stepper:
     def _rank_of(self, unit: Unit) -> int:
         """The unit's place in the next forward."""
         if not self._ranks:
-            self._ranks = {index: rank for rank, index in enumerate(self.parameter_cache.forward_order())}
+            self._ranks = {index: rank for rank, index in enumerate(self._forward_order())}
         return self._ranks[unit.index]
 
     def _in_forward_order(self) -> list[Unit]:
-        return [self.units[index] for index in self.parameter_cache.forward_order()]
+        return [self.units[index] for index in self._forward_order()]
+
+    def _forward_order(self) -> list[int]:
+        return self.parameter_cache.training_schedule.forward_order(len(self.units))
 
     def _check_groups_unchanged(self, step: int) -> None:
         changed = self.step_groups.read().changed_since(self._groups) if self._groups is not None else []
@@ -454,7 +457,7 @@ class Stepper:
         has_changed = has_begun or (self.exchange.is_divided and bool(self.updated))
         self.clear()
         if has_changed:
-            self.parameter_cache.gather_weights(self.units)
+            self.parameter_cache.rank_weights.gather(self.units)
 
     def close(self) -> None:
         """Drop the step and all gradients, and return their memory."""

@@ -425,11 +425,11 @@ def test_a_step_that_is_cut_off_before_ranks_meet_leaves_no_rank_with_old_weight
             stepper.stream.drain()
             raise _CutOffError
 
-        stepper.parameter_cache.gather_weights = lambda units: fail()
+        stepper.parameter_cache.rank_weights.gather = lambda units: fail()
         engine.backward(engine(input_of(rank, 8)))
         with pytest.raises(_CutOffError):
             engine.step()
-        del stepper.parameter_cache.gather_weights
+        del stepper.parameter_cache.rank_weights.gather
         engine.reset()
         require_same_everywhere([engine(input_of(0, 3)).detach()])
         require_same_everywhere(weights_of(engine).values())

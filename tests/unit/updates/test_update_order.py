@@ -31,10 +31,8 @@ def _ranks(directory: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, 
         for step in range(3):
             engine.backward(loss_of(engine(**make_batch(step))))
             engine.step()
-        forward = [
-            engine._coordinator.parameter_cache.units[index].name
-            for index in engine._coordinator.parameter_cache.forward_order()
-        ]
+        cache = engine._coordinator.parameter_cache
+        forward = [cache.units[i].name for i in cache.training_schedule.forward_order(len(cache.units))]
     assert set(ranks) == set(forward)
     return {name: ranks[name] for name in forward}
 
