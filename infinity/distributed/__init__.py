@@ -1,1 +1,1 @@
-"""Other processes. Knows ``torch.distributed``, as the only package; must not know models."""
+"""Other processes: the only package that uses ``torch.distributed``."""

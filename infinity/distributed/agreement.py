@@ -1,8 +1,8 @@
 """What several ranks do together, or one for all: it succeeds on all of them, or all of them raise.
 
-Knows ranks; must not know what is done. `Ranks.all_gather_ints` says when ranks are elsewhere; this is for what fails on some
-of them. All ranks call each function here with the same words, in the same order. Only exceptions are told: who is interrupted,
-or ends, is missed by the others at their next meeting.
+`Ranks.all_gather_ints` says when ranks are elsewhere; this is for what fails on some of them. All ranks call each function here
+with the same words, in the same order. Only exceptions are told: who is interrupted, or ends, is missed by the others at their
+next meeting.
 
 [Note: only data between ranks] Anybody in the network may connect to gloo, so what ranks send is plain data and is never
 unpickled. An error is sent as the name of its class and what it holds. Only Python's and this package's classes are made again.

@@ -1,7 +1,4 @@
-"""Calls of torch that may never return, with an end: torch's clients of a store wait for a dead network as long as TCP does.
-
-Knows threads; must not know what is called.
-"""
+"""Calls of torch that may never return, with an end: torch's clients of a store wait for a dead network as long as TCP does."""
 
 from __future__ import annotations
 

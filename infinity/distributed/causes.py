@@ -1,7 +1,5 @@
 """Why a rank has ended, told to the others: so that each of them names the first cause, and not what followed from it.
 
-Knows the store in which the ranks of a process group have found each other; must not know what they do.
-
 [Note: how a rank ends] A rank that ends closes its connections, so whoever waits for it, or comes to wait for it, gets an
 error at once. What that error does not say is why:
   * An exception that nobody caught is written to the store before Python ends (`sys.excepthook`).

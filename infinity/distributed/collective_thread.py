@@ -1,7 +1,5 @@
 """One thread of a rank that exchanges one thing after the other, whatever the rank's script does meanwhile.
 
-Knows ranks; must not know what is exchanged.
-
 [Note: the exchange's thread] One thread of each rank exchanges in an order that is the same on all, through process groups of
 its own, whatever the script, or the engine's other threads, exchange meanwhile. A rank comes to an exchange when its script
 has asked for it: the other ranks' threads wait for that, their scripts do not. The thread ends when the owner of the exchange

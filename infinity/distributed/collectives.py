@@ -1,7 +1,5 @@
 """What processes that train together exchange: torch.distributed's collectives, each with a label and a place.
 
-Knows process groups and tensors; must not know what is exchanged.
-
 [Note: ranks] Every rank runs the same script on its own data, each on its own drives. From ZeRO's stage 1 on, main weights and
 states are divided (`infinity.units.shards`), in stage 3 also model weights that rest on drives. All else each rank holds whole.
 What they have in common:

@@ -1,7 +1,5 @@
 """Parameters of torch's tensor parallelism (`parallelize_module`): each process's part as a plain one, while an engine has it.
 
-Knows DTensors and modules; must not know what becomes of a parameter.
-
 [Note: parts of DTensors] An engine pages ordinary memory. So a parameter that is a DTensor gives its place in the module to its
 local tensor, under the same name, and the module gets a class of its own, of the same name, by which the attribute is a DTensor
 of that again, made anew whenever somebody asks (as torch's parametrizations do it). Gradients come to the part by the backward

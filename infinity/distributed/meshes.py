@@ -1,7 +1,5 @@
 """How a script has laid its model out over processes: who has the same part of it, and who has the others.
 
-Knows ranks, and what scripts hand over to say so; must not know models.
-
 [Note: parts of a model] Tensor parallelism and pipeline stages are the script's: it gives each process a part of the model,
 and its own code exchanges activations. To the engine a part is a model like any other. So nearly all that concerns ranks
 concerns those with the same part (`Mesh.data`): they begin with the same weights, average gradients, divide states, fetch from

@@ -1,7 +1,5 @@
 """Where the parts of a model lie that processes have been given by their script: each in a folder of its own.
 
-Knows a mesh and names of directories; must not know what a checkpoint holds.
-
 [Note: checkpoints of parts] A checkpoint of each part is complete for itself, and so is the file that names the latest.
 Processes may go down when some parts have the new one and others have not. So each part keeps two at least, and what is gone on
 from is one that all parts have. Where some have one and others none, the first save was cut off: there is nothing yet.

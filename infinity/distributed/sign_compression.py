@@ -1,7 +1,5 @@
 """The mean over all ranks, one bit per element: signs and a scale, and what they leave out is added the next time.
 
-Knows tensors and ranks; must not know what is averaged.
-
 [Note: in two steps] As 1-bit Adam does it (arXiv 2102.02888, section 4.2). Each rank adds what its last signs have left out to
 its values, and sends of them the signs, and the root of their mean square: to each rank a part, as a server. The server takes the
 mean of what it got, adds what its own last signs have left out, and sends signs and scale of that to all. So each element

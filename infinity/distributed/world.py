@@ -1,7 +1,6 @@
 """Which processes train together: all of them, and some.
 
-Knows process groups and `Ranks`; must not know what is exchanged. [Note: how a group ends] in
-``infinity.distributed.process_groups`` says why groups are kept weakly.
+[Note: how a group ends] in ``infinity.distributed.process_groups`` says why groups are kept weakly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""Builds and loads models that are larger than memory: `Init` and `load_pretrained` put their parameters on drives.
-
-Knows modules, parameters and mapped memory; must not know units or engines.
-"""
+"""Builds and loads models that are larger than memory: `Init` and `load_pretrained` put their parameters on drives."""

@@ -52,8 +52,7 @@ def one_element(device: torch.device | str = "cpu", num_dims: int = 1) -> Tensor
 class OptimizerExecutor:
     """An instance of the optimizer's class with its attributes, whose parameters and state are given per call.
 
-    It knows one optimizer class; it must not know staging buffers, slices or devices. The given optimizer is never modified.
-    One thread at a time.
+    The given optimizer is never modified. One thread at a time.
 
     Step hooks (the instance's and torch's global ones) and the profiler range of `Optimizer.step` belong to a step of
     the whole model; they are left out here, where a step is one slice. So are patches on the instance: learning rate

@@ -1,7 +1,4 @@
-"""What was assigned to a parameter's ``.data``: torch makes the two one, the engine takes a copy.
-
-Knows such tensors and their memory; must not know parameters but by name.
-"""
+"""What was assigned to a parameter's ``.data``: torch makes the two one, the engine takes a copy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """torch.compile on a model whose parameters come and go.
 
-Knows what torch leaves in compiled modules; must not know units, hooks or when they are installed.
-
 [Note: compiled modules]
 A graph must not begin before the unit's parameters are bound, nor span units. torch captures the frame of a module's
 ``forward``, and runs the hooks of that module, but of no module inside it, as ordinary code: so a compiled module keeps

@@ -1,7 +1,4 @@
-"""Which parameter of a model lies where.
-
-Knows modules, units and parameters; must not know what is done with them.
-"""
+"""Which parameter of a model lies where."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The order in which units are needed, and what to fetch next.
 
-Pure: knows unit indices and their sizes; must not know tensors, files or threads.
-
 [Note: prefetch schedule]
 Weights have to be on their way before they are needed, but what a model will call next is known to its forward alone. Most
 models do in each micro-batch what they did in the last. So the units that are touched are recorded, and the record is the

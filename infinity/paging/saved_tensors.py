@@ -1,7 +1,5 @@
 """Autograd's hooks for saved tensors, put up around a forward and taken down after it.
 
-Knows torch's stack of hooks and what stands for a weight in a graph; must not know when a unit is in memory.
-
 [Note: interrupted hooks] torch runs no forward hook after a KeyboardInterrupt, so one that comes in a forward leaves our hooks
 on torch's stack. Nothing else notes that they are there: they are found on that stack, and taken down when the next forward
 begins, or the one that was cut off is abandoned. A context of the user's that is left before that takes ours down in place of

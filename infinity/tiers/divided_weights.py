@@ -1,7 +1,5 @@
 """Weights of which each rank keeps its shard alone (ZeRO's stage 3): a unit that is fetched is gathered from all ranks.
 
-Knows where shards are stored; must not know when anything is needed.
-
     extent of a unit, on rank r:  the bytes `Shards.weight_spans(unit, r)` of its flat buffer, one after the other
 
 [Note: gathers] A fetch reads this rank's shard into a staging buffer. Then a thread gathers the unit from all ranks in its flat

@@ -1,7 +1,7 @@
 """New model weights of the shards that other ranks update, as they come to where this rank keeps its copy.
 
-Knows units, shards and where weights rest; must not know what an update is. Only the thread that trains calls it, in an
-order that follows from model and script alone: see [Note: ranks] in ``infinity.distributed.collectives``.
+Only the thread that trains calls it, in an order that follows from model and script alone: see [Note: ranks] in
+``infinity.distributed.collectives``.
 """
 
 from __future__ import annotations

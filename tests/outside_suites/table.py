@@ -1,7 +1,4 @@
-"""The table of a suite's outcomes, ``results.tsv``: cases of a test that share outcome and reason are one line.
-
-Knows lines only; must not know how tests are run.
-"""
+"""The table of a suite's outcomes, ``results.tsv``: cases of a test that share outcome and reason are one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,1 @@
-"""Reads checkpoints that DeepSpeed has written, without DeepSpeed, and converts them.
-
-Knows DeepSpeed's files; must not know engines, models or tiers.
-"""
+"""Reads checkpoints that DeepSpeed has written, without DeepSpeed, and converts them."""
