@@ -173,6 +173,7 @@ def initialize(
 def _check(model: nn.Module, config: InfinityConfig, mesh: Mesh) -> None:
     """Refuse what cannot be trained, warn of what is odd, and see that all processes begin with the same weights."""
     check_model(model)
+    # With bf16 or fp16 the model is cast on purpose. In fp32, 16-bit weights mean that the config's block is missing.
     if config.compute_dtype == torch.float32:
         warn_of_other_dtypes(model)
     warn_of_gaps(model)

@@ -154,7 +154,7 @@ class ExportCalls(LoopSettings):
     def _copy_for_iteration(self, entry: Entry, dtype: torch.dtype | None, *, is_last: bool) -> torch.Tensor:
         """``is_last``: no more tensors of its unit are needed."""
         parts = self._parts
-        if self.is_asleep:
+        if self.is_asleep:  # then the engine has released its upload buffers
             parts.storage.take_uploads_back()
         with entry.value() as value:
             is_cast = dtype is not None and value.dtype == self.config.compute_dtype

@@ -338,7 +338,7 @@ class Parts:
         """The parts that the user's loop and torch's hooks call."""
         plan, storage, stepper = self.plan, self.storage, self.stepper
         parameter_map, parameter_cache = self.parameter_map, self._parameter_cache
-        # Kept through a relayout: counters and the loop's style are the script's, not those of the parts.
+        # Kept through a relayout: counters and the style of the loop (whose backward and step it calls) are the script's.
         self.counts: Accumulation = Accumulation(self.config, self.mesh.data.num) if before is None else before.counts
         self.style: LoopStyle = LoopStyle(self.counts) if before is None else before.style
         lock, assigned = EngineLock(), AssignedData()

@@ -28,7 +28,10 @@ _DECADES = 7
 
 @functools.cache
 def magnitudes(is_square: bool) -> Tensor:
-    """The levels that are not negative: increasing, from 0 to 1, float32."""
+    """The levels that are not negative: increasing, from 0 to 1, float32.
+
+    ``is_square``: for a state that averages squares, so no level is negative.
+    """
     ends = torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")
     # Decade 0 is 1e-7 .. 1e-6, decade 6 is 0.1 .. 1. Signed: 1 + 2 + .. + 64 = 127 levels, and with 0 and 1 129.
     # Squares need no sign, so each decade has twice as many: 2 + 4 + .. + 128 = 254, and with 0 and 1 all 256 codes.

@@ -90,7 +90,8 @@ class VerticalSchedule:
             compute_losses: one function per micro-batch, which runs the model and returns the loss.
             step: the number of the step.
             divisor: of each loss; None: the number of losses.
-            updates, keeps_bits: see `StepOptions`.
+            updates: whether a unit may be updated before all gradients of the step have come.
+            keeps_bits: whether results must have the bits of one micro-batch after the other.
 
         Returns:
             The losses, detached. Or the reason why the step must go in the ordinary order. Then the model and the
