@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -15,6 +16,8 @@ import click
 from infinity.cli.output import PathType, json_option, print_json, table
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from infinity.console import Console
     from infinity.machine.bandwidth_cache import BandwidthCache
     from infinity.machine.drive_profile import DriveProfile, Effort, Progress
@@ -96,7 +99,7 @@ def _measure(found: DriveProfile, effort: Effort, minutes: float | None, console
     from swapper.errors import SwapperError, VolumeError
 
     try:
-        with _progress(console) as progress, drive_test(found, effort) as test:
+        with _progress(console) as show, _raising_interrupts(show) as progress, drive_test(found, effort) as test:
             sweep(test, found, effort, settings_for(found.directories), progress)
             if minutes:
                 hold_for(test, found, 60 * minutes, progress)
@@ -111,6 +114,33 @@ def _measure(found: DriveProfile, effort: Effort, minutes: float | None, console
         found.stop(f"{type(error).__name__}: {error}")
         return _FAILED
     return 0
+
+
+@contextlib.contextmanager
+def _raising_interrupts(progress: Progress) -> Iterator[Progress]:
+    """``progress``, which also raises a KeyboardInterrupt that was dropped: Python ignores one that comes in a finalizer."""
+    has_come = False
+    handler = signal.getsignal(signal.SIGINT)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal has_come
+        has_come = True
+        if callable(handler):
+            handler(number, frame)
+
+    def show(what: str, share: float) -> None:
+        if has_come:
+            raise KeyboardInterrupt
+        progress(what, share)
+
+    if not callable(handler):  # ignored, as in a job that a shell has put into the background
+        yield progress
+        return
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield show
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @contextlib.contextmanager

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,3 +48,26 @@ def test_results_are_alone_on_stdout(
     assert found["partial"] is False and set(found["alone"]) == {"read", "write"}
     assert "Settings for the config" in captured.err
     assert list(nvme_dir.iterdir()) == []
+
+
+class _Interrupted:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_drops_in_a_finalizer_is_raised_at_the_next_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sweep(*arguments: Any) -> None:
+        progress = arguments[-1]
+        progress("one", 0.1)
+        _Interrupted()
+        progress("two", 0.2)
+        pytest.fail("the interrupt was lost")
+
+    monkeypatch.setattr(drive_profile, "sweep", sweep)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["profile", str(tmp_path), "--quick"]) == 130
+    assert "Not finished: interrupted" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGINT) is before
