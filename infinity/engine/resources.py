@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from infinity.config.resolved import InfinityConfig, IOSection
+from infinity.config.resolved import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
 from infinity.distributed.collective_thread import CollectiveThread
@@ -29,7 +29,6 @@ from swapper import (
     RunDirectory,
     StagingPool,
     Swapper,
-    SwapperConfig,
     TransferRecord,
     Versions,
     VolumeError,
@@ -94,7 +93,7 @@ class EngineResources:
         # drive. It has 4096 bytes at least, as a swapper cannot be empty.
         if shards is not None and placement.hosted_units:
             num_bytes = sum(sizes[index].stored_weight_bytes for index in placement.hosted_units) or 4096
-            self._swappers[_IN_MEMORY] = Swapper.in_memory(num_bytes, _swapper_config(config.io))
+            self._swappers[_IN_MEMORY] = Swapper.in_memory(num_bytes, config.io)
         try:
             self._check_room()
             for key, num_bytes in self._volumes.num_bytes.items():
@@ -128,7 +127,7 @@ class EngineResources:
 
     def _open(self, key: TierKey, num_bytes: int) -> Swapper:
         tier, directories = key
-        settings = _swapper_config(self._config.io)
+        settings = self._config.io
         capacity = max(num_bytes, 4096)  # even if nothing is to rest there: a directory that cannot be used is told
         try:
             if tier == "durable" and self._run is not None:
@@ -353,15 +352,3 @@ class EngineResources:
 
 def _names(directories: Sequence[Directory]) -> str:
     return ", ".join(str(directory.path) for directory in directories)
-
-
-def _swapper_config(io: IOSection) -> SwapperConfig:
-    return SwapperConfig(
-        request_bytes=io.request_bytes,
-        num_threads=io.num_threads,
-        max_inflight=io.max_inflight,
-        deadline_seconds=io.deadline_seconds,
-        direct=io.direct,
-        backend=io.backend,
-        verify_checksums=io.verify_checksums,
-    )
