@@ -52,6 +52,7 @@ from infinity.packed.sources import clear_source
 from infinity.paging.assigned import AssignedData
 from infinity.paging.parameter_cache import ParameterCache
 from infinity.paging.parameter_map import ParameterMap
+from infinity.plan.tracker import PlanTracker
 from infinity.threads.engine_lock import EngineLock
 from infinity.threads.openmp import use_threads
 from infinity.tiers.user_copies import UserCopies
@@ -377,8 +378,8 @@ class Parts:
         self.parameter_handler = ParameterHandler(
             parameter_map, self.module_hooks, self.coordinator, stepper, self.live, self.consistent, assigned
         )
-        self.plan_tracker = plan.inputs.tracker(
-            plan.placement, plan.reason_against, room_bytes, bandwidth_of(self.config)
+        self.plan_tracker = PlanTracker(
+            plan.inputs.plan(plan.placement, plan.reason_against, room_bytes, bandwidth_of(self.config))
         )
         self.vertical = StepContext(
             parameter_map,
