@@ -106,6 +106,7 @@ class ExportCalls(LoopSettings):
             with uninterrupted():
                 self._take_memory_back()
                 self._guard.move_to(Phase.READY)
+                self._parts.reporter.begin_anew()
 
     def _take_memory_back(self) -> None:
         self._parts.storage.take_memory_back()
