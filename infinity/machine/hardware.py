@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from infinity.machine.finding import Finding, good, note, poor, size
+from infinity.errors import size
+from infinity.machine.finding import Finding, good, note, poor
 
 SYS = Path("/sys")
 _BYTES_PER_TRANSFER = {2.5: 0.1, 5.0: 0.1}

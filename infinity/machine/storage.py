@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from infinity.errors import size
 from infinity.machine.bandwidth_cache import measured_bandwidth
-from infinity.machine.finding import Finding, bad, good, note, poor, size
+from infinity.machine.finding import Finding, bad, good, note, poor
 from infinity.machine.hardware import drive_device, gpu_devices, health_finding, link_finding, node_finding
 from swapper.config import SwapperConfig
 from swapper.errors import BackendUnavailableError, SwapperError, VolumeError
