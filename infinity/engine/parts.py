@@ -113,7 +113,7 @@ class Parts:
         )
         self._divided, config = divide(mesh, config)
         self.plan = make_plan(model, config, wrapped_optimizer, device, free_memory, self._divided)
-        self.config, self.updater = self.plan.config, self.plan.inputs.updater
+        self.config, self.updater = self.plan.config, self.plan.updater
         if self.durable is not None:
             check_same_layout(self.durable, self.plan, wrapped_optimizer, model, self._divided)
         wait_for_collected()  # space of an engine that became garbage a moment ago
@@ -137,7 +137,7 @@ class Parts:
             self.device,
             plan.placement,
             plan.request,
-            plan.inputs.sizes,
+            plan.sizes,
             None if self.durable is None else self.durable.directory,
             divided.shards if divided.has_parts_of_weights else None,
             self._thread_for("weights") if divided.has_parts_of_weights else None,
@@ -159,7 +159,7 @@ class Parts:
         self.parameter_map = ParameterMap(model, plan.units)
         # (unit index, slot index) -> scalars and state names of each parameter that is trained here. The tensors are in
         # records.
-        self._states = {place: ParameterState() for place in plan.inputs.with_states}
+        self._states = {place: ParameterState() for place in plan.with_states}
         self.stored = StoredWeights(
             storage.records,
             storage.weights,
@@ -175,7 +175,7 @@ class Parts:
             storage.weights,
             self.clock,
             prefetches=config.infinity.prefetch,
-            guess=plan.inputs.guess,
+            guess=plan.guess,
             experts=expert_groups(model, self.parameter_map.locate),
             budget=plan.placement.budget_of_weights(plan.request),
             writer=self.stored,
@@ -183,7 +183,7 @@ class Parts:
         )
         # In this order in every process: a durable run expects each extent where it was.
         for unit in plan.units:  # room for its records and weights
-            names = tuple(plan.inputs.names[unit.index])
+            names = tuple(plan.names[unit.index])
             storage.records.allocate(unit, plan.chunks[unit.index], names, plan.splits[unit.index])
             if storage.weights is not None:
                 storage.weights.allocate(unit, in_host_memory=unit.index in plan.placement.hosted_units)
@@ -379,7 +379,7 @@ class Parts:
             parameter_map, self.module_hooks, self.coordinator, stepper, self.live, self.consistent, assigned
         )
         self.plan_tracker = PlanTracker(
-            plan.inputs.plan(plan.placement, plan.reason_against, room_bytes, bandwidth_of(self.config))
+            plan.plan(plan.placement, plan.reason_against, room_bytes, bandwidth_of(self.config))
         )
         self.vertical = StepContext(
             parameter_map,
