@@ -354,10 +354,6 @@ class _Unpickler(_Base):  # type: ignore[misc]
         arguments = self.stack.pop()
         self.stack[-1] = self._called(self.stack[-1], arguments)
 
-    def load_newobj(self) -> None:
-        """NEWOBJ: an object made by ``__new__``."""
-        self.load_reduce()
-
     def load_newobj_ex(self) -> None:
         """NEWOBJ_EX: the same with keyword arguments, which are recorded as state."""
         named = self.stack.pop()
@@ -390,29 +386,12 @@ class _Unpickler(_Base):  # type: ignore[misc]
         elif not isinstance(made, dict | torch.Tensor):  # an OrderedDict's or parameter's attributes are dropped
             raise ValueError(f"it has a state for a {type(made).__name__}")
 
-    def load_append(self) -> None:
-        """APPEND: one element of a list."""
-        self._append([self.stack.pop()])
-
-    def load_appends(self) -> None:
-        """APPENDS: several elements of a list."""
-        self._append(self.pop_mark())
-
     def _append(self, values: list[Any]) -> None:
         made = self.stack[-1]
         if type(made) is list:
             made.extend(values)
         elif not isinstance(made, Record):  # a subclass of list: its elements are not kept
             raise ValueError(f"it appends to a {type(made).__name__}")
-
-    def load_setitem(self) -> None:
-        """SETITEM: one entry of a dict."""
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set_items([key, value])
-
-    def load_setitems(self) -> None:
-        """SETITEMS: several entries of a dict."""
-        self._set_items(self.pop_mark())
 
     def load_dict(self) -> None:
         """DICT: a dict of everything after the mark on the stack."""
@@ -435,23 +414,19 @@ class _Unpickler(_Base):  # type: ignore[misc]
             raise ValueError(f"it adds to a {type(made).__name__}")
         made.update(map(_key, values))
 
-    def load_frozenset(self) -> None:
-        """FROZENSET: a frozen set of everything after the mark."""
-        self.append(frozenset(map(_key, self.pop_mark())))
-
-    for _code, _function in (
-        (pickle.REDUCE, load_reduce),
-        (pickle.NEWOBJ, load_newobj),
-        (pickle.NEWOBJ_EX, load_newobj_ex),
-        (pickle.BUILD, load_build),
-        (pickle.APPEND, load_append),
-        (pickle.APPENDS, load_appends),
-        (pickle.SETITEM, load_setitem),
-        (pickle.SETITEMS, load_setitems),
-        (pickle.DICT, load_dict),
-        (pickle.ADDITEMS, load_additems),
-        (pickle.FROZENSET, load_frozenset),
-    ):
+    for _code, _function in {
+        pickle.REDUCE: load_reduce,
+        pickle.NEWOBJ: load_reduce,  # an object made by ``__new__``
+        pickle.NEWOBJ_EX: load_newobj_ex,
+        pickle.BUILD: load_build,
+        pickle.APPEND: lambda self: self._append([self.stack.pop()]),
+        pickle.APPENDS: lambda self: self._append(self.pop_mark()),
+        pickle.SETITEM: lambda self: self._set_items([self.stack.pop(-2), self.stack.pop()]),
+        pickle.SETITEMS: lambda self: self._set_items(self.pop_mark()),
+        pickle.DICT: load_dict,
+        pickle.ADDITEMS: load_additems,
+        pickle.FROZENSET: lambda self: self.append(frozenset(map(_key, self.pop_mark()))),
+    }.items():
         dispatch[_code[0]] = _function
 
 
