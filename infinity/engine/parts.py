@@ -53,6 +53,7 @@ from infinity.paging.assigned import AssignedData
 from infinity.paging.parameter_cache import ParameterCache
 from infinity.paging.parameter_map import ParameterMap
 from infinity.plan.tracker import PlanTracker
+from infinity.plan.volumes import resting_bytes
 from infinity.threads.engine_lock import EngineLock
 from infinity.threads.openmp import use_threads
 from infinity.tiers.user_copies import UserCopies
@@ -246,7 +247,8 @@ class Parts:
                 storage, plan.units, self._states, self._parameter_cache, self.stream, self.clock.waiting
             )
         # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
-        spills = storage.nvme_bytes > 0 or config.infinity.activations == "nvme"
+        on_drives = resting_bytes(plan.sizes, plan.request, plan.placement)["nvme"]
+        spills = any(on_drives.values()) or config.infinity.activations == "nvme"
         self._trimmer = HeapTrimmer() if self.device.uses_host_memory and spills else None
         self.groups: StepGroups = StepGroups(
             self.parameter_map,
