@@ -42,6 +42,14 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
+def size(num_bytes: float) -> str:
+    """Bytes for people, in decimal units as drives are sold: `23.4 GB`. Memory of 64 GiB is 68.7 GB."""
+    for factor, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:,.1f} {name}"
+    return f"{num_bytes:,.0f} bytes"
+
+
 def listed(words: Collection[str], between: str = ", ", most: int = 4) -> str:
     """The first words, and how many there are besides."""
     more = f" and {len(words) - most} more" if len(words) > most else ""

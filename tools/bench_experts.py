@@ -12,20 +12,18 @@ counted from the routing itself, so that the bytes read can be held against them
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench.cgroup import Cgroup, why_unavailable
-from bench.options import size
 from rich.table import Table
 
 import infinity
@@ -157,33 +155,11 @@ def measure(way: str, tokens: int, directory: Path, options: argparse.Namespace)
     )
 
 
-@contextlib.contextmanager
-def limited(directory: Path, bytes_per_second: int | None) -> Iterator[None]:
-    """Limit reads and writes of this process inside the ``with`` block, each."""
-    if bytes_per_second is None:
-        yield
-        return
-    # `joined` moves this process into the group, so that its own reads are limited.
-    with Cgroup("experts", ("blkio",)) as group:
-        group.throttle(directory, bytes_per_second)
-        with group.joined():
-            yield
-
-
 def show(found: list[Figures]) -> None:
     """Print the table."""
     table = Table(title="a step")
-    for column in (
-        "tokens",
-        "experts",
-        "routed",
-        "read MB",
-        "needed MB",
-        "read / needed",
-        "seconds",
-        "CPU",
-        "drive's bound",
-    ):
+    columns = "tokens, experts, routed, read MB, needed MB, read / needed, seconds, CPU, drive's bound"
+    for column in columns.split(", "):
         table.add_column(column, justify="right")
     for each in found:
         bound = (
@@ -216,27 +192,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--throttle", default="300", help="MB/s each way, or none")
     parser.add_argument("--tokens", type=lambda text: [int(each) for each in text.split(",")], default=[1])
     parser.add_argument("--ways", type=lambda text: text.split(","), default=["by_expert", "whole"])
-    for name, value in (
-        ("layers", 4),
-        ("experts", 64),
-        ("active", 8),
-        ("width", 1024),
-        ("inner", 512),
-        ("steps", 6),
-        ("warm-up", 3),
-    ):
+    numbers = {"layers": 4, "experts": 64, "active": 8, "width": 1024, "inner": 512, "steps": 6, "warm-up": 3}
+    for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--budget", type=size, default=size("32MiB"), help="of memory, expert by expert")
-    parser.add_argument(
-        "--budget-whole", type=size, default=size("450MiB"), help="of memory, where layers are read whole"
-    )
+    parser.add_argument("--budget", default="32MiB", help="of memory, expert by expert")
+    parser.add_argument("--budget-whole", default="450MiB", help="of memory, where layers are read whole")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--is-limited", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.throttle = None if options.throttle == "none" else int(float(options.throttle) * 1e6)
     if options.throttle is not None and (problem := why_unavailable("blkio")):
         parser.error(f"the drive cannot be limited here ({problem}): --throttle none")
+    if options.throttle is not None and not options.is_limited:
+        with Cgroup("experts", ("blkio",)) as group:
+            group.throttle(options.nvme_path, options.throttle)
+            # This program once more, in a process that is in the group from its first instruction.
+            given = sys.argv[1:] if arguments is None else arguments
+            return subprocess.call(group.command(sys.executable, __file__, *given, "--is-limited"))
     found = []
-    with tempfile.TemporaryDirectory(dir=options.nvme_path) as directory, limited(options.nvme_path, options.throttle):
+    with tempfile.TemporaryDirectory(dir=options.nvme_path) as directory:
         for tokens in options.tokens:
             found += [measure(way, tokens, Path(directory), options) for way in options.ways]
     show(found)

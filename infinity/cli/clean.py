@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from infinity.cli.output import PathType, display, json_option, print_json, table
-from infinity.machine.finding import size
+from infinity.errors import size
 from swapper.volumes.left_runs import LeftRun, LeftSave, left_runs, left_saves, remove_abandoned
 
 

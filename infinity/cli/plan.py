@@ -15,7 +15,7 @@ import click
 from infinity.cli.checkpoint import size_in_bytes
 from infinity.cli.config import loaded_for_one
 from infinity.cli.output import PathType, display, json_option, print_facts, print_json, table
-from infinity.machine.finding import size
+from infinity.errors import size
 
 if TYPE_CHECKING:
     from infinity.config import InfinityConfig

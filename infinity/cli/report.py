@@ -27,15 +27,18 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
       infinity report runs/a --json
     """
     from infinity.metrics import read_run, showing
-    from infinity.reporting.page import run_report
+    from infinity.reporting.page import render
     from infinity.reporting.verdict import judge
+    from swapper.volumes.publish import replacing
 
-    path = run_report(run_dir, out)
-    # Read again: `run_report` returns a path alone.
     run = read_run(run_dir)
     # A log with a value that no engine writes is a `CheckpointError` here, not a traceback.
     with showing(run.directory):
-        verdict = judge(run)
+        verdict, page = judge(run), render(run)
+    path = out or run.directory / "report.html"
+    # An old page stays until the new one is whole.
+    with replacing(path) as file:
+        file.write(page.encode(errors="replace"))  # what a path has that is no text
     if as_json:
         alternatives = [vars(each) for each in verdict.alternatives]
         print_json(vars(verdict) | {"alternatives": alternatives, "page": path})

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from infinity.config.schema.blocks import WandbBlock
-from swapper.config import BackendName
+from swapper.config import SwapperConfig
 from swapper.volumes.directory import Directory
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
@@ -83,29 +83,11 @@ class OffloadSection:
 
 
 @dataclass(frozen=True)
-class IOSection:
-    """How files are read and written.
+class IOSection(SwapperConfig):
+    """How files are read and written: the settings of each swapper."""
 
-    Attributes:
-        request_bytes: largest single transfer.
-        num_threads: threads that wait in reads and writes.
-        max_inflight: requests handed out at once.
-        deadline_seconds: a request that takes longer is an error instead of a hang.
-        direct: whether to go past the page cache.
-        backend: what moves the bytes; "auto" takes the fastest one that proves to work.
-        is_from_config: whether the config names a request size, threads, queue depth or backend: nothing that was measured
-            replaces them then.
-        verify_checksums: whether what is read from drives is compared with what was written.
-    """
-
-    request_bytes: int
-    num_threads: int
-    max_inflight: int
-    deadline_seconds: float
-    direct: bool
-    backend: BackendName = "auto"
     is_from_config: bool = False
-    verify_checksums: bool = False
+    """Whether the config names a request size, threads, queue depth or backend. Measured settings do not replace those."""
 
 
 @dataclass(frozen=True)

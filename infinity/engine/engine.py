@@ -131,10 +131,6 @@ class Engine(Relayout):
             self._parts.module_hooks.abandon_calls()
         return self.run_module(*args, **kwargs)
 
-    def obstacle(self) -> str | None:
-        """Why the present step cannot go vertically, whatever the schedule; None: it may."""
-        return "the step was begun with engine.backward" if self.counts.position else None
-
     @locked
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Backward of one micro-batch: gradients of ``loss / gradient_accumulation_steps`` are accumulated.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -106,6 +107,7 @@ class ExportCalls(LoopSettings):
             with uninterrupted():
                 self._take_memory_back()
                 self._guard.move_to(Phase.READY)
+                self._parts.reporter.begin_anew()
 
     def _take_memory_back(self) -> None:
         self._parts.storage.take_memory_back()
@@ -194,13 +196,8 @@ class ExportCalls(LoopSettings):
             ModelError: the format has no name or dtype for something; nothing has been written.
             ValueError: ``save_dir`` is empty, or an address ("s3://..."); or ``max_shard_size`` is no size.
         """
-        check_directory(save_dir)
-        max_shard_bytes = _shard_bytes(max_shard_size)
-        self._guard.check_loaded()
-        self.flush()
-        check_apart(self._mesh, Path(save_dir))
 
-        def save() -> None:
+        def save(max_shard_bytes: int) -> None:
             save_units(
                 self._weights(),
                 Path(save_dir),
@@ -209,17 +206,15 @@ class ExportCalls(LoopSettings):
                 max_shard_bytes=max_shard_bytes,
             )
 
-        self._export("engine.save_16bit_model", save, needs_all=self._parts.exchange.is_divided)
-        if self._mesh.data.index > 0:
-            return True
-        if is_adapted(self.module) and not self._has_warned_of_adapters:
+        what, needs_all = "engine.save_16bit_model", self._parts.exchange.is_divided
+        self._write(what, save_dir, max_shard_size, save, needs_all=needs_all)
+        if self._mesh.data.index == 0 and is_adapted(self.module) and not self._has_warned_of_adapters:
             self._has_warned_of_adapters = True
             logger.warning(
                 "engine.save_16bit_model: '%s' got the adapters alone, in PEFT's files, and not the base model. For the whole "
                 "model, close the engine and save what merge_and_unload() returns",
                 save_dir,
             )
-        self._num_saved_steps = self.global_steps
         return True
 
     def save_pretrained(
@@ -269,27 +264,38 @@ class ExportCalls(LoopSettings):
         self._save_pretrained(save_directory, max_shard_size, torch.float32)
 
     def _save_pretrained(self, directory: str | Path, max_shard_size: int | str, dtype: torch.dtype | None) -> None:
-        check_directory(directory)
-        max_shard_bytes = _shard_bytes(max_shard_size)
-        self._guard.check_loaded()
-        self.flush()
-        check_apart(self._mesh, Path(directory))
         # Main weights of divided states, and in stage 3 model weights, need every rank's shard.
         needs_all = self._parts.exchange.is_divided or (dtype is not None and self._parts.access.is_divided)
 
-        def save() -> None:
+        def save(max_shard_bytes: int) -> None:
             save_pretrained(self._weights(), Path(directory), max_shard_bytes=max_shard_bytes, dtype=dtype)
 
-        self._export("exporting weights", save, needs_all=needs_all)
-        self._num_saved_steps = self.global_steps
+        self._write("exporting weights", directory, max_shard_size, save, needs_all=needs_all)
 
-    def _export(self, what: str, save: Callable[[], None], *, needs_all: bool) -> None:
-        """Save on the first rank. ``needs_all``: the others have shards of what is saved."""
+    def _write(
+        self,
+        what: str,
+        directory: str | Path,
+        max_shard_size: int | str,
+        save: Callable[[int], None],
+        *,
+        needs_all: bool,
+    ) -> None:
+        """Save on the first rank, with the bytes of a shard. ``needs_all``: the others have shards of what is saved."""
+        check_directory(directory)
+        try:
+            max_shard_bytes = parse_bytes(max_shard_size)
+        except ValueError as error:
+            raise ValueError(f"max_shard_size {error}, got {max_shard_size!r}") from None
+        self._guard.check_loaded()
+        self.flush()
+        check_apart(self._mesh, Path(directory))
         shared = self._parts.access.shared
         if needs_all and shared is not None:
-            shared.run(what, save)
+            shared.run(what, functools.partial(save, max_shard_bytes))
         elif self._mesh.data.index == 0:
-            save()
+            save(max_shard_bytes)
+        self._num_saved_steps = self.global_steps
 
     def _weights(self) -> Weights:
         parts = self._parts
@@ -300,13 +306,6 @@ class ExportCalls(LoopSettings):
             self.config.nvme_paths,
             self.config.infinity.progress_bars,
         )
-
-
-def _shard_bytes(max_shard_size: int | str) -> int:
-    try:
-        return parse_bytes(max_shard_size)
-    except ValueError as error:
-        raise ValueError(f"max_shard_size {error}, got {max_shard_size!r}") from None
 
 
 def check_directory(directory: str | Path | None) -> None:

@@ -262,14 +262,14 @@ class LoopSettings(ModuleFacade):
             )
         return make_loader(
             dataset,
-            size,
-            collate_fn=collate_fn,
-            drop_last=self.config.dataloader_drop_last,
-            sampler=sampler,
             shuffles=shuffles,
-            num_workers=num_workers,
             rank=self._mesh.data.index,
             num_ranks=self._mesh.data.num,
+            sampler=sampler,
+            batch_size=size,
+            collate_fn=collate_fn,
+            drop_last=self.config.dataloader_drop_last,
+            num_workers=num_workers,
         )
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -52,6 +52,8 @@ from infinity.packed.sources import clear_source
 from infinity.paging.assigned import AssignedData
 from infinity.paging.parameter_cache import ParameterCache
 from infinity.paging.parameter_map import ParameterMap
+from infinity.plan.tracker import PlanTracker
+from infinity.plan.volumes import resting_bytes
 from infinity.threads.engine_lock import EngineLock
 from infinity.threads.openmp import use_threads
 from infinity.tiers.user_copies import UserCopies
@@ -112,7 +114,7 @@ class Parts:
         )
         self._divided, config = divide(mesh, config)
         self.plan = make_plan(model, config, wrapped_optimizer, device, free_memory, self._divided)
-        self.config, self.updater = self.plan.config, self.plan.inputs.updater
+        self.config, self.updater = self.plan.config, self.plan.updater
         if self.durable is not None:
             check_same_layout(self.durable, self.plan, wrapped_optimizer, model, self._divided)
         wait_for_collected()  # space of an engine that became garbage a moment ago
@@ -136,7 +138,7 @@ class Parts:
             self.device,
             plan.placement,
             plan.request,
-            plan.inputs.sizes,
+            plan.sizes,
             None if self.durable is None else self.durable.directory,
             divided.shards if divided.has_parts_of_weights else None,
             self._thread_for("weights") if divided.has_parts_of_weights else None,
@@ -158,7 +160,7 @@ class Parts:
         self.parameter_map = ParameterMap(model, plan.units)
         # (unit index, slot index) -> scalars and state names of each parameter that is trained here. The tensors are in
         # records.
-        self._states = {place: ParameterState() for place in plan.inputs.with_states}
+        self._states = {place: ParameterState() for place in plan.with_states}
         self.stored = StoredWeights(
             storage.records,
             storage.weights,
@@ -174,7 +176,7 @@ class Parts:
             storage.weights,
             self.clock,
             prefetches=config.infinity.prefetch,
-            guess=plan.inputs.guess,
+            guess=plan.guess,
             experts=expert_groups(model, self.parameter_map.locate),
             budget=plan.placement.budget_of_weights(plan.request),
             writer=self.stored,
@@ -182,7 +184,7 @@ class Parts:
         )
         # In this order in every process: a durable run expects each extent where it was.
         for unit in plan.units:  # room for its records and weights
-            names = tuple(plan.inputs.names[unit.index])
+            names = tuple(plan.names[unit.index])
             storage.records.allocate(unit, plan.chunks[unit.index], names, plan.splits[unit.index])
             if storage.weights is not None:
                 storage.weights.allocate(unit, in_host_memory=unit.index in plan.placement.hosted_units)
@@ -245,7 +247,8 @@ class Parts:
                 storage, plan.units, self._states, self._parameter_cache, self.stream, self.clock.waiting
             )
         # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
-        spills = storage.nvme_bytes > 0 or config.infinity.activations == "nvme"
+        on_drives = resting_bytes(plan.sizes, plan.request, plan.placement)["nvme"]
+        spills = any(on_drives.values()) or config.infinity.activations == "nvme"
         self._trimmer = HeapTrimmer() if self.device.uses_host_memory and spills else None
         self.groups: StepGroups = StepGroups(
             self.parameter_map,
@@ -377,8 +380,8 @@ class Parts:
         self.parameter_handler = ParameterHandler(
             parameter_map, self.module_hooks, self.coordinator, stepper, self.live, self.consistent, assigned
         )
-        self.plan_tracker = plan.inputs.tracker(
-            plan.placement, plan.reason_against, room_bytes, bandwidth_of(self.config)
+        self.plan_tracker = PlanTracker(
+            plan.plan(plan.placement, plan.reason_against, room_bytes, bandwidth_of(self.config))
         )
         self.vertical = StepContext(
             parameter_map,

@@ -26,10 +26,8 @@ from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.packed.selection import KEY
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.placement import DEVICE_KEY, NUM_SHARD_BUFFERS, Placement
-from infinity.plan.sizes import Request
 from infinity.units.layout import Chunk
 from infinity.units.shards import Shards
-from infinity.units.unit import Unit
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +43,9 @@ class Divided:
 
 
 @dataclass(frozen=True)
-class Planned:
+class Planned(PlanInputs):
     """The plan that an engine is built from: where weights, states and gradients are stored."""
 
-    inputs: PlanInputs
     placement: Placement
     reason_against: str | None
     """Why steps cannot go vertically; None: they may."""
@@ -57,21 +54,6 @@ class Planned:
     NVMe."""
     chunks: list[tuple[Chunk, ...]]
     """For each unit, the chunks whose records this process keeps."""
-
-    @property
-    def config(self) -> InfinityConfig:
-        """The config, with values for what it left open."""
-        return self.inputs.config
-
-    @property
-    def units(self) -> list[Unit]:
-        """The model's units, by index."""
-        return self.inputs.units
-
-    @property
-    def request(self) -> Request:
-        """What the config asks of the placement."""
-        return self.inputs.request
 
     @property
     def has_remainder(self) -> bool:
@@ -155,7 +137,7 @@ def make_plan(
         unit.layout.chunks(placement.chunk_numel, split, span)
         for unit, split, span in zip(inputs.units, splits, inputs.spans, strict=True)
     ]
-    return Planned(inputs, placement, reason_against, splits, chunks)
+    return Planned(**vars(inputs), placement=placement, reason_against=reason_against, splits=splits, chunks=chunks)
 
 
 def _check_packed(inputs: PlanInputs, *, has_parts: bool) -> None:
@@ -245,7 +227,7 @@ def check_same_layout(
             list(slot.spec.stride),
             str(slot.spec.dtype),
             slot.spec.is_trainable,
-            list(plan.inputs.names[unit.index]) if slot.spec.is_trainable else [],
+            list(plan.names[unit.index]) if slot.spec.is_trainable else [],
             *([] if slot.spec.packed is None else [slot.spec.packed]),
         ]
         for unit in plan.units

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from infinity.config.resolved import InfinityConfig, IOSection
+from infinity.config.resolved import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
 from infinity.distributed.collective_thread import CollectiveThread
@@ -17,7 +17,7 @@ from infinity.machine.here import room_bytes
 from infinity.metrics.reporter import DriveCounters
 from infinity.plan.placement import HOST_KEY, Placement
 from infinity.plan.sizes import Request, UnitSize
-from infinity.plan.volumes import TierKey, Volumes, resting_bytes, spilled_bytes
+from infinity.plan.volumes import TierKey, Volumes, spilled_bytes
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.state_store import PagedStateStore, ResidentStateStore, StateStore
 from infinity.tiers.user_copies import PutAside
@@ -29,7 +29,6 @@ from swapper import (
     RunDirectory,
     StagingPool,
     Swapper,
-    SwapperConfig,
     TransferRecord,
     Versions,
     VolumeError,
@@ -87,19 +86,18 @@ class EngineResources:
         self._upload_pool: StagingPool | None = None
         """That of them through which weights go to the device."""
         self._busy = BusyTimes()
-        self._resting_bytes = resting_bytes(sizes, request, placement)
         self._volumes = Volumes.of(config, sizes, request, placement)
-        param_key, self._spill_key = self._volumes.param_key, self._volumes.spill_key
+        self._spill_key = self._volumes.spill_key
         # Other ranks fetch shards through a swapper. Those in host memory need one as well, which moves bytes without a
         # drive. It has 4096 bytes at least, as a swapper cannot be empty.
         if shards is not None and placement.hosted_units:
             num_bytes = sum(sizes[index].stored_weight_bytes for index in placement.hosted_units) or 4096
-            self._swappers[_IN_MEMORY] = Swapper.in_memory(num_bytes, _swapper_config(config.io))
+            self._swappers[_IN_MEMORY] = Swapper.in_memory(num_bytes, config.io)
         try:
             self._check_room()
             for key, num_bytes in self._volumes.num_bytes.items():
                 self._swappers[key] = self._open(key, num_bytes)
-            self.weights, self.records = self._build(device, param_key, self._volumes.state_key)
+            self.weights, self.records = self._build()
             # Capacities from the placement, for units' weights, for gradients, and for gradients on their way from a
             # GPU. Who finds a pool full evicts a unit, spills gradients, or waits for the first arrival.
             self.pool = FlatPool(device, placement.weights_bytes)
@@ -128,7 +126,7 @@ class EngineResources:
 
     def _open(self, key: TierKey, num_bytes: int) -> Swapper:
         tier, directories = key
-        settings = _swapper_config(self._config.io)
+        settings = self._config.io
         capacity = max(num_bytes, 4096)  # even if nothing is to rest there: a directory that cannot be used is told
         try:
             if tier == "durable" and self._run is not None:
@@ -160,10 +158,9 @@ class EngineResources:
                 key="infinity.io_backend",
             ) from error
 
-    def _build(
-        self, device: ComputeDevice, param_key: TierKey, state_key: TierKey
-    ) -> tuple[WeightStore | None, StateStore]:
-        placement = self._placement
+    def _build(self) -> tuple[WeightStore | None, StateStore]:
+        placement, device = self._placement, self.device
+        param_key, state_key = self._volumes.param_key, self._volumes.state_key
         deadline = self._config.io.deadline_seconds
         weights: WeightStore | None = None
         # Otherwise all weights stay in flat buffers, and nothing is ever fetched.
@@ -201,6 +198,9 @@ class EngineResources:
         Raises:
             BudgetTooSmallError: there is no NVMe tier to spill to.
         """
+        return self._swappers[self._key_of_spills()]
+
+    def _key_of_spills(self) -> TierKey:
         if self._spill_key is None:
             raise BudgetTooSmallError(
                 HOST_KEY,
@@ -208,7 +208,7 @@ class EngineResources:
                 minimum_bytes=self._request.budget_bytes + spilled_bytes(self._sizes, self._request, self._placement),
                 reason="All gradients have to wait in RAM for optimizer.step(), and no NVMe tier takes them",
             )
-        return self._swappers[self._spill_key]
+        return self._spill_key
 
     def open_more(self, num_bytes: int) -> Swapper:
         """Open another volume in the directories to which gradients are spilled.
@@ -217,10 +217,7 @@ class EngineResources:
             BudgetTooSmallError: there is no NVMe tier.
             StorageError: there is no room.
         """
-        self.spill_swapper()
-        if self._spill_key is None:
-            raise RuntimeError("there is a swapper for spilling, but it has no key")
-        self._more.append(self._open(self._spill_key, num_bytes))
+        self._more.append(self._open(self._key_of_spills(), num_bytes))
         return self._more[-1]
 
     def close_more(self, swapper: Swapper) -> None:
@@ -258,15 +255,6 @@ class EngineResources:
         """Raise the first error of a request that nobody waited for."""
         for swapper in self._all():
             swapper.raise_pending()
-
-    @property
-    def nvme_bytes(self) -> int:
-        """Bytes that are stored on NVMe, or may be spilled to it."""
-        return sum(self.resting_bytes()["nvme"].values())
-
-    def resting_bytes(self) -> dict[str, dict[str, int]]:
-        """Stored bytes per tier and kind."""
-        return self._resting_bytes
 
     def release_memory(self, put_aside: PutAside) -> None:
         """Release what is needed for training only, until `take_memory_back`. Nothing is under way, no unit is in memory."""
@@ -353,15 +341,3 @@ class EngineResources:
 
 def _names(directories: Sequence[Directory]) -> str:
     return ", ".join(str(directory.path) for directory in directories)
-
-
-def _swapper_config(io: IOSection) -> SwapperConfig:
-    return SwapperConfig(
-        request_bytes=io.request_bytes,
-        num_threads=io.num_threads,
-        max_inflight=io.max_inflight,
-        deadline_seconds=io.deadline_seconds,
-        direct=io.direct,
-        backend=io.backend,
-        verify_checksums=io.verify_checksums,
-    )

@@ -41,7 +41,9 @@ class TrainBatch:
         num_micro_batches = loop.counts.num_micro_batches
         # Batches that were read for a vertical step. If that cannot be done, the ordinary loop uses them.
         taken: list[Any] = []
-        reason = loop.obstacle() or self._vertical.obstacle()  # why this step cannot go vertically; None: it can
+        # Why this step cannot go vertically; None: it can.
+        begun = "the step was begun with engine.backward" if loop.counts.position else None
+        reason = begun or self._vertical.obstacle()
         if reason is None:
             for _ in range(num_micro_batches):
                 batch = move(next(iterator), loop.device)

@@ -41,11 +41,13 @@ class Accumulation:
         self.num_backwards = 0
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._num_ranks = num_ranks
+        self._counted_from = 0
+        """The value of `micro_steps` from which steps are counted: where the number of micro-batches changed last."""
 
     @property
     def position(self) -> int:
         """How many micro-batches of the present step have passed."""
-        return self.micro_steps % self.num_micro_batches
+        return (self.micro_steps - self._counted_from) % self.num_micro_batches
 
     def is_boundary(self) -> bool:
         """Whether the present micro-batch is the last of its step."""
@@ -119,12 +121,11 @@ class Accumulation:
                 cure="Set them after the engine.step() that ends a step",
                 step=self.global_steps,
             )
+        # With 4 in a step, micro_steps is 8 when the third step begins. With 3 from now on, 8 is still its first.
+        self._counted_from = self.micro_steps - self.position
         self.num_micro_batches = num
         if self.micro_batch_size is not None:
             self.set_micro_batch_size(self.micro_batch_size)
-        # `position` is micro_steps % num. With 4 in a step, micro_steps is 8 when a step begins. With 3 from now on,
-        # that would be position 2.
-        self.micro_steps = 0 if self.position else self.micro_steps
 
     def set_batch_size(self, size: int) -> None:
         """Samples per step from now on, in micro-batches of the same size.
@@ -175,7 +176,7 @@ class Accumulation:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Set what `state` returned. The position in the present step stays: checkpoints have no gradients."""
-        position = self.position
+        position, self._counted_from = self.position, 0
         for name in COUNTERS:
             setattr(self, name, state[name])
         # Loading between micro-batches: this step's own ones count, not those of the saved one.

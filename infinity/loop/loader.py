@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -176,16 +176,7 @@ class _Batches(Iterator[Any]):
 
 
 def make_loader(
-    dataset: Any,
-    batch_size: int | None,
-    *,
-    collate_fn: Callable[[Any], Any] | None,
-    drop_last: bool,
-    sampler: Any = None,
-    shuffles: bool = True,
-    num_workers: int = 0,
-    rank: int = 0,
-    num_ranks: int = 1,
+    dataset: Any, *, shuffles: bool = True, rank: int = 0, num_ranks: int = 1, sampler: Any = None, **options: Any
 ) -> Loader:
     """A loader that draws as DeepSpeed's does.
 
@@ -193,7 +184,7 @@ def make_loader(
     shuffles by seed 0 and its epoch, not by global generators. All ranks get equally many samples, some of them twice
     if necessary. The epoch stays 0, so each pass has the same order, unless the script calls
     ``loader.data_sampler.set_epoch(epoch)``. An `IterableDataset` has an order of its own, and every rank gets all of
-    it, with a warning if there are several.
+    it, with a warning if there are several. ``options``: of torch's `DataLoader`.
     """
     if isinstance(dataset, IterableDataset) and num_ranks > 1:
         logger.warning(
@@ -203,14 +194,7 @@ def make_loader(
         )
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = Shards(dataset, num_replicas=num_ranks, rank=rank, shuffle=shuffles)
-    return Loader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=drop_last,
-        num_workers=num_workers,
-    )
+    return Loader(dataset, sampler=sampler, **options)
 
 
 class RepeatingLoader(Iterator[Any]):

@@ -13,7 +13,8 @@ import psutil
 import torch
 
 from infinity.device.host_memory import find_free_memory, free_bytes, is_unified, memory_limits
-from infinity.machine.finding import Finding, bad, good, note, poor, size
+from infinity.errors import size
+from infinity.machine.finding import Finding, bad, good, note, poor
 from infinity.machine.hardware import copy_finding, gpu_devices, is_wsl, link_finding, measure_copies
 from infinity.version import __version__
 

@@ -105,10 +105,6 @@ class DriveProfile:
         """Bytes per second of each sample."""
         return [sample.bytes_per_second for sample in self.samples.get(setting, ())]
 
-    def by_speed(self) -> list[IOSetting]:
-        """The settings, the fastest first."""
-        return sorted(self.samples, key=lambda setting: -statistics.median(self.rates(setting)))
-
     def cores_per_gigabyte(self, setting: IOSetting) -> float:
         """Processor seconds for 10^9 bytes."""
         return _cpu_per_byte(_typical(self.samples[setting])) * 1e9
@@ -250,7 +246,7 @@ def sweep(
         for place, setting in enumerate(tried[:: -1 if number % 2 else 1]):
             progress(f"round {number + 1} of {effort.num_rounds}", (number + place / len(tried)) / effort.num_rounds)
             _add(test, found, setting, effort.sample_seconds)
-        tried = found.by_speed()[:_NUM_FINALISTS]
+        tried = sorted(found.samples, key=lambda each: -statistics.median(found.rates(each)))[:_NUM_FINALISTS]
     if not found.samples:
         every = "; ".join(f"{name}: {reason}" for name, reason in found.unusable.items())
         raise ArgumentError(f"no backend can be used here: {every or 'the test files are too small'}")

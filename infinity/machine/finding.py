@@ -40,12 +40,3 @@ class Finding:
 
 # In the order of `Verdict`: good("memory", "64 GB") is Finding(Verdict.GOOD, "memory", "64 GB").
 good, note, poor, bad = (functools.partial(Finding, verdict) for verdict in Verdict)
-
-
-def size(num_bytes: float) -> str:
-    """Format bytes for people, in decimal units: ``"23.4 GB"``."""
-    # Decimal, as drives are sold. Memory of 64 GiB is shown as 68.7 GB.
-    for factor, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:,.1f} {name}"
-    return f"{num_bytes:,.0f} bytes"

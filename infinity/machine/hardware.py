@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from infinity.machine.finding import Finding, good, note, poor, size
+from infinity.errors import size
+from infinity.machine.finding import Finding, good, note, poor
 
 SYS = Path("/sys")
 _BYTES_PER_TRANSFER = {2.5: 0.1, 5.0: 0.1}
@@ -84,24 +85,22 @@ def pci_device(name: str, folder: Path) -> PciDevice | None:
     """Return the PCIe device at a folder of sysfs or at its nearest parent; None without one."""
     # sysfs nests devices: .../0000:00:01.0/0000:01:00.0/nvme/nvme0/nvme0n1. The first folder upwards with a link speed
     # is the PCIe device.
-    place = folder.resolve()
-    while place != place.parent:
-        if (place / "current_link_speed").is_file():
-            break
-        place = place.parent
-    else:
+    here = folder.resolve()
+    place = next((each for each in (here, *here.parents) if (each / "current_link_speed").is_file()), None)
+    if place is None:
         return None
     try:
-        speeds = [float(_text(place / f"{which}_link_speed").split()[0]) for which in ("current", "max")]
-        lanes = [int(_text(place / f"{which}_link_width")) for which in ("current", "max")]
-        node = int(_text(place / "numa_node") or "-1")
+        speeds = [float(text_of(place / f"{which}_link_speed").split()[0]) for which in ("current", "max")]
+        lanes = [int(text_of(place / f"{which}_link_width")) for which in ("current", "max")]
+        node = int(text_of(place / "numa_node") or "-1")
     except (ValueError, IndexError):  # "Unknown": a virtual device
         return None
     # -1: the machine has one node, or its firmware names none.
     return PciDevice(name, node if node >= 0 else None, speeds[0], lanes[0], speeds[1], lanes[1])
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """Return the text of a file of sysfs; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -170,7 +169,7 @@ def node_finding(devices: Sequence[PciDevice]) -> Finding | None:
 def _processors(node: int) -> set[int]:
     """Numbers of a node's processors, from a list such as ``0-3,8-11``."""
     found: set[int] = set()
-    for part in _text(SYS / f"devices/system/node/node{node}/cpulist").split(","):
+    for part in text_of(SYS / f"devices/system/node/node{node}/cpulist").split(","):
         first, _, last = part.partition("-")
         if first:
             found.update(range(int(first), int(last or first) + 1))
@@ -184,7 +183,7 @@ def health(block_device: str) -> Health:
     controller = block_device[: block_device.index("n", 4)]  # nvme0n1 -> nvme0
     # hwmon gives thousandths of a degree, to every user. The drive's own log has wear as well, and needs root.
     sensors = sorted((SYS / "class/nvme" / controller).glob("hwmon*/temp1_input"))
-    celsius = next((int(text) / 1000 for each in sensors if (text := _text(each)).lstrip("-").isdigit()), None)
+    celsius = next((int(text) / 1000 for each in sensors if (text := text_of(each)).lstrip("-").isdigit()), None)
     try:
         log = _health_log(Path("/dev") / controller)
     except OSError:

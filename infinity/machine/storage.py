@@ -10,9 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from infinity.errors import size
 from infinity.machine.bandwidth_cache import measured_bandwidth
-from infinity.machine.finding import Finding, bad, good, note, poor, size
-from infinity.machine.hardware import drive_device, gpu_devices, health_finding, link_finding, node_finding
+from infinity.machine.finding import Finding, bad, good, note, poor
+from infinity.machine.hardware import (
+    SYS,
+    drive_device,
+    gpu_devices,
+    health_finding,
+    link_finding,
+    node_finding,
+    text_of,
+)
 from swapper.config import SwapperConfig
 from swapper.errors import BackendUnavailableError, SwapperError, VolumeError
 from swapper.measure.by_name import open_by_name
@@ -31,7 +40,6 @@ _LITTLE_BYTES = 20e9
 _ENOUGH_LOCKED_BYTES = 64 << 20
 # Time for the threads of a backend to end.
 _STOP_SECONDS = 10.0
-_BLOCK_DEVICES = Path("/sys/block")
 
 
 def storage_findings(directories: Sequence[Path], *, measures: bool) -> Iterator[Finding]:
@@ -96,7 +104,9 @@ def writable_drive(path: Path) -> Drive:
 
 
 def _drive(drive: Drive) -> Finding:
-    model = _read(drive, "device/model")
+    # Without a device, this is the folder of all devices, which has neither file.
+    folder = SYS / "block" / (drive.device or "")
+    model = text_of(folder / "device/model")
     words = f"{drive.words()}{f', {model}' if model else ''}"
     if drive.is_tmpfs:
         cure = "Name a directory on a local SSD: what is written here takes the memory that it is to save"
@@ -105,20 +115,11 @@ def _drive(drive: Drive) -> Finding:
         return poor("drive", f"{words}: a network or FUSE file system", "Name a directory on a local SSD")
     # Virtual drives and device mappers say "rotational" whatever is below them.
     is_virtual = drive.device is None or drive.device.startswith(("vd", "xvd", "dm-", "md", "loop"))
-    if _read(drive, "queue/rotational") == "1" and not is_virtual:
+    if text_of(folder / "queue/rotational") == "1" and not is_virtual:
         return poor("drive", f"{words}: a disk that rotates", "Name a directory on an SSD, best NVMe")
     if drive.device is None:
         return note("drive", f"{words}: no drive of its own is seen below it")
     return good("drive", words)
-
-
-def _read(drive: Drive, name: str) -> str:
-    if drive.device is None:
-        return ""
-    try:
-        return (_BLOCK_DEVICES / drive.device / name).read_text().strip()
-    except OSError:
-        return ""
 
 
 def _space(drive: Drive) -> Finding:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from infinity.errors import size
+
 # A choice: no measurement says where a wait begins to matter.
 _SMALL_WAIT = 0.1
 """A step that waits for less than this share of its time counts as one that does not wait."""
@@ -149,7 +151,7 @@ class StepReport:
             f"step {self.step}: {self.seconds:.{_digits(self.seconds)}f} s",
             f"compute {self.compute_share:.0%}",
             f"drive busy {self.drive_busy_share:.0%} (read {self.read_busy_share:.0%}, write {self.write_busy_share:.0%})",
-            f"{_bytes(self.read_bytes)} read, {_bytes(self.write_bytes)} written",
+            f"{size(self.read_bytes)} read, {size(self.write_bytes)} written",
             f"waited: {self._waits()}",
             f"bound by {_WORDS[self.bound_by]}",
         ]
@@ -174,10 +176,3 @@ class StepReport:
 def _digits(seconds: float) -> int:
     """Return how many decimals show two figures of a step's time."""
     return 1 if seconds >= 1 else 2 if seconds >= 0.1 else 3
-
-
-def _bytes(num_bytes: int) -> str:
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.1f} {unit}"
-    return f"{num_bytes} B"

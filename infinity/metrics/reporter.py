@@ -102,6 +102,10 @@ class Reporter:
             # Resets the peak of the engine's buffers.
             self._memory()
 
+    def begin_anew(self) -> None:
+        """Let the next `begin` count again: what happened since the last step is no part of one."""
+        self._has_begun = False
+
     def on_loss(self, loss: torch.Tensor, step: int) -> None:
         """Record the loss of a micro-batch. On a GPU it is read when the step ends, so that nothing waits for it."""
         detached = loss.detach()

@@ -56,7 +56,6 @@ class Run:
         start: the record of the last start: "config", "machine".
         plan: the plan as it was known last.
         steps: of each step the report that counts: steps that were taken back, or made again, are not there.
-        times: when each of `steps` ended, as ``time.time`` counts.
         marks: what happened, in order.
         num_starts: how many engines have written.
         num_damaged: lines that cannot be read: cut off by a full disk or a power cut.
@@ -67,7 +66,6 @@ class Run:
     start: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     steps: list[StepReport] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     num_starts: int = 0
     num_damaged: int = 0
@@ -91,7 +89,6 @@ class Run:
             # 5: its steps 6 and 7 replace the old ones.
             self._forget_after(step - 1)
             self.steps.append(report)
-            self.times.append(seconds)
             if report.is_skipped:
                 self.marks.append(Mark("skipped", step, seconds, "gradients were not finite: the step changed nothing"))
         elif kind == "end":
@@ -124,7 +121,6 @@ class Run:
         while self.steps and self.steps[-1].step > step:
             # Steps are in order, so only the end of the list can be newer.
             self.steps.pop()
-            self.times.pop()
 
 
 class RunReader:

@@ -25,7 +25,6 @@ from infinity.plan.machine import Bandwidth, RoomBytes
 from infinity.plan.placement import Placement
 from infinity.plan.plan import Plan
 from infinity.plan.sizes import Request, UnitSize, guessed_order
-from infinity.plan.tracker import PlanTracker
 from infinity.plan.volumes import Volumes
 from infinity.units.adapters import is_base
 from infinity.units.experts import adapted_experts, experts_to_cut, routed_experts
@@ -172,10 +171,10 @@ class PlanInputs:
         """
         return place_for_schedule(self.config.infinity.schedule, self.sizes, self.request, self.guess)
 
-    def tracker(
+    def plan(
         self, placement: Placement, reason_against: str | None, room_bytes: RoomBytes, bandwidth: Bandwidth | None
-    ) -> PlanTracker:
-        """Make the plan of a placement, in its tracker.
+    ) -> Plan:
+        """The plan of a placement, with predictions.
 
         Args:
             placement, reason_against: the results of `place`.
@@ -187,7 +186,7 @@ class PlanInputs:
             retention = dataclasses.replace(retention, room_bytes=room_bytes(durable.directories))
         slots = [slot for unit in self.units for slot in unit.layout.slots]
         expects_vertical = self.config.infinity.schedule == "vertical" and reason_against is None
-        plan = Plan(
+        return Plan(
             num_parameters=sum(slot.numel for slot in slots),
             num_trainable=sum(slot.numel for slot in slots if slot.spec.is_trainable),
             sizes=tuple(self.sizes),
@@ -200,8 +199,7 @@ class PlanInputs:
             bandwidth=bandwidth,
             drive_tbw=self.config.infinity.drive_tbw,
             retention=retention,
-        )
-        return PlanTracker(plan)
+        ).predicted()
 
     def volumes(self, placement: Placement) -> Volumes:
         """The volumes that a placement needs on drives."""

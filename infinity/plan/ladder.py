@@ -193,13 +193,12 @@ class Ladder:
         tiers = (config.offload_param.device, config.offload_optimizer.device)
         try:
             inputs = self._inputs(config, *cut)
-            tracker = inputs.tracker(*inputs.place(), self._room_bytes, self._machine.bandwidth)
+            plan = inputs.plan(*inputs.place(), self._room_bytes, self._machine.bandwidth)
         except BudgetTooSmallError as error:
             least = error.minimum_bytes if error.key == HOST_KEY else 0
             return Outcome(*tiers, keys, None, least, _too_small(error), self._tokens)
         except (ConfigError, OptimizerNotPageableError) as error:  # as an engine would
             return Outcome(*tiers, keys, None, 0, str(error), self._tokens, lacks_room=False)
-        plan = tracker.first
         machine = self._machine
         plan = dataclasses.replace(
             plan,

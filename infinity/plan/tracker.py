@@ -26,16 +26,11 @@ class PlanTracker:
     """Refines the plan that was made at start."""
 
     def __init__(self, plan: Plan) -> None:
-        """``plan``: for the expected order of units."""
-        self._plan = plan.predicted()
+        """``plan``: for the expected order of units, with predictions."""
+        self._plan = plan
         self._reports: deque[StepReport] = deque(maxlen=_REMEMBERED)
         self._num_steps = 0
         self._least_pause = math.inf
-
-    @property
-    def first(self) -> Plan:
-        """The latest plan, without predicting anew: of the last `plan` or `on_step`, at first that of the start."""
-        return self._plan
 
     def plan(self, schedule: PrefetchSchedule, traffic: Traffic) -> Plan:
         """The plan for the recorded prefetch schedule and the kind of the last step, with times of the steps so far."""

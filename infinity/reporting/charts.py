@@ -167,10 +167,6 @@ def _curves(
 
 
 def _chart(title: str, text: str, draw: Callable[[Any], None]) -> Chart:
-    return Chart(title, text, _svg(draw, title))
-
-
-def _svg(draw: Callable[[Any], None], salt: str) -> str:
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -183,7 +179,7 @@ def _svg(draw: Callable[[Any], None], salt: str) -> str:
         "svg.fonttype": "none",
         # Ids in the SVG are hashes. With a salt of its own, each chart has others on one page, and the same in each
         # run.
-        "svg.hashsalt": salt,
+        "svg.hashsalt": title,
         "font.size": 9,
         "text.color": ink,
         "axes.labelcolor": ink,
@@ -207,7 +203,7 @@ def _svg(draw: Callable[[Any], None], salt: str) -> str:
         draw(figure)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return _inlined(file.getvalue())
+    return Chart(title, text, _inlined(file.getvalue()))
 
 
 def _inlined(svg: str) -> str:

@@ -1,17 +1,15 @@
-"""Writes the report of a run: one page of HTML without scripts, which needs no network."""
+"""The report of a run: one page of HTML without scripts, which needs no network."""
 
 from __future__ import annotations
 
 import json
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-from infinity.metrics import Run, read_run, showing
+from infinity.metrics import Run
 from infinity.plan.plan import Plan
 from infinity.reporting import charts
 from infinity.reporting.verdict import Verdict, judge, known_plan, steady_steps
-from swapper.volumes.publish import replacing
 
 _TEMPLATE = "page.html.j2"
 # The newest marks and steps. A table of 100,000 steps would make the page slow to open; the charts have all of them.
@@ -19,33 +17,12 @@ _MOST_MARKS = 200
 _MOST_ROWS = 50
 
 
-def run_report(directory: Path, out: Path | None = None) -> Path:
-    """Write the report of a run, whether it has ended or not.
-
-    Args:
-        directory: of the run's log.
-        out: the page; None: ``report.html`` beside the log.
-
-    Returns:
-        The page's path.
+def render(run: Run) -> str:
+    """Return the page as text.
 
     Raises:
-        CheckpointError: there is no log, or it cannot be read.
         LibraryError: matplotlib is not installed.
-        OSError: the page cannot be written.
     """
-    run = read_run(directory)
-    with showing(run.directory):
-        page = render(run)
-    path = out or run.directory / "report.html"
-    # An old page stays until the new one is whole.
-    with replacing(path) as file:
-        file.write(page.encode(errors="replace"))  # what a path has that is no text
-    return path
-
-
-def render(run: Run) -> str:
-    """Return the page as text."""
     from jinja2 import Environment, PackageLoader
 
     plan = known_plan(run)

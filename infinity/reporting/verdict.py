@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, size
 from infinity.metrics import Run
 from infinity.metrics.report import StepReport
 from infinity.numerics.plain_data import UNREADABLE
@@ -23,7 +23,6 @@ _WORTH = 1.05
 """Less than this is no gain."""
 _SHARES = (0.25, 0.5, 1.0)
 """Fractions of the bytes on drives: so much more memory is tried."""
-_GIGABYTE = 1e9
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def _with_memory(plan: Plan) -> list[tuple[str, Plan]]:
     # More memory only helps if the plan may keep weights and states in it.
     keeping = dataclasses.replace(request, keeps_in_memory=True)
     # Example: 40 GB of states on NVMe: 10, 20 and 40 GB more are tried.
-    options = [(f"{_size(share * resting)} more RAM", round(share * resting)) for share in _SHARES]
+    options = [(f"{size(share * resting)} more RAM", round(share * resting)) for share in _SHARES]
     if not request.keeps_in_memory:
         options = [
             ("infinity.keep_in_memory: true", 0),
@@ -183,9 +182,3 @@ def _subject(bound_by: str, plan: Plan | None) -> str:
         "other": "Code outside of the model (a data loader, say, or the engine's paging)",
     }
     return words[bound_by]
-
-
-def _size(num_bytes: float) -> str:
-    if num_bytes >= _GIGABYTE:
-        return f"{num_bytes / _GIGABYTE:.3g} GB"
-    return f"{num_bytes / 1e6:.3g} MB"

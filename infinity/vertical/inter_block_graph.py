@@ -38,7 +38,7 @@ import bisect
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -161,34 +161,18 @@ class InterBlockGraph:
         # There, the hooks at cuts pass None on. torch's own nodes return None for None; a function of the user's may
         # not.
         for segment in self._segments.values():
-            segment.crosses = self._crosses(segment)
-            if segment.crosses:
-                seen: set[Any] = set()
-                stack = [edge[0] for edge in segment.cuts]
-                while stack:
-                    node = stack.pop()
-                    if node not in seen:
-                        seen.add(node)
-                        # Nodes of torch.autograd.Function subclasses in Python have `_forward_cls`.
-                        if hasattr(node, "_forward_cls") and not self._is_call(node):
-                            raise UnsupportedSchedule(
-                                "blocks are skipped by a value that a function of the user's own has computed"
-                            )
-                        stack += [edge[0] for edge in node.next_functions if edge[0] is not None]
-
-    def _crosses(self, segment: _GraphSegment) -> bool:
-        """Whether a node at a cut or an end of ``segment`` can also be reached through one of its cuts."""
-        caught = {edge[0] for edge in (*segment.cuts, *segment.ends)}
-        seen: set[Any] = set()
-        stack = [edge[0] for edge in segment.cuts]
-        while stack:
-            for follower, _ in stack.pop().next_functions:
-                if follower in caught:
-                    return True
-                if follower is not None and follower not in seen and not self._is_call(follower):
-                    seen.add(follower)
-                    stack.append(follower)
-        return False
+            cuts = [edge[0] for edge in segment.cuts]
+            caught = {edge[0] for edge in (*segment.cuts, *segment.ends)}
+            # A node at a cut or an end can also be reached through one of the cuts. What is behind a call does not count.
+            segment.crosses = any(node in caught for node in _behind(cuts, stops=self._is_call))
+            # Nodes of torch.autograd.Function subclasses in Python have `_forward_cls`.
+            if segment.crosses and any(
+                hasattr(node, "_forward_cls") and not self._is_call(node)
+                for node in (*cuts, *_behind(cuts, stops=lambda node: False))
+            ):
+                raise UnsupportedSchedule(
+                    "blocks are skipped by a value that a function of the user's own has computed"
+                )
 
     def _claim(self, start: Any, latest: int) -> None:
         """Find the segments of ``start`` and of all nodes behind it that have none yet. Position ``latest`` depends on
@@ -314,6 +298,19 @@ class InterBlockGraph:
         self._waiting.clear()
         self._watched.clear()
         self._hooked.clear()
+
+
+def _behind(starts: Iterable[Any], stops: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield the nodes behind some nodes, each once. Those behind a node at which it ``stops`` are left out."""
+    seen: set[Any] = set()
+    stack = list(starts)
+    while stack:
+        for follower, _ in stack.pop().next_functions:
+            if follower is not None and follower not in seen:
+                seen.add(follower)
+                yield follower
+                if not stops(follower):
+                    stack.append(follower)
 
 
 def _nothing(gradients: tuple[torch.Tensor | None, ...]) -> tuple[None, ...]:

@@ -114,10 +114,6 @@ class MicroBatch:
                 call.end_forward()
         return loss
 
-    def forbid(self) -> None:
-        """End the forward at its next pause, because the engine was closed."""
-        self._thread.forbid()
-
     def clear(self) -> None:
         """Release everything."""
         for call in self.calls:

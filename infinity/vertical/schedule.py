@@ -201,7 +201,8 @@ class VerticalSchedule:
         if self._step is None:
             self._end_threads()
         else:  # called by the model's own code, on a micro-batch's thread: that cannot wait for its own end
-            self._step.forbid()
+            for thread in self._threads:
+                thread.forbid()
 
 
 def _end_all(threads: list[MicroBatchThread]) -> None:

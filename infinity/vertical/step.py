@@ -420,11 +420,6 @@ class VerticalStep:
         if self._guard.phase is Phase.BROKEN:
             self._guard.move_to(Phase.READY)
 
-    def forbid(self) -> None:
-        """Let no micro-batch go on behind its next block, after the model's own code has closed the engine."""
-        for batch in self._batches:
-            batch.forbid()
-
     def _clear(self) -> None:
         for batch in self._batches:
             batch.clear()

@@ -205,7 +205,7 @@ def test_what_each_rank_keeps_reads_and_sends(memory: str, tmp_path: Path) -> No
             schedule = engine._parts.coordinator.parameter_cache.training_schedule
             given = storage._sizes, storage._request, storage._placement, schedule.order, schedule.backward_start
             found["predicted"] = list(predict(*given).kinds["weights"])
-            found["kept"] = storage.resting_bytes()["nvme"]["weights"]
+            found["kept"] = engine.plan.resting_bytes["nvme"]["weights"]
             engine.close()
             found |= {"sent": world().sent_bytes, "fetches": fetches.total()}
             (tmp_path / f"measured {num} {rank}").write_text(json.dumps(found))

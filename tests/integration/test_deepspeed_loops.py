@@ -186,7 +186,7 @@ def test_the_batch_size_changes_between_steps(calls: str, tmp_path: Path) -> Non
                 both.engine_step(step)
             else:
                 both.batch_step(step)
-        assert both.engine.global_samples == 2 * (1 + 2 + 4 + 2)
+        assert (both.engine.global_samples, both.engine.micro_steps) == (2 * (1 + 2 + 4 + 2), 1 + 2 + 4 + 2)
         both.require_equal()
         with pytest.raises(ConfigError, match="multiple"):
             both.engine.set_train_batch_size(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,10 @@ def test_what_rests_in_host_memory_stays_there(tmp_path: Path) -> None:
         awake = AlignedRegion.mapped_bytes()
         assert 0 < _asleep_bytes(both.engine) < awake
         both.engine.wake()
+        awake_at = time.perf_counter()
         both.engine_step(1)
+        assert both.engine.report is not None
+        assert both.engine.report.seconds <= time.perf_counter() - awake_at, "the sleep is no part of a step"
         both.require_equal()
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 import infinity
 import swapper.swapper as swapper_module
-from infinity.engine.resources import _swapper_config
 from infinity.errors import StorageError
 from swapper import BackendUnavailableError, SwapperConfig, Volume
 from swapper.backend import IOBackend
@@ -62,7 +61,7 @@ def test_settings_arrive_at_the_swapper(tmp_path: Path, opened: list[tuple[Volum
         engine.backward(engine(torch.ones(1, 64)).sum())
         engine.step()
         ((volume, config),) = opened
-        assert config == _swapper_config(engine.config.io)
+        assert config == engine.config.io
         assert (config.request_bytes, config.num_threads, config.max_inflight) == (2 << 20, 5, 15)
         assert (config.backend, config.deadline_seconds) == ("threads", 9.0)
         assert volume.capacity_bytes <= 64 << 20

@@ -21,7 +21,7 @@ def test_each_rank_gets_as_many_batches(num_samples: int, shuffles: bool, drop_l
     data = list(range(num_samples))
     lengths = set()
     for rank in range(4):
-        loader = make_loader(data, 2, collate_fn=None, drop_last=drop_last, shuffles=shuffles, rank=rank, num_ranks=4)
+        loader = make_loader(data, batch_size=2, drop_last=drop_last, shuffles=shuffles, rank=rank, num_ranks=4)
         sampler: DistributedSampler[int] = DistributedSampler(data, 4, rank, shuffle=shuffles)  # type: ignore[arg-type]
         expected = DataLoader(data, 2, sampler=sampler, drop_last=drop_last)  # type: ignore[arg-type]
         for epoch in (0, 1):
@@ -34,12 +34,12 @@ def test_each_rank_gets_as_many_batches(num_samples: int, shuffles: bool, drop_l
 
 
 def test_a_position_is_that_of_the_newest_iterator() -> None:
-    first = make_loader(list(range(12)), 2, collate_fn=None, drop_last=False)
+    first = make_loader(list(range(12)), batch_size=2, drop_last=False)
     batches = iter(first)
     next(batches), next(batches)
     state = first.state_dict()
     expected = [batch.tolist() for batch in batches]
-    second = make_loader(list(range(12)), 2, collate_fn=None, drop_last=False)
+    second = make_loader(list(range(12)), batch_size=2, drop_last=False)
     second.load_state_dict(state)
     iter(second)  # nobody asks it for a batch
     assert len(list(second)) == 6
@@ -49,11 +49,11 @@ def test_a_position_is_that_of_the_newest_iterator() -> None:
 
 @pytest.mark.parametrize("epoch", [1, 0, None])
 def test_a_position_in_an_epoch_of_another_order_is_told(epoch: int | None, caplog: pytest.LogCaptureFixture) -> None:
-    first = make_loader(list(range(12)), 2, collate_fn=None, drop_last=False)
+    first = make_loader(list(range(12)), batch_size=2, drop_last=False)
     first.data_sampler.set_epoch(1)
     batches = iter(first)
     next(batches)
-    second = make_loader(list(range(12)), 2, collate_fn=None, drop_last=False)
+    second = make_loader(list(range(12)), batch_size=2, drop_last=False)
     second.load_state_dict(first.state_dict())
     if epoch is not None:
         second.data_sampler.set_epoch(epoch)
@@ -77,7 +77,7 @@ def test_own_batches_go_on_after_an_exception_and_refuse_what_is_empty() -> None
             return index
 
     failed: list[int] = []
-    batches = OwnBatches(make_loader(Data(), 1, collate_fn=None, drop_last=False, shuffles=False))
+    batches = OwnBatches(make_loader(Data(), batch_size=1, drop_last=False, shuffles=False))
     assert next(batches).item() == 0
     with pytest.raises(OSError, match="for a moment"):
         next(batches)
@@ -93,7 +93,7 @@ def test_a_stream_that_all_ranks_get_whole_is_warned_of(caplog: pytest.LogCaptur
 
     for num_ranks in (1, 2):
         assert ("split_dataset_by_node" in caplog.text) is False
-        loader = make_loader(Stream(), 2, collate_fn=None, drop_last=False, num_ranks=num_ranks)
+        loader = make_loader(Stream(), batch_size=2, drop_last=False, num_ranks=num_ranks)
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
     assert "each of 2 processes gets all its samples" in caplog.text
 
@@ -104,7 +104,7 @@ def test_a_loader_with_workers_and_a_stream_of_samples_go_on() -> None:
             return iter(range(10))
 
     for dataset, num_workers in ((list(range(10)), 2), (Stream(), 0)):
-        make = lambda: make_loader(dataset, 2, collate_fn=None, drop_last=False, num_workers=num_workers)  # noqa: B023, E731
+        make = lambda: make_loader(dataset, batch_size=2, drop_last=False, num_workers=num_workers)  # noqa: B023, E731
         first = make()
         batches = iter(first)
         next(batches)

@@ -44,7 +44,7 @@ def test_the_line_of_a_step_with_copies_and_without_waiting() -> None:
     )  # fmt: skip
     assert quick.describe() == (
         "step 12: 0.042 s | compute 95 % | drive busy 24 % (read 24 %, write 0 %) | copies 50 % | "
-        "999 B read, 0 B written | waited: nothing | bound by compute"
+        "999 bytes read, 0 bytes written | waited: nothing | bound by compute"
     )
 
 

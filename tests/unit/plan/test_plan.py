@@ -109,7 +109,7 @@ def test_the_table_says_what_rests_where() -> None:
 
 
 def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
-    plan_tracker = PlanTracker(_plan(bandwidth=_SPEED))
+    plan_tracker = PlanTracker(_plan(bandwidth=_SPEED).predicted())
     schedule = PrefetchSchedule(_GUESS)
     first = plan_tracker.plan(schedule, Traffic())
     assert first.predicted_read_bytes_per_step > 0
@@ -140,7 +140,7 @@ def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
 
 
 def test_pauses_of_the_script_do_not_count() -> None:
-    plan_tracker, schedule = PlanTracker(_plan(bandwidth=_SPEED)), PrefetchSchedule(_GUESS)
+    plan_tracker, schedule = PlanTracker(_plan(bandwidth=_SPEED).predicted()), PrefetchSchedule(_GUESS)
     for step in range(12):
         pause = 30.0 * (step % 2)
         report = dataclasses.replace(

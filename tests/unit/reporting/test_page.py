@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from infinity.errors import CheckpointError, LibraryError
-from infinity.metrics import Mark, Run
-from infinity.reporting.page import render, run_report
+from infinity.metrics import Mark, Run, read_run
+from infinity.reporting.page import render
 from tests.unit.reporting.test_verdict import known, run_of, step
 
 _VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -100,7 +100,7 @@ def test_a_run_without_steps_and_one_of_another_version_have_a_page(tmp_path: Pa
 
 def test_a_run_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such directory"):
-        run_report(tmp_path / "missing")
+        read_run(tmp_path / "missing")
     assert not list(tmp_path.iterdir())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from infinity.errors import size
 from infinity.metrics import Run, StepReport
 from infinity.plan.cost_model import best_placement, predict
 from infinity.plan.plan import Plan, as_record
@@ -72,7 +73,7 @@ def test_gains_are_those_of_the_cost_model() -> None:
     with_memory = [each for each in alternatives(plan) if "RAM" in each.means]
     half = with_memory[1]  # of what rests on drives; all of it is faster, a quarter slower
     more = round(plan.states_bytes["nvme"] / 2)
-    assert len(with_memory) == 3 and f"{more / 1e6:.3g} MB" in half.means
+    assert len(with_memory) == 3 and f"{size(more)} more RAM" == half.means
     request = dataclasses.replace(plan.request, budget_bytes=plan.request.budget_bytes + more)
     moved = predict(_UNITS, request, best_placement(_UNITS, request, _ORDER, 8), _ORDER, 8)
     assert half.seconds == pytest.approx((moved.read_bytes + moved.write_bytes) / 1e8)

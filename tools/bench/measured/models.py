@@ -20,10 +20,6 @@ class ModelSize:
     num_heads: int
     vocabulary: int
 
-    def with_layers(self, num_layers: int | None) -> ModelSize:
-        """The same model with another depth."""
-        return self if num_layers is None else replace(self, num_layers=num_layers)
-
 
 MODEL_SIZES: dict[str, ModelSize] = {
     "tiny": ModelSize(hidden=128, num_layers=4, intermediate=352, num_heads=4, vocabulary=1000),
@@ -51,7 +47,8 @@ class Workload:
     @property
     def size(self) -> ModelSize:
         """Dimensions of the model that is trained."""
-        return MODEL_SIZES[self.model].with_layers(self.num_layers)
+        size = MODEL_SIZES[self.model]
+        return size if self.num_layers is None else replace(size, num_layers=self.num_layers)
 
     @property
     def label(self) -> str:
