@@ -22,6 +22,7 @@ from infinity.device.drive_tensors import on_drive
 from infinity.errors import ConfigError, StorageError
 from infinity.loading import init
 from swapper.volumes import mapped_memory
+from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +34,7 @@ def small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
     """One that puts everything on a drive."""
-    place = {"device": "nvme", "nvme_path": str(tmp_path)}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "infinity": {"host_memory_budget": 200_000_000},
-    }
+    return everything_on_nvme(tmp_path, BF16)
 
 
 def assert_same(one: nn.Module, other: nn.Module) -> None:
@@ -293,13 +287,9 @@ def test_a_forked_child_does_not_give_the_parents_space_back(config: dict[str, A
 @pytest.mark.parametrize("offload", ["none", "nvme"])
 def test_models_that_are_trained_convert_as_if_there_were_no_init(offload: str, tmp_path: Path) -> None:
     # While a model that lies on drives is alive, conversions of all modules are watched.
-    tier = {"device": offload, **({"nvme_path": str(tmp_path)} if offload == "nvme" else {})}
-    on_nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    common = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {}}}
-    config = {**common, "zero_optimization": {"stage": 3, "offload_param": on_nvme, "offload_optimizer": on_nvme}}
-    with infinity.Init(config=config):
+    with infinity.Init(config=everything_on_nvme(tmp_path)):
         other = nn.Linear(2048, 256)
-    trained = {**common, "zero_optimization": {"stage": 3, "offload_param": tier, "offload_optimizer": tier}}
+    trained = everything_on_nvme(tmp_path, IN_MEMORY if offload == "none" else {})
     engine, *_ = infinity.initialize(model=nn.Linear(4, 4), config=trained)
     with engine, pytest.raises(infinity.errors.InfinityError, match=r"cannot be cast to torch\.float64"):
         engine.module.double()
