@@ -35,8 +35,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * _WIDTH, _WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.down(torch.relu(self.up(x)))
-        return result
+        return x + self.down(torch.relu(self.up(x)))
 
 
 class Model(nn.Module):
@@ -50,8 +49,7 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        loss: torch.Tensor = self.head(x).float().square().mean()
-        return loss
+        return self.head(x).float().square().mean()
 
 
 def _load_libraries() -> None:

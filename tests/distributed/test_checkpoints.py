@@ -33,8 +33,7 @@ class _Model(nn.Module):
         self.register_buffer("offset", torch.randn(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layers(x + self.offset)
-        return found
+        return self.layers(x + self.offset)
 
 
 def _engine(directory: Path, rank: int, *, width: int = 8, batch: int = 1, **changes: Any) -> Any:

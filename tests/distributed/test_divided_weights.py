@@ -59,8 +59,7 @@ class _Model(nn.Module):
         x = self.first(x)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        out: torch.Tensor = self.last(x)
-        return out
+        return self.last(x)
 
 
 @pytest.fixture(params=["host", "device"])
@@ -415,8 +414,7 @@ class _Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(2 * _WIDTH, 2 * _WIDTH, bias=False) for _ in range(14))
 
     def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        out: torch.Tensor = self.experts[number](x)
-        return out
+        return self.experts[number](x)
 
 
 class _Mixture(nn.Module):
@@ -428,8 +426,7 @@ class _Mixture(nn.Module):
         self.last = nn.Linear(2 * _WIDTH, 2 * _WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.mixture(self.first(x), number)).square().mean()
-        return out
+        return self.last(self.mixture(self.first(x), number)).square().mean()
 
 
 def _train_mixture(rank: int, directory: Path, stage: int, units: list[str], budget: str) -> dict[str, torch.Tensor]:

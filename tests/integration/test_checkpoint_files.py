@@ -50,8 +50,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x.to(self.first.weight.dtype)) @ self.turned
-        result: torch.Tensor = (self.frozen(hidden) * self.scale).float().square().mean()
-        return result
+        return (self.frozen(hidden) * self.scale).float().square().mean()
 
 
 def _engine(drive: Path, **changes: Any) -> Any:

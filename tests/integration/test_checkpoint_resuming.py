@@ -31,8 +31,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         noise = 0.1 * random.random() + 0.1 * np.random.rand()
-        result: torch.Tensor = (self.layers(x.to(self.layers[0].weight.dtype)).float() - y - noise).square().mean()
-        return result
+        return (self.layers(x.to(self.layers[0].weight.dtype)).float() - y - noise).square().mean()
 
 
 class Data(torch.utils.data.Dataset[Any]):

@@ -54,8 +54,7 @@ class Model(nn.Module):
         self.seen += 1
         x = x.to(self.first.weight.dtype)
         hidden = self.norm(self.first(x)) + (self.late(x) if step > 2 else 0)
-        result: torch.Tensor = (self.last(self.frozen(hidden).relu()) * self.scale).float().square().mean()
-        return result
+        return (self.last(self.frozen(hidden).relu()) * self.scale).float().square().mean()
 
 
 @contextmanager

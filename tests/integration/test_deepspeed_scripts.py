@@ -60,8 +60,7 @@ class _Net(nn.Module):
         x = x.view(-1, 16 * 5 * 5)
         x = F.relu(self.fc1(x))
         x = F.relu(self.fc2(x))
-        out: torch.Tensor = self.fc3(x)
-        return out
+        return self.fc3(x)
 
 
 def _arguments(*words: str) -> Any:

@@ -42,8 +42,7 @@ class _Talker(nn.Module):
         return -out if negate else out
 
     def generate(self, n: int) -> torch.Tensor:
-        out: torch.Tensor = self(torch.ones(n, 4))
-        return out
+        return self(torch.ones(n, 4))
 
 
 def _talker(directory: Path, changes: dict[str, Any] | None = None) -> tuple[_Talker, Any]:

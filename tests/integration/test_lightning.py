@@ -106,8 +106,7 @@ def trainer_for(pytorch: Any, directory: Path, strategy: Any = "auto", **options
 
 @pytest.fixture(params=_FOUND)
 def package(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+    return request.param
 
 
 def parts(package: str) -> tuple[Any, Any]:

@@ -325,8 +325,7 @@ class Net(nn.Module):
         self.unused = nn.Parameter(torch.ones(5))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.layers(inputs).relu()).square().mean()
-        return result
+        return self.head(self.layers(inputs).relu()).square().mean()
 
 
 def _in_groups(model: nn.Module) -> list[dict[str, Any]]:

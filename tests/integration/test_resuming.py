@@ -43,8 +43,7 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
         x = x.to(self.first.weight.dtype)
         hidden = self.first(x) + (self.late(x) if step > 2 else 0)
-        result: torch.Tensor = self.last(self.frozen(hidden).relu()).float().square().mean()
-        return result
+        return self.last(self.frozen(hidden).relu()).float().square().mean()
 
 
 @contextmanager
@@ -68,8 +67,7 @@ def _step(engine: Any, step: int) -> float:
 
 def _saved(engine: Any, optimizer: torch.optim.Optimizer, path: Path) -> dict[str, Any]:
     torch.save({"model": engine.module.state_dict(), "optimizer": optimizer.state_dict()}, path)
-    loaded: dict[str, Any] = torch.load(path)
-    return loaded
+    return torch.load(path)
 
 
 @pytest.mark.deep(but=1)

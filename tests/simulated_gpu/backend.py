@@ -76,8 +76,7 @@ def _relabelled(tensor: torch.Tensor, kind: int) -> torch.Tensor:
     address = _pointer_of(capsule, b"dltensor")
     ctypes.c_int32.from_address(address + 8).value = kind  # DLTensor.device behind DLTensor.data
     ctypes.c_int32.from_address(address + 12).value = 0
-    relabelled: torch.Tensor = torch._C._from_dlpack(capsule)
-    return relabelled
+    return torch._C._from_dlpack(capsule)
 
 
 class _Module:

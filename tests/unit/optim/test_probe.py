@@ -492,8 +492,7 @@ class _Scaled(_Custom):
 
 
 def _scale_of(param: torch.Tensor) -> float:
-    scale: float = getattr(param, "my_scale", 1.0)
-    return scale
+    return getattr(param, "my_scale", 1.0)
 
 
 class _LooksAtParameters(Optimizer):
