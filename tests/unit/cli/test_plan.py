@@ -23,6 +23,7 @@ from infinity.plan.ladder import Ladder
 from infinity.plan.machine import Bandwidth, Machine
 from infinity.plan.model_shapes import ModelRefused, read_model
 from swapper.volumes.left_runs import bytes_of_run
+from tests.small_transformers import make
 
 _SMALL = Machine(host_free_bytes=4 * 10**9, drive_free_bytes=10**12, device_free_bytes=None)
 
@@ -39,17 +40,13 @@ def _config(path: Path, **more: Any) -> dict[str, Any]:
 
 
 def _llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=128, num_hidden_layers=6, intermediate_size=320, num_attention_heads=4, vocab_size=1000
-        )
-    )
+    sizes = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 6, "num_attention_heads": 4}
+    return make("LlamaForCausalLM", **sizes, vocab_size=1000)
 
 
 def _gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=128, n_layer=5, n_head=4, vocab_size=900, bos_token_id=0, eos_token_id=0)
-    )
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    return make("GPT2LMHeadModel", n_embd=128, n_layer=5, n_head=4, vocab_size=900, **ids)
 
 
 def _plain() -> nn.Module:

@@ -23,6 +23,7 @@ from infinity.errors import ConfigError, StorageError
 from infinity.loading import init
 from swapper.volumes import mapped_memory
 from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
+from tests.small_transformers import MODELS, SMALL
 
 
 @pytest.fixture(autouse=True)
@@ -138,24 +139,17 @@ def test_torch_modules_have_the_same_bits(name: str, config: dict[str, Any]) -> 
     assert all(on_drive(parameter) for parameter in model.parameters())
 
 
-_SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 96,
-}
 _ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
-    "llama_tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMALL, tie_word_embeddings=True)),
+    "llama_tied": MODELS["llama-tied"],
     "from_config_bf16": lambda: transformers.AutoModelForCausalLM.from_config(
-        transformers.LlamaConfig(**_SMALL), dtype=torch.bfloat16
+        transformers.LlamaConfig(**SMALL), dtype=torch.bfloat16
     ),
 }
 
 
 def _resized() -> nn.Module:
     model = _ARCHITECTURES["llama_tied"]()
-    model.resize_token_embeddings(120)
+    model.resize_token_embeddings(330)
     return model
 
 
@@ -300,9 +294,7 @@ def test_from_pretrained_casts_one_weight_after_the_other(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads of transformers would cast all of them before the first one is on its drive."""
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMALL)).to(torch.bfloat16).save_pretrained(
-        tmp_path / "weights"
-    )
+    MODELS["llama"]().to(torch.bfloat16).save_pretrained(tmp_path / "weights")
     monkeypatch.delenv("HF_DEACTIVATE_ASYNC_LOAD", raising=False)
     with monkeypatch.context() as patches:
         patches.setattr("transformers.core_model_loading.ThreadPoolExecutor", None)
