@@ -124,7 +124,6 @@ def test_each_rank_gets_all_weights_while_all_are_asleep(tier: str, memory: str,
     [
         (2, {}),
         (4, {"bf16": {"enabled": True}}),
-        (4, {"bf16": {"enabled": True}}),
         (2, {"tier": "none"}),
         (3, {"tier": "cpu"}),
     ],
