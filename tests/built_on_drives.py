@@ -37,11 +37,7 @@ def run(group: str | None, directory: str, num_layers: int) -> None:
     load_libraries()
     config = config_on(directory, host_memory_budget=BUDGET_BYTES, main_weights="remainder")
     shape = transformers.LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=num_layers,
-        num_attention_heads=8,
-        vocab_size=16_000,
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=num_layers, num_attention_heads=8, vocab_size=16_000
     )
     with torch.device("meta"):
         num_bytes = 4 * sum(p.numel() for p in transformers.LlamaForCausalLM(shape).parameters())

@@ -25,15 +25,7 @@ from torch.nn.functional import mse_loss
 import infinity
 from swapper import TransferRecord
 from tests.distributed.common import require_same, weights_of
-from tests.internals import (
-    Arrival,
-    DividedWeights,
-    Unit,
-    destroy_at_exit,
-    end_all_at_exit,
-    predict,
-    world,
-)
+from tests.internals import Arrival, DividedWeights, Unit, destroy_at_exit, end_all_at_exit, predict, world
 from tests.lazy_device import LazyDevice
 from tests.ranks import require_ranks, run_ranks
 
@@ -76,11 +68,7 @@ def _config(directory: Path, stage: int = 3, tier: str = "nvme", **changes: Any)
     return {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {
-            "stage": stage,
-            "offload_param": where,
-            "offload_optimizer": {"device": "cpu"},
-        },
+        "zero_optimization": {"stage": stage, "offload_param": where, "offload_optimizer": {"device": "cpu"}},
         "infinity": {"keep_in_memory": False},
     } | changes
 
@@ -120,13 +108,7 @@ def test_each_rank_gets_all_weights_while_all_are_asleep(tier: str, memory: str,
 
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
-    ("num", "changes"),
-    [
-        (2, {}),
-        (4, {"bf16": {"enabled": True}}),
-        (2, {"tier": "none"}),
-        (3, {"tier": "cpu"}),
-    ],
+    ("num", "changes"), [(2, {}), (4, {"bf16": {"enabled": True}}), (2, {"tier": "none"}), (3, {"tier": "cpu"})]
 )
 def test_tied_and_frozen_weights_train_as_whole_ones(
     num: int, changes: dict[str, Any], memory: str, tmp_path: Path

@@ -272,10 +272,7 @@ def test_a_link_that_is_cut_in_the_rendezvous_leaves_nobody_waiting(machines: tu
         try:
             with pytest.raises(RankError, match="the processes do not reach each other"):
                 infinity.init_distributed(
-                    timeout=timedelta(seconds=5),
-                    init_method=f"tcp://{_ADDRESSES[0]}:29579",
-                    rank=rank,
-                    world_size=2,
+                    timeout=timedelta(seconds=5), init_method=f"tcp://{_ADDRESSES[0]}:29579", rank=rank, world_size=2
                 )
         finally:
             (tmp_path / "over").touch()

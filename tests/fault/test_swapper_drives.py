@@ -18,15 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swapper import (
-    Extent,
-    Priority,
-    Swapper,
-    SwapperConfig,
-    TransferError,
-    Volume,
-    describe_drive,
-)
+from swapper import Extent, Priority, Swapper, SwapperConfig, TransferError, Volume, describe_drive
 from tests.internals import Cgroup
 
 _MIB = 1 << 20

@@ -12,10 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import infinity
 from infinity.deepspeed.utils import RepeatingLoader
@@ -167,10 +164,7 @@ class _App:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_state_dict(
-            self._model,
-            self._optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optim"],
+            self._model, self._optimizer, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optim"]
         )
 
 

@@ -13,12 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import (
-    ConfigError,
-    ModelError,
-    StepError,
-    StorageError,
-)
+from infinity.errors import ConfigError, ModelError, StepError, StorageError
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.states import everything, require_equal
 

@@ -82,17 +82,7 @@ def _restore(optimizer: Any, named: Named) -> None:
     optimizer.state = defaultdict(dict, kept)
 
 
-_EDITS = [
-    _zero,
-    _load_an_edited_state_dict,
-    _steps,
-    _assign_values,
-    _assign_entries,
-    _delete,
-    _clear,
-    _new,
-    _restore,
-]
+_EDITS = [_zero, _load_an_edited_state_dict, _steps, _assign_values, _assign_entries, _delete, _clear, _new, _restore]
 
 
 @pytest.mark.deep(but=1)

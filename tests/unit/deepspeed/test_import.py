@@ -244,10 +244,7 @@ _FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other stage": (_changed(_OPTIMIZER, _STATES, "zero_stage", to=2), "its ZeRO stage is not that of"),
     "other steps": (_changed(_MODEL, "global_steps", to=9), f"{_MODEL}': its 'global_steps' is not that of"),
-    "other size": (
-        _changed(_OPTIMIZER, _STATES, "fp32_flat_groups", 0, to=torch.zeros(3)),
-        "would end at element",
-    ),
+    "other size": (_changed(_OPTIMIZER, _STATES, "fp32_flat_groups", 0, to=torch.zeros(3)), "would end at element"),
     "8 bits": (
         _changed(_OPTIMIZER, *_STATE, "absmax1", to=torch.zeros(3)),
         "keeps 'absmax1', which is not one number per element .*Load the weights alone",

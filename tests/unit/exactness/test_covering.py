@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from tests.exactness.grid import (
-    CI_ROWS,
-    Row,
-    covered_partials,
-)
+from tests.exactness.grid import CI_ROWS, Row, covered_partials
 
 
 def test_ci_rows_cover_what_they_promise() -> None:

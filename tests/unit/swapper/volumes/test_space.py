@@ -16,16 +16,7 @@ import pytest
 
 import swapper.volumes.scratch_file as scratch_module
 import swapper.volumes.volume as volume_module
-from swapper import (
-    ALIGNMENT,
-    Directory,
-    Drive,
-    Swapper,
-    SwapperConfig,
-    Volume,
-    VolumeTooSmallError,
-    describe_drive,
-)
+from swapper import ALIGNMENT, Directory, Drive, Swapper, SwapperConfig, Volume, VolumeTooSmallError, describe_drive
 from tests.open_files import open_files
 
 _STRIPE = 16 * ALIGNMENT

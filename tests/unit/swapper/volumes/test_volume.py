@@ -15,14 +15,7 @@ import pytest
 
 import swapper.volumes.scratch_file as scratch_module
 import swapper.volumes.volume as volume_module
-from swapper import (
-    ALIGNMENT,
-    ArgumentError,
-    Directory,
-    Volume,
-    VolumeError,
-    VolumeTooSmallError,
-)
+from swapper import ALIGNMENT, ArgumentError, Directory, Volume, VolumeError, VolumeTooSmallError
 from swapper.volumes import file_system
 
 
