@@ -82,9 +82,6 @@ def module_for(
 
         test_step = validation_step
 
-        def predict_step(self, batch: Any, index: int) -> torch.Tensor:
-            return self._loss(batch)
-
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)

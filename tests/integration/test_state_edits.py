@@ -29,8 +29,8 @@ def _adamw(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(list(named.values()), lr=1e-2)
 
 
-def _start(tmp_path: Path, mode: str, make: Callable[..., torch.optim.Optimizer] = _adamw) -> Lockstep:
-    return start(tmp_path, mode, make)
+def _start(tmp_path: Path, mode: str) -> Lockstep:
+    return start(tmp_path, mode, _adamw)
 
 
 def _load_an_edited_state_dict(optimizer: Any, named: Named) -> None:

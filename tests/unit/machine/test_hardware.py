@@ -41,14 +41,11 @@ def _write(path: Path, text: str) -> None:
     path.write_text(f"{text}\n")
 
 
-def _add_drive(sys: Path, *, lanes: str = "4", speed: str = "16.0 GT/s PCIe") -> None:
+def _add_drive(sys: Path, *, speed: str = "16.0 GT/s PCIe") -> None:
     controller = sys / "devices/pci0000:00/0000:01:00.0"
-    for name, text in (
-        ("current_link_speed", speed),
-        ("max_link_speed", "16.0 GT/s PCIe"),
-        ("current_link_width", lanes),
-    ):
-        _write(controller / name, text)
+    _write(controller / "current_link_speed", speed)
+    _write(controller / "max_link_speed", "16.0 GT/s PCIe")
+    _write(controller / "current_link_width", "4")
     _write(controller / "max_link_width", "4")
     _write(controller / "numa_node", "1")
     (controller / "nvme/nvme0/nvme0n1").mkdir(parents=True)

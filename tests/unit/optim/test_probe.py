@@ -35,13 +35,10 @@ class _Custom(Optimizer):
         raise NotImplementedError
 
 
-def _by(rule: Callable[[Any, Any, Any, Any], Any], options: dict[str, Any] | None = None) -> type[Optimizer]:
+def _by(rule: Callable[[Any, Any, Any, Any], Any]) -> type[Optimizer]:
     """A class that subtracts ``lr * rule(group, param, grad, state)`` from each parameter."""
 
     class Ruled(_Custom):
-        def __init__(self, params: Any, **given: Any) -> None:
-            super().__init__(params, **{**(options or {}), **given})
-
         def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
             param.sub_(group["lr"] * rule(group, param, grad, state))
 
