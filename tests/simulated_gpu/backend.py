@@ -132,6 +132,19 @@ def register() -> None:
     _libraries.append(fallback)
 
 
+def register_or_skip() -> None:
+    """For a module of tests, which is skipped where there can be no such device.
+
+    As it is collected, before any test runs: the first backward makes the threads of all devices that there are.
+    """
+    import pytest
+
+    try:
+        register()
+    except NoSimulation as missing:
+        pytest.skip(str(missing), allow_module_level=True)
+
+
 def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """The CPU's kernel on the same memory."""
     schema = operator._schema

@@ -18,10 +18,7 @@ from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import SimulatedGpu
 from tests.unit.stage import trainable_unit
 
-try:
-    backend.register()
-except backend.NoSimulation as missing:
-    pytest.skip(str(missing), allow_module_level=True)
+backend.register_or_skip()
 
 _NUM_RANKS, _NUM_UNITS, _NUM_ROUNDS, _BLOCK = 3, 5, 4, 512
 

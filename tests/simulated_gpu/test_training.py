@@ -32,11 +32,7 @@ from tests.quantized import FORMATS
 from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import COMPUTE, SimulatedGpu
 
-try:
-    # When tests are collected, before any of them runs: the first backward makes the threads of all devices that there are.
-    backend.register()
-except backend.NoSimulation as missing:
-    pytest.skip(str(missing), allow_module_level=True)
+backend.register_or_skip()
 
 _FROZEN_EXPERTS = dataclasses.replace(mixtures.case("qwen3_moe", "eager", mixtures.frozen), name="frozen_experts")
 _CASES = {case.name: case for case in (*SHAPES, *FAMILIES, _FROZEN_EXPERTS)}
