@@ -35,8 +35,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * _WIDTH, _WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.down(torch.relu(self.up(x)))
-        return result
+        return x + self.down(torch.relu(self.up(x)))
 
 
 class Model(nn.Module):
@@ -50,8 +49,7 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        loss: torch.Tensor = self.head(x).float().square().mean()
-        return loss
+        return self.head(x).float().square().mean()
 
 
 def _load_libraries() -> None:
@@ -103,9 +101,8 @@ def train(group: str, directory: str, slack_bytes: int, changes: dict[str, Any])
     torch.set_num_threads(1)
     _load_libraries()
     plain_bytes = _plain_bytes()
-    limit = settled_bytes() + plain_bytes + BUDGET_BYTES + slack_bytes
     memory = MemoryGroup(Path(group))
-    memory.limit(limit)
+    memory.limit(settled_bytes() + plain_bytes + BUDGET_BYTES + slack_bytes)
     own = {"host_memory_budget": BUDGET_BYTES, **changes.get("infinity", {})}
     config = {**config_on(directory), "gradient_clipping": 0.0, **changes, "infinity": own}
     engine, *_ = infinity.initialize(model=_make_model(), config=config)
@@ -116,7 +113,6 @@ def train(group: str, directory: str, slack_bytes: int, changes: dict[str, Any])
         answer = {
             "update": engine.config.infinity.update,
             "schedule": engine.report.schedule if engine.report is not None else "",
-            "limit_bytes": limit,
         }
         engine.flush()
         memory.limit(settled_bytes() + _SAVING_BYTES)

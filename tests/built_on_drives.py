@@ -26,7 +26,7 @@ def _sums(model: torch.nn.Module) -> list[int]:
 
 
 def run(group: str | None, directory: str, num_layers: int) -> None:
-    """Print a line of JSON: sums of the weights as built, losses, and peaks of memory.
+    """Print a line of JSON: sums of the weights as built, losses, and the peak of memory while they are built.
 
     Args:
         group: directory of the memory control group that this process is in, which it limits. None: build in memory.
@@ -37,11 +37,7 @@ def run(group: str | None, directory: str, num_layers: int) -> None:
     load_libraries()
     config = config_on(directory, host_memory_budget=BUDGET_BYTES, main_weights="remainder")
     shape = transformers.LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=num_layers,
-        num_attention_heads=8,
-        vocab_size=16_000,
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=num_layers, num_attention_heads=8, vocab_size=16_000
     )
     with torch.device("meta"):
         num_bytes = 4 * sum(p.numel() for p in transformers.LlamaForCausalLM(shape).parameters())
@@ -49,19 +45,14 @@ def run(group: str | None, directory: str, num_layers: int) -> None:
     bound = contextlib.nullcontext()
     if group is not None:
         bound = infinity.Init(config=config)
-        memory = MemoryGroup(Path(group))
-        memory.limit(before + BUDGET_BYTES + SLACK_BYTES)
-        memory.reset_peak()
+        MemoryGroup(Path(group)).limit(before + BUDGET_BYTES + SLACK_BYTES)
     peak = Peak()
     peak.start()
     torch.manual_seed(0)
     with bound:
         model = transformers.LlamaForCausalLM(shape)
     answer: dict[str, Any] = {"parameters_bytes": num_bytes, "built_bytes": peak.end() - before, "sums": _sums(model)}
-    peak = Peak()
-    peak.start()
     engine, *_ = infinity.initialize(model=model, config=config)
-    answer["initialized_bytes"] = peak.end() - before
     answer["is_left"] = has_drive_tensors()
     with engine:
         tokens = torch.arange(4).reshape(1, 4)
@@ -72,6 +63,4 @@ def run(group: str | None, directory: str, num_layers: int) -> None:
             engine.step()
             losses.append(float(loss.detach()))
         answer["losses"] = losses
-    if group is not None:
-        answer["group_bytes"] = memory.peak_bytes
     print(json.dumps(answer))

@@ -124,12 +124,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session")
-def full_grid(pytestconfig: pytest.Config) -> bool:
-    """Whether `--full-grid` was given."""
-    return bool(pytestconfig.getoption("--full-grid"))
-
-
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
     """Libraries write to the environment what others in the same process then believe: a launcher's rank, a seed."""

@@ -66,8 +66,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         return load_file(folder / "model.safetensors")
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        loaded: dict[str, torch.Tensor] = torch.load(folder / "pytorch_model.bin")
-        return loaded
+        return torch.load(folder / "pytorch_model.bin")
     weight_map = json.loads(index.read_text())["weight_map"]
     found = {
         name: value for file in sorted(set(weight_map.values())) for name, value in load_file(folder / file).items()

@@ -19,7 +19,7 @@ import infinity
 from infinity.errors import CheckpointError, ModelError, RankError, StorageError
 from tests.distributed.common import require_same, states_of, weights_of
 from tests.internals import agreement, checkpoint_loading, saved, training_checkpoint, world
-from tests.ranks import run_ranks
+from tests.ranks import require_ranks
 from tests.waiting import wait_until
 
 _NUMS = (1, 2, 3, 4)
@@ -33,8 +33,7 @@ class _Model(nn.Module):
         self.register_buffer("offset", torch.randn(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layers(x + self.offset)
-        return found
+        return self.layers(x + self.offset)
 
 
 def _engine(directory: Path, rank: int, *, width: int = 8, batch: int = 1, **changes: Any) -> Any:
@@ -75,8 +74,7 @@ def _run(num: int, function: Callable[[int], Any], directory: Path) -> None:
     if num == 1:
         function(0)
     else:
-        errors = run_ranks(num, function, directory)
-        assert not any(errors), "\n".join(errors)
+        require_ranks(num, function, directory)
 
 
 @pytest.mark.deep

@@ -25,15 +25,7 @@ from torch.nn.functional import mse_loss
 import infinity
 from swapper import TransferRecord
 from tests.distributed.common import require_same, weights_of
-from tests.internals import (
-    Arrival,
-    DividedWeights,
-    Unit,
-    destroy_at_exit,
-    end_all_at_exit,
-    predict,
-    world,
-)
+from tests.internals import Arrival, DividedWeights, Unit, destroy_at_exit, end_all_at_exit, predict, world
 from tests.lazy_device import LazyDevice
 from tests.ranks import require_ranks, run_ranks
 
@@ -59,8 +51,7 @@ class _Model(nn.Module):
         x = self.first(x)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        out: torch.Tensor = self.last(x)
-        return out
+        return self.last(x)
 
 
 @pytest.fixture(params=["host", "device"])
@@ -77,11 +68,7 @@ def _config(directory: Path, stage: int = 3, tier: str = "nvme", **changes: Any)
     return {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {
-            "stage": stage,
-            "offload_param": where,
-            "offload_optimizer": {"device": "cpu"},
-        },
+        "zero_optimization": {"stage": stage, "offload_param": where, "offload_optimizer": {"device": "cpu"}},
         "infinity": {"keep_in_memory": False},
     } | changes
 
@@ -121,14 +108,7 @@ def test_each_rank_gets_all_weights_while_all_are_asleep(tier: str, memory: str,
 
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
-    ("num", "changes"),
-    [
-        (2, {}),
-        (4, {"bf16": {"enabled": True}}),
-        (4, {"bf16": {"enabled": True}}),
-        (2, {"tier": "none"}),
-        (3, {"tier": "cpu"}),
-    ],
+    ("num", "changes"), [(2, {}), (4, {"bf16": {"enabled": True}}), (2, {"tier": "none"}), (3, {"tier": "cpu"})]
 )
 def test_tied_and_frozen_weights_train_as_whole_ones(
     num: int, changes: dict[str, Any], memory: str, tmp_path: Path
@@ -415,8 +395,7 @@ class _Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(2 * _WIDTH, 2 * _WIDTH, bias=False) for _ in range(14))
 
     def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        out: torch.Tensor = self.experts[number](x)
-        return out
+        return self.experts[number](x)
 
 
 class _Mixture(nn.Module):
@@ -428,8 +407,7 @@ class _Mixture(nn.Module):
         self.last = nn.Linear(2 * _WIDTH, 2 * _WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.mixture(self.first(x), number)).square().mean()
-        return out
+        return self.last(self.mixture(self.first(x), number)).square().mean()
 
 
 def _train_mixture(rank: int, directory: Path, stage: int, units: list[str], budget: str) -> dict[str, torch.Tensor]:

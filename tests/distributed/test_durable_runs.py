@@ -20,8 +20,9 @@ from torch.nn.functional import mse_loss
 import infinity
 from infinity.errors import InfinityError, ModelError, StepError, StorageError
 from swapper import RunDirectory
+from tests.distributed.common import require_same, states_of, weights_of
 from tests.lazy_device import LazyDevice
-from tests.ranks import run_ranks
+from tests.ranks import require_ranks, run_ranks
 
 _WIDTH = 48
 _NUM_STEPS = 5
@@ -51,6 +52,17 @@ def _config(directory: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
+def _steps(engine: Any, rank: int, until: int) -> list[float]:
+    losses = []
+    for step in range(engine.global_steps, until):
+        x, y = torch.randn(2, 4, _WIDTH, generator=torch.Generator().manual_seed(1000 * rank + step))
+        loss = mse_loss(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
 def train(rank: int, directory: Path, *, dies_in: int = -1) -> None:
     """Train to the end. ``dies_in``: this rank is gone just before the commit of that step is on the drive."""
     torch.manual_seed(100 + rank)
@@ -64,18 +76,8 @@ def train(rank: int, directory: Path, *, dies_in: int = -1) -> None:
 
         RunDirectory.write = dying  # type: ignore[method-assign]
     with infinity.initialize(model=_Model(), config=_config(directory))[0] as engine:
-        losses = []
-        began = engine.global_steps
-        for step in range(began, _NUM_STEPS):
-            generator = torch.Generator().manual_seed(1000 * rank + step)
-            x, y = torch.randn(2, 4, _WIDTH, generator=generator)
-            loss = mse_loss(engine(x), y)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        states = engine.optimizer.state_dict()["state"]
-        found = {"began": began, "losses": losses, "weights": engine.module.state_dict(), "states": states}
-        torch.save(found, directory / f"end{rank}")
+        found = {"began": engine.global_steps, "losses": _steps(engine, rank, _NUM_STEPS)}
+        torch.save(found | {"values": weights_of(engine) | states_of(engine)}, directory / f"end{rank}")
 
 
 def _run(num: int, directory: Path, dies_in: tuple[int, ...] = (-1,) * 3) -> list[str]:
@@ -103,11 +105,7 @@ def test_killed_in_a_commit_all_go_on_from_the_same_step(num: int, tmp_path: Pat
         found, expected = (torch.load(folder / f"end{rank}") for folder in (killed, whole))
         assert 2 <= found["began"] < _NUM_STEPS
         assert found["losses"] == expected["losses"][found["began"] :]
-        for name, value in expected["weights"].items():
-            assert torch.equal(found["weights"][name], value), name
-        for index, state in expected["states"].items():
-            for name, value in state.items():
-                assert torch.equal(torch.as_tensor(found["states"][index][name]), torch.as_tensor(value)), name
+        require_same(found["values"], expected["values"])
 
 
 def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path) -> None:
@@ -120,8 +118,7 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path) -> None:
 
         group = tmp_path / f"refusing{len(list(tmp_path.glob('refusing*')))}"
         group.mkdir()
-        errors = run_ranks(num, function, group)
-        assert not any(errors), "\n".join(errors)
+        require_ranks(num, function, group)
         return True
 
     runs = tmp_path / "durable"
@@ -153,25 +150,10 @@ def test_all_roll_back(num: int, memory: str, tmp_path: Path, monkeypatch: pytes
             for step in (0, 1, 2, 3, 2, 3):
                 if len(seen) == 4:
                     engine.rollback(2)
-                x, y = torch.randn(2, 4, _WIDTH, generator=torch.Generator().manual_seed(1000 * rank + step))
-                loss = mse_loss(engine(x), y)
-                engine.backward(loss)
-                engine.step()
-                seen.append([loss.item(), engine.get_global_grad_norm()])
+                seen.append([*_steps(engine, rank, step + 1), engine.get_global_grad_norm()])
             assert seen[2:4] == seen[4:]
 
     assert run_ranks(num, train, tmp_path) == [""] * num
-
-
-def _steps(engine: Any, rank: int, until: int) -> list[float]:
-    losses = []
-    for step in range(engine.global_steps, until):
-        x, y = torch.randn(2, 4, _WIDTH, generator=torch.Generator().manual_seed(1000 * rank + step))
-        loss = mse_loss(engine(x), y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 def _each(directory: Path, function: Callable[[Any, int], None]) -> None:

@@ -63,8 +63,7 @@ def test_processes_that_do_not_reach_each_other_name_the_interface(tmp_path: Pat
 
 
 def _timeout_of(group: Any) -> timedelta:
-    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return found
+    return group._get_backend(torch.device("cpu")).options._timeout
 
 
 @pytest.mark.parametrize(

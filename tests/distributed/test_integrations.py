@@ -19,7 +19,7 @@ import infinity
 from infinity.errors import ConfigError
 from infinity.integrations.accelerate import InfinityAccelerator
 from infinity.integrations.transformers import InfinityTrainer
-from tests.ranks import run_ranks
+from tests.ranks import require_ranks
 
 
 class _Model(nn.Module):
@@ -84,8 +84,7 @@ def _run(function: Callable[[int], Any], directory: Path) -> None:
         GradientState._reset_state()
         function(rank)
 
-    errors = run_ranks(2, alone, directory)
-    assert not any(errors), "\n".join(errors)
+    require_ranks(2, alone, directory)
 
 
 @pytest.mark.deep(but=1)

@@ -102,11 +102,7 @@ def test_numbers_of_hosts_that_are_refused(number: str, hostfile: Path, capsys: 
 def test_a_host_that_fails_ends_the_others(
     hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _fake_ssh(
-        tmp_path,
-        monkeypatch,
-        f'[ "$host" = worker-2 ] && exit 3; echo $$ > {tmp_path}/pid; exec sleep 1000',
-    )
+    _fake_ssh(tmp_path, monkeypatch, f'[ "$host" = worker-2 ] && exit 3; echo $$ > {tmp_path}/pid; exec sleep 1000')
     assert main(["launch", "--hostfile", str(hostfile), "train.py"]) == 1
     assert "worker-2 ended with status 3" in capsys.readouterr().err
     pid = (

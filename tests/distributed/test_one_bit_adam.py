@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from torch.nn.functional import mse_loss
 
 import infinity
 from infinity.errors import AccessError, ConfigError
+from tests.distributed.common import require_same, weights_of
 from tests.internals import world
-from tests.ranks import run_ranks
+from tests.ranks import require_ranks
 
 pytestmark = pytest.mark.deep
 
@@ -55,15 +55,6 @@ def _train(engine: Any, first: int, last: int, rank: int) -> list[float]:
         engine.backward(loss)
         engine.step()
     return losses
-
-
-def _weights(engine: Any) -> list[torch.Tensor]:
-    return [value.clone() for value in engine.module.state_dict().values()]
-
-
-def _run(function: Callable[[int], Any], directory: Path) -> None:
-    errors = run_ranks(2, function, directory)
-    assert not any(errors), "\n".join(errors)
 
 
 class _Published:
@@ -133,16 +124,16 @@ def test_the_exchange_is_the_published_one(clip: float, tmp_path: Path) -> None:
     expected = _Published(clip)
     for step in range(_STEPS):
         expected.step(step)
-    weights = [p.detach() for p in expected.parameters]
+    weights = expected.model.state_dict()
 
     def train(rank: int) -> None:
         for directory in (None, tmp_path):
             engine, *_ = infinity.initialize(model=_model(), config=_config(0, directory, gradient_clipping=clip))
             with engine:
                 _train(engine, 0, _STEPS, rank)
-                assert all(torch.equal(*pair) for pair in zip(_weights(engine), weights, strict=True))
+                require_same(weights_of(engine), weights)
 
-    _run(train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 def test_bytes_fall_to_a_thirtieth(tmp_path: Path) -> None:
@@ -160,7 +151,7 @@ def test_bytes_fall_to_a_thirtieth(tmp_path: Path) -> None:
             ratio = (before / _FREEZE) / (sent["momenta"] / (_STEPS - _FREEZE))
             assert 29 < ratio < 32, ratio
 
-    _run(train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 def test_stage_2_averages_whole_gradients_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -173,7 +164,7 @@ def test_stage_2_averages_whole_gradients_and_says_so(tmp_path: Path, caplog: py
                 x, y = _batch(step, rank)
                 alone.backward(mse_loss(alone(x), y))
                 alone.step()
-        weights = _weights(alone)
+        weights = weights_of(alone)
     assert not caplog.records
 
     def train(rank: int) -> None:
@@ -181,12 +172,12 @@ def test_stage_2_averages_whole_gradients_and_says_so(tmp_path: Path, caplog: py
         offloaded["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         with infinity.initialize(model=_model(), config=offloaded)[0] as engine:
             _train(engine, 0, _STEPS, rank)
-            assert all(torch.equal(*pair) for pair in zip(_weights(engine), weights, strict=True))
+            require_same(weights_of(engine), weights)
         said = [record.getMessage() for record in caplog.records if "OneBitAdam" in record.getMessage()]
         assert len(said) == 1 and "momenta are not compressed" in said[0]
         assert not world().sent_bytes["momenta"]
 
-    _run(train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 def test_gradients_overflow_and_checkpoints(tmp_path: Path) -> None:
@@ -202,13 +193,13 @@ def test_gradients_overflow_and_checkpoints(tmp_path: Path) -> None:
 
         with infinity.initialize(model=_model(), config=config)[0] as engine:
             _train(engine, 0, _FREEZE + 2, rank)
-            before = _weights(engine)
+            before = weights_of(engine)
             engine.backward(overflowing(90))
             with pytest.raises(AccessError, match="warm-up is over"):
                 _ = engine.module[0].weight.grad
             engine.step()
             assert not engine.was_step_applied()
-            assert all(torch.equal(*pair) for pair in zip(_weights(engine), before, strict=True))
+            require_same(weights_of(engine), before)
             engine.save_checkpoint(tmp_path / "saved")
             _train(engine, _FREEZE + 2, _STEPS, rank)
             engine.load_checkpoint(tmp_path / "saved")
@@ -217,7 +208,7 @@ def test_gradients_overflow_and_checkpoints(tmp_path: Path) -> None:
             other.load_checkpoint(tmp_path / "saved")
             assert _train(other, _FREEZE + 2, _STEPS, rank) == expected
 
-    _run(train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 def test_a_durable_run_is_refused(tmp_path: Path) -> None:
@@ -228,4 +219,4 @@ def test_a_durable_run_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="OneBitAdam's signs leave out"):
             infinity.initialize(model=_model(), config=config)
 
-    _run(train, tmp_path)
+    require_ranks(2, train, tmp_path)

@@ -20,8 +20,7 @@ _TIMEOUT_SECONDS = 60.0
 
 
 def _loss(engine: Any, rank: int, number: int, **kwargs: Any) -> torch.Tensor:
-    loss: torch.Tensor = engine(input_of(rank, number), **kwargs)
-    return loss
+    return engine(input_of(rank, number), **kwargs)
 
 
 def _sent() -> int:

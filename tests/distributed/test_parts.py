@@ -501,10 +501,7 @@ def test_exports_gathered_weights_and_samples_of_a_part(tmp_path: Path) -> None:
         _, tensor = _groups(rank)
         samples = [(torch.full((_WIDTH,), float(i)), torch.zeros(_WIDTH)) for i in range(8)]
         engine, _, loader, _ = infinity.initialize(
-            model=_model(tensor, rank),
-            config=_config(tmp_path),
-            mesh_param=_tensor_mesh(),
-            training_data=samples,
+            model=_model(tensor, rank), config=_config(tmp_path), mesh_param=_tensor_mesh(), training_data=samples
         )
         own = torch.cat([x[:, 0] for x, _ in loader])
         of_all = [torch.empty_like(own) for _ in range(4)]

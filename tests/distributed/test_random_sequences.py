@@ -42,8 +42,7 @@ class _Experts(nn.Module):
         self.members = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(2))
 
     def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        out: torch.Tensor = self.members[number](x)
-        return out
+        return self.members[number](x)
 
 
 class _Model(nn.Module):
@@ -92,8 +91,7 @@ class _Script:
     def loss(self, **kwargs: Any) -> torch.Tensor:
         x = torch.randn(2, _WIDTH, generator=torch.Generator().manual_seed(self.of_rank.randrange(10**6)))
         expert = self.of_rank.choice([0, 1])
-        loss: torch.Tensor = self.engine(x.to(self.engine.config.compute_dtype), expert, **kwargs)
-        return loss
+        return self.engine(x.to(self.engine.config.compute_dtype), expert, **kwargs)
 
     def backwards(self) -> None:
         """Those of a step, and none that has been made already."""

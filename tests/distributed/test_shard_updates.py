@@ -243,10 +243,7 @@ class _CutOffError(Exception):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    ("num", "stage"),
-    [(2, 2), (2, 3), (4, 2), (4, 3)],
-)
+@pytest.mark.parametrize(("num", "stage"), [(2, 2), (2, 3), (4, 2), (4, 3)])
 def test_a_backward_cut_off_and_accepted_leaves_the_same_everywhere(num: int, stage: int, tmp_path: Path) -> None:
     """Though some have updated what others have not yet averaged."""
 

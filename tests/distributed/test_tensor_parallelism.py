@@ -35,8 +35,7 @@ class _Block(nn.Module):
         self.down = nn.Linear(2 * _WIDTH, _WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down(torch.tanh(self.up(self.norm(x))))
-        return found
+        return self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class _Model(nn.Module):
@@ -52,8 +51,7 @@ class _Model(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = x + block(x)
-        found: torch.Tensor = self.head(self.plain(x)).mean(1)
-        return found
+        return self.head(self.plain(x)).mean(1)
 
 
 def _parallelized(mesh: Any, *, by_sequence: bool = False) -> nn.Module:
@@ -141,8 +139,7 @@ def _step(engine: Any, number: int, data_rank: int) -> torch.Tensor:
     loss = mse_loss(engine(x), y)
     engine.backward(loss)
     engine.step()
-    found: torch.Tensor = loss.detach()
-    return found
+    return loss.detach()
 
 
 def _require_equal(model: nn.Module, plain: nn.Module) -> None:
@@ -216,8 +213,7 @@ def test_what_all_processes_share_needs_no_mesh(tmp_path: Path) -> None:
 
     def of_transformers(engine: Any, number: int) -> torch.Tensor:
         x, _ = _batch(number, 0)
-        found: torch.Tensor = engine(input_ids=x, labels=x).loss
-        return found
+        return engine(input_ids=x, labels=x).loss
 
     def of_torch(engine: Any, number: int) -> torch.Tensor:
         x, y = _batch(number, 0)

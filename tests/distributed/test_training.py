@@ -192,11 +192,7 @@ def test_sizes_samples_and_names(tmp_path: Path) -> None:
             model=_Model(0), config=_config(tmp_path), training_data=data
         )
         assert (engine.global_rank, engine.local_rank, engine.world_size) == (rank, rank, 2)
-        assert (
-            engine.train_batch_size(),
-            comm.get_rank(),
-            comm.get_world_size(),
-        ) == (16, rank, 2)
+        assert (engine.train_batch_size(), comm.get_rank(), comm.get_world_size()) == (16, rank, 2)
         own = torch.cat([x for x, _ in loader])
         seen = [torch.empty_like(own) for _ in range(2)]
         comm.all_gather(seen, own)

@@ -49,8 +49,7 @@ def _made(name: str, **options: Any) -> nn.Module:
     import transformers
 
     kind = getattr(transformers, name)
-    model: nn.Module = kind(kind.config_class(**options))
-    return model
+    return kind(kind.config_class(**options))
 
 
 def llama() -> nn.Module:

@@ -41,27 +41,29 @@ def everything_on_nvme(directory: Path, changes: Mapping[str, Any] | None = None
         "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
         "infinity": {"host_memory_budget": "64MiB", "staging_buffer_bytes": 49152, "keep_in_memory": False},
     }
-    return _merged(config, changes or {})
+    return merged(config, changes or {})
 
 
 def with_smallest_budget(directory: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """``changes`` with the least memory that trains `PLAIN`: weights come and go."""
-    too_small = _merged(changes, {"infinity": {"host_memory_budget": 1000}})
+    too_small = merged(changes, {"infinity": {"host_memory_budget": 1000}})
     try:
         infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(directory, too_small))
     except BudgetTooSmallError as refused:
-        return _merged(changes, {"infinity": {"host_memory_budget": refused.minimum_bytes}})
+        return merged(changes, {"infinity": {"host_memory_budget": refused.minimum_bytes}})
     raise AssertionError("1000 bytes are no budget")
 
 
-def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {**config, **changes}
-    for key, value in changes.items():
-        if isinstance(value, Mapping) and isinstance(config.get(key), Mapping) and key != "optimizer":
-            merged[key] = _merged(config[key], value)
+def merged(config: Mapping[str, Any], *changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Blocks are merged key by key, but for the optimizer's; None in ``changes`` removes a key."""
+    found = dict(config)
+    for key, value in [item for each in changes for item in each.items()]:
+        if isinstance(value, Mapping) and isinstance(found.get(key), Mapping) and key != "optimizer":
+            value = merged(found[key], value)
+        found[key] = value
         if value is None:
-            del merged[key]
-    return merged
+            del found[key]
+    return found
 
 
 def make_batch(

@@ -53,18 +53,8 @@ _NEVER = {
 }
 # Blocks of these are not recomputed by the model at all, or inside their own forward.
 _INDIFFERENT_TO_REENTRANT = {
-    "bag",
-    "detached_middle",
-    "gpt2",
-    "keyword_arguments",
-    "kept_references",
-    "llama",
-    "bert",
-    "mixtral_one_by_one",
-    "odd_sizes",
-    "qwen2",
-    "structured_output",
-    "vit",
+    *("bag", "detached_middle", "gpt2", "keyword_arguments", "kept_references", "llama", "bert"),
+    *("mixtral_one_by_one", "odd_sizes", "qwen2", "structured_output", "vit"),
 }
 
 

@@ -24,9 +24,7 @@ from tests.waiting import wait_until
 _ROOT = Path(__file__).resolve().parents[2]
 _DEADLINE_SECONDS = 10_000
 _TIMEOUT_SECONDS = 400.0  # far below that, and far above what a busy machine needs
-_CHANGES = {
-    "infinity": {"update": "in_backward", "io_deadline_seconds": _DEADLINE_SECONDS, "io_backend": "threads"},
-}
+_CHANGES = {"infinity": {"update": "in_backward", "io_deadline_seconds": _DEADLINE_SECONDS, "io_backend": "threads"}}
 
 
 @pytest.fixture

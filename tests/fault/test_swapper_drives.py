@@ -18,15 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swapper import (
-    Extent,
-    Priority,
-    Swapper,
-    SwapperConfig,
-    TransferError,
-    Volume,
-    describe_drive,
-)
+from swapper import Extent, Priority, Swapper, SwapperConfig, TransferError, Volume, describe_drive
 from tests.internals import Cgroup
 
 _MIB = 1 << 20
@@ -135,7 +127,6 @@ def loop_drive(tmp_path: Path, small_tmpfs: Callable[[int], Path]) -> Iterator[C
 def test_a_drive_that_fails_is_named(loop_drive: Callable[[int], Path], name: str) -> None:
     good, bad = loop_drive(24 * _MIB), loop_drive(24 * _MIB)
     device = describe_drive(bad).device
-    assert device is not None
     assert device.startswith("loop")
     config = SwapperConfig(request_bytes=_REQUEST, backend="threads", deadline_seconds=60.0)
     swapper = Swapper.open([good, bad], 8 * _MIB, config)

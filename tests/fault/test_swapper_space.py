@@ -10,13 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swapper import (
-    Swapper,
-    SwapperConfig,
-    Volume,
-    VolumeError,
-    VolumeTooSmallError,
-)
+from swapper import Swapper, SwapperConfig, Volume, VolumeError, VolumeTooSmallError
 from swapper.backends import ThreadsBackend
 from tests.conformance.suite import run_conformance
 

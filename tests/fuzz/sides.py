@@ -90,8 +90,7 @@ class PlainSide:
         return self.main[fqn]
 
     def forward(self, batch: Batch) -> Tensor:
-        result: Tensor = self.model(**batch)
-        return result
+        return self.model(**batch)
 
     def backward(self, loss: Tensor) -> None:
         divisor = 1 if self.setting.loop == "plain" else self.setting.accumulation
@@ -220,8 +219,7 @@ class PagedSide:
         return self.params[fqn]
 
     def forward(self, batch: Batch) -> Tensor:
-        result: Tensor = (self.model if self.setting.loop == "plain" else self.engine)(**batch)
-        return result
+        return (self.model if self.setting.loop == "plain" else self.engine)(**batch)
 
     def backward(self, loss: Tensor) -> None:
         if self.setting.loop == "plain":
@@ -278,8 +276,7 @@ class PagedSide:
             change(self.params[fqn])
 
     def main_weight(self, fqn: str) -> Tensor:
-        weight: Tensor = state_of(self.engine, self.params[fqn])["weight"]
-        return weight
+        return state_of(self.engine, self.params[fqn])["weight"]
 
     def state(self, fqn: str) -> dict[str, Any]:
         return dict(self.optimizer.state.get(self.params[fqn], {}))

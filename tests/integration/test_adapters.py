@@ -216,10 +216,7 @@ _METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "VeRA": ("VeraConfig", {**_LINEAR, "r": 2}),
     "AdaLoRA": ("AdaLoraConfig", {**_LINEAR, **_SCHEDULE}),
     "DoRA": ("LoraConfig", {**_LINEAR, "r": 2, "use_dora": True}),
-    "LoRA on a parameter": (
-        "LoraConfig",
-        {"target_modules": [], "target_parameters": ["mlp.up_proj.weight"]},
-    ),
+    "LoRA on a parameter": ("LoraConfig", {"target_modules": [], "target_parameters": ["mlp.up_proj.weight"]}),
     "Fourier": ("FourierFTConfig", {**_LINEAR, "n_frequency": 10}),
     "reflections": ("HRAConfig", {**_LINEAR, "r": 2}),
     "vector bank": ("VBLoRAConfig", {**_LINEAR, "num_vectors": 16, "vector_length": 4}),

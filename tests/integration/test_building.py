@@ -11,38 +11,24 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import infinity
 from infinity.errors import ModelError, StorageError
-from tests.internals import Cgroup, drive_tensors, has_drive_tensors, on_drive
-
-
-def _config(directory: Path, **changes: Any) -> dict[str, Any]:
-    place = {"device": "nvme", "nvme_path": str(directory)}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "infinity": {"host_memory_budget": 50_000_000, "keep_in_memory": False},
-        **changes,
-    }
+from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.internals import drive_tensors, has_drive_tensors, on_drive
+from tests.small_transformers import SMALL, make
 
 
 def _mixtral() -> nn.Module:
     torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            vocab_size=96,
-            tie_word_embeddings=True,
-        )
+    return make(
+        "MixtralForCausalLM",
+        **SMALL,
+        intermediate_size=96,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        tie_word_embeddings=True,
     )
 
 
@@ -60,17 +46,16 @@ def _trained(model: nn.Module, config: dict[str, Any]) -> tuple[list[float], dic
 
 
 @pytest.mark.deep(but=1)
-@pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
 def test_a_model_built_on_drives_trains_bit_for_bit_as_one_in_memory(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drive_tensors, "LEAST_BYTES", 1)
-    config = _config(tmp_path, **changes)
+    config = everything_on_nvme(tmp_path, changes)
     with infinity.Init(config=config):
         model = _mixtral()
-        model.lm_head.requires_grad_(
-            False
-        )  # a frozen fp32 weight under bf16 is kept as it came, until initialize is over
+        # A frozen fp32 weight under bf16 is kept as it came, until initialize is over.
+        model.lm_head.requires_grad_(False)
     assert all(on_drive(parameter) for parameter in model.parameters())
     plain = _mixtral()
     plain.lm_head.requires_grad_(False)
@@ -81,12 +66,12 @@ def test_a_model_built_on_drives_trains_bit_for_bit_as_one_in_memory(
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
 def test_an_initialize_that_fails_gives_the_model_back_on_drives(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drive_tensors, "LEAST_BYTES", 1)
-    config = _config(tmp_path, **changes)
+    config = everything_on_nvme(tmp_path, changes)
     with infinity.Init(config=config):
         model = _mixtral()
     model.model.layers[0].half()
@@ -106,11 +91,11 @@ def test_a_model_on_meta_is_told_what_gives_it_weights(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 4)
     with pytest.raises(ModelError, match=r"infinity\.load_pretrained\(.*infinity\.Init"):
-        infinity.initialize(model=model, config=_config(tmp_path))
+        infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
 
 
 def test_a_full_drive_in_initialize_leaves_the_model_as_it_was(small_tmpfs: Callable[[int], Path]) -> None:
-    config = _config(small_tmpfs(4 << 20))
+    config = everything_on_nvme(small_tmpfs(4 << 20))
     with infinity.Init(config=config):
         model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -139,10 +124,8 @@ def test_nothing_is_left_after_a_kill(nvme_dir: Path) -> None:
 @pytest.mark.root
 @pytest.mark.deep
 def test_a_model_larger_than_its_memory_is_built_taken_over_and_trained(
-    nvme_dir: Path, memory_cgroup: Cgroup, run_in_little_memory: Callable[..., list[dict[str, Any]]]
+    nvme_dir: Path, run_in_little_memory: Callable[..., list[dict[str, Any]]]
 ) -> None:
-    if memory_cgroup.memory is None or not memory_cgroup.memory.reset_peak():
-        pytest.skip("the peak of a control group (version 2) cannot be reset before Linux 6.12")
     [bounded] = run_in_little_memory("built_on_drives", "run", str(nvme_dir), num_layers=5)
     call = f"from tests.built_on_drives import run\nrun(None, {str(nvme_dir)!r}, num_layers=5)\n"
     free = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True, timeout=240)

@@ -286,8 +286,7 @@ class _Encoder(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 3)
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        out: Tensor = self.encoder(x, src_key_padding_mask=padding)
-        return out
+        return self.encoder(x, src_key_padding_mask=padding)
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")

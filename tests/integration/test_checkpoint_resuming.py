@@ -12,10 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import infinity
 from infinity.deepspeed.utils import RepeatingLoader
@@ -31,8 +28,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         noise = 0.1 * random.random() + 0.1 * np.random.rand()
-        result: torch.Tensor = (self.layers(x.to(self.layers[0].weight.dtype)).float() - y - noise).square().mean()
-        return result
+        return (self.layers(x.to(self.layers[0].weight.dtype)).float() - y - noise).square().mean()
 
 
 class Data(torch.utils.data.Dataset[Any]):
@@ -168,10 +164,7 @@ class _App:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_state_dict(
-            self._model,
-            self._optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optim"],
+            self._model, self._optimizer, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optim"]
         )
 
 

@@ -21,7 +21,7 @@ from tests.internals import saved as saved_files
 from tests.states import everything, require_equal, state_of
 
 _SCHEDULER = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
-_MODES: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "remainder": BF16,
     "fp32 beside bf16": {**BF16, "infinity": {"main_weights": "fp32"}},
@@ -54,8 +54,7 @@ class Model(nn.Module):
         self.seen += 1
         x = x.to(self.first.weight.dtype)
         hidden = self.norm(self.first(x)) + (self.late(x) if step > 2 else 0)
-        result: torch.Tensor = (self.last(self.frozen(hidden).relu()) * self.scale).float().square().mean()
-        return result
+        return (self.last(self.frozen(hidden).relu()) * self.scale).float().square().mean()
 
 
 @contextmanager
@@ -81,9 +80,9 @@ def steps_of(engine: Any, *steps: int) -> list[float]:
 
 
 @pytest.mark.deep(but=1)
-@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_a_training_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
-    changes = {**_MODES[mode], "gradient_accumulation_steps": 2}
+    changes = {**MODES[mode], "gradient_accumulation_steps": 2}
     with training(tmp_path / "drive", changes) as engine:
         steps_of(engine, 0, 1)
         assert engine.save_checkpoint(tmp_path / "saved", client_state={"epoch": 3, "rng": torch.ones(2)})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,10 +214,6 @@ def test_what_is_not_there_says_what_to_do(engine: Any) -> None:
         _ = engine.nothing
     with pytest.raises(ModuleNotFoundError, match=r"infinity.deepspeed.moe.layer.* ModuleList"):
         importlib.import_module("infinity.deepspeed.moe.layer")
-    with pytest.raises(ImportError, match="train_batch"):
-        from infinity.deepspeed.pipe import PipelineModule  # type: ignore[import-not-found]  # noqa: F401
-    with pytest.raises(AttributeError, match="train_batch"):
-        _ = deepspeed.PipelineModule
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'infinity\.nothing'"):
         importlib.import_module("infinity.nothing")
 
@@ -406,6 +405,28 @@ def no_group() -> Iterator[None]:
     yield
     deepspeed.comm.destroy_process_group()
     assert not deepspeed.comm.is_initialized()
+
+
+@pytest.mark.usefixtures("no_group")
+def test_a_script_begins_as_deepspeeds_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(everything_on_nvme(tmp_path)))
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+        if name == "WORLD_SIZE":
+            with pytest.raises(ConfigError, match="WORLD_SIZE is 2"):
+                deepspeed.init_distributed()
+        monkeypatch.delenv(name)
+    assert not deepspeed.comm.is_initialized()
+    deepspeed.init_distributed()
+    deepspeed.get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    model = nn.Linear(2, 2)
+    parameters = filter(lambda parameter: parameter.requires_grad, model.parameters())
+    with deepspeed.initialize(args=args, model=model, model_parameters=parameters)[0] as engine:
+        assert (engine.local_rank, torch.distributed.get_rank(), args.deepspeed) == (0, 0, True)
+        assert torch.device(deepspeed.get_accelerator().device_name(engine.local_rank)) == engine.device
 
 
 @pytest.mark.usefixtures("no_group")

@@ -109,8 +109,7 @@ class Params4bit(nn.Parameter):
     """As bitsandbytes has them."""
 
     def __new__(cls, data: torch.Tensor) -> Params4bit:
-        made: Params4bit = torch.Tensor._make_subclass(cls, data, False)
-        return made
+        return torch.Tensor._make_subclass(cls, data, False)
 
 
 class AffineQuantizedTensor(torch.Tensor):

@@ -186,8 +186,7 @@ class Buffered(nn.Module):
             self.used.mul_(0.999).add_(h.detach().float().abs().sum((0, 1)), alpha=1e-3)
         h = self.normed(self.linear(h).transpose(1, 2))
         h = self.learned(self.plain(h)).transpose(1, 2) / (1 + self.used).to(x.dtype)
-        result: torch.Tensor = (self.head(h) * self.count.rsqrt().to(x.dtype)).float().square().mean()
-        return result
+        return (self.head(h) * self.count.rsqrt().to(x.dtype)).float().square().mean()
 
 
 _CASE = Case("buffered", Buffered, lambda draw: {"x": draw.floats(2, 6, 8)}, has_checkpointing=False)
@@ -216,8 +215,7 @@ class Positions(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.linear(x + self.table).float().square().mean()
-        return result
+        return self.linear(x + self.table).float().square().mean()
 
 
 def test_a_buffer_that_meets_weights_names_the_cure(tmp_path: Path) -> None:

@@ -13,12 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import (
-    ConfigError,
-    ModelError,
-    StepError,
-    StorageError,
-)
+from infinity.errors import ConfigError, ModelError, StepError, StorageError
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.states import everything, require_equal
 
@@ -55,8 +50,7 @@ class Model(nn.Module):
         self.seen += 1
         x = x.to(self.first.weight.dtype)
         hidden = self.dropout(self.norm(self.first(x))) + (self.late(x) if int(self.seen) > 3 else 0)
-        result: torch.Tensor = self.last(self.frozen(hidden).relu()).float().square().mean()
-        return result
+        return self.last(self.frozen(hidden).relu()).float().square().mean()
 
 
 _SCHEDULER = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
@@ -311,8 +305,7 @@ class Adapted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self.down.weight.dtype)
-        result: torch.Tensor = self.frozen(x + self.up(self.down(x))).float().square().mean()
-        return result
+        return self.frozen(x + self.up(self.down(x))).float().square().mean()
 
 
 @pytest.mark.deep

@@ -37,19 +37,17 @@ class _Talker(nn.Module):
         self.register_buffer("global_steps", torch.zeros(1))
         self.greeting = "hello"
 
-    def forward(self, x: torch.Tensor, *, negate: bool = False) -> torch.Tensor:
-        out: torch.Tensor = self.optimizer(self.layer(x)).pow(2).mean()
-        return -out if negate else out
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.optimizer(self.layer(x)).pow(2).mean()
 
     def generate(self, n: int) -> torch.Tensor:
-        out: torch.Tensor = self(torch.ones(n, 4))
-        return out
+        return self(torch.ones(n, 4))
 
 
-def _talker(directory: Path, changes: dict[str, Any] | None = None) -> tuple[_Talker, Any]:
+def _talker(directory: Path) -> tuple[_Talker, Any]:
     torch.manual_seed(0)
     model = _Talker()
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(directory, changes))
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(directory))
     return model, engine
 
 

@@ -145,22 +145,18 @@ def test_a_buffer_that_the_format_has_not_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def _llama(*, is_tied: bool) -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-            tie_word_embeddings=is_tied,
-        )
-    )  # fmt: skip
+def _llama(**changes: Any) -> Any:
+    pytest.importorskip("transformers")
+    from tests.stand_in.models import llama
+
+    return llama(**changes)
 
 
 def test_weights_that_transformers_ties_are_written_once(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     drive = tmp_path / "drive"
     drive.mkdir()
-    model = _llama(is_tied=True)
+    model = _llama(tie_word_embeddings=True)
     engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
     with engine:
         tokens = torch.arange(8).view(1, 8)
@@ -184,7 +180,7 @@ def test_a_peft_model_is_saved_as_its_adapters_which_load(tmp_path: Path) -> Non
     peft = pytest.importorskip("peft")
     drive, out = tmp_path / "drive", tmp_path / "out"
     drive.mkdir()
-    model = _adapted(_llama(is_tied=False))
+    model = _adapted(_llama())
     tokens = torch.arange(8).view(1, 8)
     engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
     with engine:
@@ -195,7 +191,7 @@ def test_a_peft_model_is_saved_as_its_adapters_which_load(tmp_path: Path) -> Non
         logits = engine.eval()(input_ids=tokens).logits.detach()
     assert {path.name for path in out.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     assert not (out / "config.json").exists() and not list(out.glob(".*"))
-    loaded = peft.PeftModel.from_pretrained(_llama(is_tied=False), out)
+    loaded = peft.PeftModel.from_pretrained(_llama(), out)
     assert torch.equal(loaded.eval()(input_ids=tokens).logits, logits)
 
 
@@ -220,7 +216,7 @@ def test_kinds_of_adapters(
     peft = pytest.importorskip("peft")
     drive, options = tmp_path / "drive", dict(_KINDS[what])
     drive.mkdir()
-    model = peft.get_peft_model(_llama(is_tied=False), getattr(peft, options.pop("kind"))(**options))
+    model = peft.get_peft_model(_llama(), getattr(peft, options.pop("kind"))(**options))
     if what == "vectors":
         next(iter(model.peft_config.values())).save_only_topk_weights = True
     model.save_pretrained(tmp_path / "theirs")
@@ -244,7 +240,7 @@ def test_kinds_of_adapters(
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("what", ["trained", "mixed", "merged"])
 def test_a_peft_model_that_is_not_adapters_of_one_kind_is_refused(what: str, tmp_path: Path) -> None:
-    model = _adapted(_llama(is_tied=False), mixed=what == "mixed")
+    model = _adapted(_llama(), mixed=what == "mixed")
     model.get_input_embeddings().weight.requires_grad_(what == "trained")
     message = {
         "trained": "embed_tokens.weight' is trained, but belongs to no adapter",

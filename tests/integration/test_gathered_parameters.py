@@ -70,14 +70,7 @@ def _map(weight: nn.Parameter) -> None:
     weight.data.map_(torch.ones_like(weight), lambda value, other: value * 0.5 + other)
 
 
-_WRITES = {
-    "numpy": _numpy,
-    "address": _address,
-    "dlpack": _dlpack,
-    "storage": _storage,
-    "fused": _fused,
-    "map_": _map,
-}
+_WRITES = {"numpy": _numpy, "address": _address, "dlpack": _dlpack, "storage": _storage, "fused": _fused, "map_": _map}
 
 
 def _write_gathered(both: Lockstep, write: Callable[[nn.Parameter], Any], modifier_rank: int | None) -> None:

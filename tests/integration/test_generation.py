@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,56 +12,32 @@ import pytest
 import torch
 
 import infinity
-from infinity.errors import BudgetTooSmallError
+from tests.exactness.lockstep import BF16, everything_on_nvme, merged
 from tests.internals import Unit, WeightStore
-
-transformers = pytest.importorskip("transformers")
+from tests.small_transformers import make
+from tests.twins import least_budget
 
 _SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 _ROOMY = {**_SIZES, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
 _NUM_TOKENS = 12
 
-
-def _llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_ROOMY, num_hidden_layers=6))
-
-
-def _mixtral() -> Any:
-    config = transformers.MixtralConfig(**_ROOMY, num_hidden_layers=3, num_local_experts=4)
-    return transformers.MixtralForCausalLM(config)
+_llama = partial(make, "LlamaForCausalLM", **_ROOMY, num_hidden_layers=6)
+_mixtral = partial(make, "MixtralForCausalLM", **_ROOMY, num_hidden_layers=3, num_local_experts=4)
+_gpt2 = partial(make, "GPT2LMHeadModel", vocab_size=256, n_embd=32, n_layer=4, n_head=4, n_positions=64, pad_token_id=0)
+_T5 = {"vocab_size": 256, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4}
+_t5 = partial(make, "T5ForConditionalGeneration", **_T5, decoder_start_token_id=0)
 
 
-def _gpt2() -> Any:
-    config = transformers.GPT2Config(vocab_size=256, n_embd=32, n_layer=4, n_head=4, n_positions=64, pad_token_id=0)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _t5() -> Any:
-    config = transformers.T5Config(
-        vocab_size=256, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, decoder_start_token_id=0
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def _made(make: Callable[[], Any]) -> Any:
+def _made(build: Callable[[], Any]) -> Any:
     torch.manual_seed(0)
-    return make().eval()
+    return build().eval()
 
 
-def _engine(model: Any, directory: Path, *, is_bf16: bool = False, **more: Any) -> Any:
+def _engine(model: Any, directory: Path, changes: dict[str, Any] | None = None) -> Any:
     """With the least budget there is."""
-    tier = {"device": "nvme", "nvme_path": str(directory)}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "bf16": {"enabled": is_bf16},
-        "zero_optimization": {"stage": 3, "offload_param": tier, "offload_optimizer": tier},
-        "infinity": {"host_memory_budget": 1, "keep_in_memory": False},
-        **more,
-    }
-    with pytest.raises(BudgetTooSmallError) as refused:
-        infinity.initialize(model=model, config=config)
-    config["infinity"]["host_memory_budget"] = refused.value.minimum_bytes
+    own = {"optimizer": None, "infinity": {"staging_buffer_bytes": None}}
+    config = everything_on_nvme(directory, merged(own, changes or {}))
+    config["infinity"]["host_memory_budget"] = least_budget(model, config)
     return infinity.initialize(model=model, config=config)[0]
 
 
@@ -75,17 +52,16 @@ def _prompt() -> dict[str, torch.Tensor]:
     [{"do_sample": False}, {"do_sample": True, "top_k": 20}, {"num_beams": 3}],
     ids=["greedy", "sampled", "beams"],
 )
-@pytest.mark.parametrize("is_bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("make", [_llama, _mixtral, _gpt2, _t5])
+@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("build", [_llama, _mixtral, _gpt2, _t5], ids=["llama", "mixtral", "gpt2", "t5"])
 def test_generated_tokens_are_those_of_the_model_in_memory(
-    make: Callable[[], Any], is_bf16: bool, how: dict[str, Any], tmp_path: Path
+    build: Callable[[], Any], changes: dict[str, Any], how: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = _made(make)
+    model = _made(build)
     plain = copy.deepcopy(model)
-    if is_bf16:
-        for parameter in plain.parameters():  # buffers keep their dtype
-            parameter.data = parameter.data.bfloat16()
-    with _engine(model, tmp_path, is_bf16=is_bf16) as engine:
+    for parameter in plain.parameters() if changes else ():  # buffers keep their dtype
+        parameter.data = parameter.data.bfloat16()
+    with _engine(model, tmp_path, changes) as engine:
         engine.eval()
         found = []
         for generator in (plain, engine):

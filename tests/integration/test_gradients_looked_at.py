@@ -76,15 +76,6 @@ def gradients_in_one_vector_of_the_users(side: Side) -> None:
 
 
 @_scenario
-def freezing_by_none(side: Side) -> None:
-    for number in range(3):
-        side.loss(number).backward()
-        side.parameters[number].grad = None
-        del side.parameters[-1].grad
-        _finish(side)
-
-
-@_scenario
 def putting_gradients_aside(side: Side) -> None:
     for number in range(2):
         side.loss(number).backward()
@@ -153,14 +144,6 @@ def hooks_that_read_the_gradients_of_others(side: Side) -> None:
             side.loss(2 * step + micro_batch).backward()
         _finish(side)
     side.note(*seen)
-
-
-@_scenario
-def hooks_on_the_way(side: Side) -> None:
-    for parameter in side.parameters:
-        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-    for number in range(2):
-        side.step(number)
 
 
 @_scenario
@@ -313,15 +296,6 @@ def two_backwards_of_the_engine(side: Side) -> None:
     for number in range(3):
         side.backward(side.loss(number))
         side.backward(side.loss(number + 10))
-        side.engine_step()
-
-
-@_scenario
-def clipping_between_the_engines_calls(side: Side) -> None:
-    for number in range(3):
-        side.backward(side.loss(number))
-        side.note_gradients()
-        side.note(torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.05))
         side.engine_step()
 
 

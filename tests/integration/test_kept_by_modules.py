@@ -26,8 +26,7 @@ class Model(nn.Module):
             self.register_buffer(name, value)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.layer(x)
-        return result
+        return self.layer(x)
 
 
 class Counting(Model):

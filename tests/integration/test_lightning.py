@@ -82,9 +82,6 @@ def module_for(
 
         test_step = validation_step
 
-        def predict_step(self, batch: Any, index: int) -> torch.Tensor:
-            return self._loss(batch)
-
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -106,8 +103,7 @@ def trainer_for(pytorch: Any, directory: Path, strategy: Any = "auto", **options
 
 @pytest.fixture(params=_FOUND)
 def package(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+    return request.param
 
 
 def parts(package: str) -> tuple[Any, Any]:

@@ -21,18 +21,15 @@ _Run = Callable[[nn.Module, Tensor], Tensor]
 
 
 def _plainly(module: nn.Module, x: Tensor) -> Tensor:
-    result: Tensor = module(x)
-    return result
+    return module(x)
 
 
 def _reentrantly(module: nn.Module, x: Tensor) -> Tensor:
-    result: Tensor = checkpoint(module, x, use_reentrant=True)
-    return result
+    return checkpoint(module, x, use_reentrant=True)
 
 
 def _anew(module: nn.Module, x: Tensor) -> Tensor:
-    result: Tensor = checkpoint(module, x, use_reentrant=False)
-    return result
+    return checkpoint(module, x, use_reentrant=False)
 
 
 class _Inner(nn.Module):
@@ -224,8 +221,7 @@ class _Linear(nn.Module):
         self.weight = nn.Parameter(torch.randn(256, 256) / 16)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _Keeping.apply(inputs, self.weight)
-        return result
+        return _Keeping.apply(inputs, self.weight)
 
 
 def test_weights_kept_by_a_function_are_told_with_a_minimum_that_suffices(tmp_path: Path) -> None:

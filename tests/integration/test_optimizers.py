@@ -140,18 +140,18 @@ class NovoGrad(torch.optim.Optimizer):
                 param.sub_(group["lr"] * state["exp_avg"])
 
 
-def _matrices_apart(named: Named, name: str) -> list[dict[str, Any]]:
+def _matrices_apart(named: Named) -> list[dict[str, Any]]:
     split: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for fqn, param in named.items():
         split[param.dim() >= 2 and "embed" not in fqn].append(param)
-    return [{"params": members, name: kind} for kind, members in split.items() if members]
+    return [{"params": members, "use_muon": kind} for kind, members in split.items() if members]
 
 
 _OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
     "Lamb": _of(FusedLamb, lr=0.05, weight_decay=0.01),
     "NovoGrad": _of(NovoGrad),
     "Lamb in groups": lambda named: FusedLamb(parameter_groups(named), lr=0.05),
-    "Muon": lambda named: BY_NAME["muon"](_matrices_apart(named, "use_muon"), weight_decay=0.01),
+    "Muon": lambda named: BY_NAME["muon"](_matrices_apart(named), weight_decay=0.01),
 }
 _PLACEMENTS: dict[str, dict[str, Any]] = {
     "nvme": {},
@@ -210,7 +210,7 @@ def test_it_is_the_configs_muon(tmp_path: Path) -> None:
     changes = {"optimizer": section, "infinity": {"staging_buffer_bytes": None}}
 
     def make(named: Named) -> torch.optim.Optimizer:
-        return BY_NAME["muon"](_matrices_apart(named, "use_muon"), lr=0.01, adam_lr=1e-3, weight_decay=0.1)
+        return BY_NAME["muon"](_matrices_apart(named), lr=0.01, adam_lr=1e-3, weight_decay=0.1)
 
     with Lockstep.start(tmp_path, changes=changes, reference_optimizer=make) as both:
         assert [group["use_muon"] for group in both.engine.optimizer.param_groups] == [True, False]
@@ -325,8 +325,7 @@ class Net(nn.Module):
         self.unused = nn.Parameter(torch.ones(5))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.layers(inputs).relu()).square().mean()
-        return result
+        return self.head(self.layers(inputs).relu()).square().mean()
 
 
 def _in_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from infinity.errors import ConfigError, ModelError
 from tests.exactness.lockstep import everything_on_nvme
 from tests.internals import saved as saved_files
 from tests.quantized import quantize
+from tests.small_transformers import MODELS
 from tests.stand_in.models import llama
 from tests.twins import Twins
 
@@ -282,12 +283,8 @@ def test_thawed_weights_become_ordinary(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("experts", ["by_expert", "whole"])
 def test_experts_that_are_one_tensor(experts: str, tmp_path: Path) -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     torch.manual_seed(0)
-    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).requires_grad_(False)
+    model = MODELS["mixtral"]().requires_grad_(False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name)
     changes = {"infinity": {"frozen_dtype": "nf4", "experts": experts}}

@@ -127,7 +127,6 @@ def _help(tool: str) -> str:
         command = [sys.executable, *words, "--help"]
         return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=560, check=True).stdout
     child = _answering()
-    assert child.stdin is not None and child.stdout is not None
     child.stdin.write(json.dumps(words) + "\n")
     child.stdin.flush()
     found: str = json.loads(child.stdout.readline())

@@ -173,10 +173,7 @@ def test_other_memory_is_refused_by_name(both: Lockstep) -> None:
         parameter.set_(storage)
     with pytest.raises(RuntimeError, match="leaf Variable"):
         parameter.set_(torch.ones(parameter.shape))
-    with (
-        torch.no_grad(),
-        pytest.raises(ModelError, match=r"'blocks\.1\.up\.weight' cannot be given the shape"),
-    ):
+    with torch.no_grad(), pytest.raises(ModelError, match=r"'blocks\.1\.up\.weight' cannot be given the shape"):
         parameter.set_(torch.ones(3))
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ModelError
+from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.killed import NEEDS_FORKS, run_killed
 from tests.stand_in.reference import with_main_weights
 
@@ -250,14 +251,8 @@ def ran(script: str, kind: str, config: dict[str, Any], saved: Path, **values: A
 
 
 def config_for(precision: str, directory: Path) -> dict[str, Any]:
-    nvme = {"device": "nvme", "nvme_path": str(directory)}
-    config: dict[str, Any] = {"train_batch_size": 4, "gradient_clipping": 0.0}  # the script clips
-    config["zero_optimization"] = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
-    config["infinity"] = {"host_memory_budget": "64MiB", "staging_buffer_bytes": 49152, "keep_in_memory": False}
-    if precision == "bf16":
-        config["bf16"] = {"enabled": True}
-        config["infinity"]["main_weights"] = "fp32"
-    return config
+    changes = {**BF16, "infinity": {"main_weights": "fp32"}} if precision == "bf16" else {}
+    return everything_on_nvme(directory, {"optimizer": None, "train_micro_batch_size_per_gpu": 4, **changes})
 
 
 @pytest.mark.deep(but=2)

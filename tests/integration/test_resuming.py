@@ -13,19 +13,12 @@ from torch import nn
 
 import infinity
 from tests.exactness.lockstep import everything_on_nvme
+from tests.integration.test_checkpoints import MODES, steps_of
 from tests.states import require_equal, state_of, weights_and_states
 
 _MODES: dict[str, dict[str, Any]] = {
-    "remainder": {"bf16": {"enabled": True}},
-    "fp32 beside bf16": {"bf16": {"enabled": True}, "infinity": {"main_weights": "fp32"}},
-    "in memory": {
-        "bf16": {"enabled": True},
-        "zero_optimization": {"offload_param": None, "offload_optimizer": None},
-        "infinity": {"keep_in_memory": True},
-    },
+    **{name: MODES[name] for name in ("remainder", "fp32 beside bf16", "in memory", "fp32", "int8 states")},
     "fp16": {"fp16": {"enabled": True, "loss_scale": 8}},
-    "fp32": {},
-    "int8 states": {"bf16": {"enabled": True}, "infinity": {"state_dtype": "int8"}},
 }
 
 
@@ -43,8 +36,7 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
         x = x.to(self.first.weight.dtype)
         hidden = self.first(x) + (self.late(x) if step > 2 else 0)
-        result: torch.Tensor = self.last(self.frozen(hidden).relu()).float().square().mean()
-        return result
+        return self.last(self.frozen(hidden).relu()).float().square().mean()
 
 
 @contextmanager
@@ -58,18 +50,9 @@ def _training(
         yield engine, paged
 
 
-def _step(engine: Any, step: int) -> float:
-    generator = torch.Generator().manual_seed(step)
-    loss = engine(torch.randn(4, 8, generator=generator), step)
-    engine.backward(loss)
-    engine.step()
-    return float(loss.detach())
-
-
 def _saved(engine: Any, optimizer: torch.optim.Optimizer, path: Path) -> dict[str, Any]:
     torch.save({"model": engine.module.state_dict(), "optimizer": optimizer.state_dict()}, path)
-    loaded: dict[str, Any] = torch.load(path)
-    return loaded
+    return torch.load(path)
 
 
 @pytest.mark.deep(but=1)
@@ -77,15 +60,14 @@ def _saved(engine: Any, optimizer: torch.optim.Optimizer, path: Path) -> dict[st
 @pytest.mark.parametrize("mode", _MODES)
 def test_state_dicts_resume_with_every_bit(mode: str, order: str, tmp_path: Path) -> None:
     with _training(tmp_path, mode, Model()) as (engine, optimizer):
-        for step in range(2):
-            _step(engine, step)
+        steps_of(engine, 0, 1)
         saved = _saved(engine, optimizer, tmp_path / "saved.pt")
-        losses = [_step(engine, step) for step in range(2, 5)]
+        losses = steps_of(engine, 2, 3, 4)
         expected = weights_and_states(engine)
     with _training(tmp_path, mode, Model(seed=1)) as (engine, optimizer):
         for what in order.split(", "):
             (engine.module if what == "model" else optimizer).load_state_dict(saved[what])
-        assert [_step(engine, step) for step in range(2, 5)] == losses
+        assert steps_of(engine, 2, 3, 4) == losses
         found = weights_and_states(engine)
     require_equal(found, expected)
 
@@ -104,23 +86,22 @@ def test_what_is_loaded_before_initialize_resumes_with_every_bit(
 
     model, plain = fresh(0)
     with _training(tmp_path, mode, model, plain) as (engine, optimizer):
-        for step in range(4):
-            _step(engine, step)
+        steps_of(engine, 0, 1, 2, 3)
         saved = _saved(engine, optimizer, tmp_path / "saved.pt")
-        _step(engine, 4)
+        steps_of(engine, 4)
         expected = weights_and_states(engine)
     model, plain = fresh(1)
     model.load_state_dict(saved["model"])
     plain.load_state_dict(saved["optimizer"])
     with _training(tmp_path, mode, model, plain) as (engine, optimizer):
-        _step(engine, 4)
+        steps_of(engine, 4)
         found = weights_and_states(engine)
     require_equal(found, expected)
 
 
 def test_a_plain_optimizer_keeps_main_weights_and_trains_on(tmp_path: Path) -> None:
     with _training(tmp_path, "remainder", Model()) as (engine, optimizer):
-        _step(engine, 3)
+        steps_of(engine, 3)
         saved = _saved(engine, optimizer, tmp_path / "saved.pt")
         first = next(iter(optimizer.param_groups[0]["params"]))
         assert set(optimizer.state[first]) == {"step", "exp_avg", "exp_avg_sq"}
@@ -145,7 +126,7 @@ def test_a_plain_optimizer_keeps_main_weights_and_trains_on(tmp_path: Path) -> N
 
 def test_a_main_weight_of_another_shape_is_refused_before_anything_changes(tmp_path: Path) -> None:
     with _training(tmp_path, "remainder", Model()) as (engine, optimizer):
-        _step(engine, 3)
+        steps_of(engine, 3)
         saved = _saved(engine, optimizer, tmp_path / "saved.pt")["optimizer"]
         before = weights_and_states(engine)
         saved["state"][1]["main_weight"] = torch.ones(3)
@@ -165,7 +146,7 @@ def test_single_main_weights_and_states_are_read_and_set(mode: str, tmp_path: Pa
                 assert torch.equal(infinity.safe_get_full_fp32_param(parameter), originals[fqn])
         weight = model.first.weight
         assert infinity.safe_get_full_optimizer_state(weight, "exp_avg") is None
-        _step(engine, 3)
+        steps_of(engine, 3)
         new = torch.randn(96, 8)
         others = weights_and_states(engine)
         infinity.safe_set_full_fp32_param(weight, new)

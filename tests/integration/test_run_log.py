@@ -120,10 +120,7 @@ def test_skipped_steps_and_losses_that_are_not_finite_are_marked(tmp_path: Path)
 def test_a_second_engine_is_refused_and_leaves_the_model_alone(tmp_path: Path) -> None:
     with training(tmp_path) as engine:
         train(engine, 1)
-        with (
-            pytest.raises(ConfigError, match=r"'infinity\.run_log'.*another engine"),
-            training(tmp_path),
-        ):
+        with pytest.raises(ConfigError, match=r"'infinity\.run_log'.*another engine"), training(tmp_path):
             pass
         train(engine, 1)
     assert len(read_run(tmp_path / "run").steps) == 2

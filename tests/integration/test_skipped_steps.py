@@ -156,11 +156,7 @@ def _spoil(batch: dict[str, Any]) -> dict[str, Any]:
 def test_bf16_skips_where_the_config_says_so_or_deepspeed_does(
     block: dict[str, Any], stage: int, clipping: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = {
-        "bf16": {"enabled": True, **block},
-        "gradient_clipping": clipping,
-        "zero_optimization": {"stage": stage},
-    }
+    changes = {"bf16": {"enabled": True, **block}, "gradient_clipping": clipping, "zero_optimization": {"stage": stage}}
     plain_batch = Lockstep.batch
     monkeypatch.setattr(
         Lockstep,

@@ -44,8 +44,7 @@ class Tied(nn.Module):
         x = self.embedding(x)
         for block in self.blocks:
             x = x + block(x)
-        loss: torch.Tensor = self.head(self.norm(x)).float().square().mean()
-        return loss
+        return self.head(self.norm(x)).float().square().mean()
 
 
 def _asleep_bytes(engine: Any) -> int:

@@ -99,11 +99,7 @@ def _bytes(row: Sequence[Event], step: int) -> int:
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"gradient_clipping": 0.1},
-        {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2},
-    ],
+    [{}, {"gradient_clipping": 0.1}, {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2}],
     ids=["in backward", "deferred", "micro-batches"],
 )
 def test_the_trace_shows_what_the_reports_say(changes: dict[str, Any], tmp_path: Path) -> None:

@@ -64,7 +64,6 @@ def test_train_learns_prints_and_draws(nvme_dir: Path) -> None:
 def test_train_prints_what_it_has_on_interrupt(nvme_dir: Path) -> None:
     process = start(nvme_dir, "train.py", "--model", "tiny", "--steps", "10")
     try:
-        assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("step 1/10"):
                 break
@@ -183,7 +182,6 @@ def test_lines_of_code_are_counted_without_docstrings_comments_and_blanks(
 def wait_for(process: subprocess.Popen[str], words: str) -> str:
     """Reads on until a line holds `words`. Returns what was read."""
     lines = []
-    assert process.stdout is not None
     for line in process.stdout:
         lines.append(line)
         if words in line:

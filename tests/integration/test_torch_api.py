@@ -137,8 +137,7 @@ class _Counting:
         return {"kept": [(tensor, "as it is")]}
 
     def unpack(self, packed: dict[str, Any]) -> Tensor:
-        found: Tensor = packed["kept"][0][0]
-        return found
+        return packed["kept"][0][0]
 
 
 class Mixed(Normed):

@@ -94,10 +94,7 @@ def assert_same(found: Any, expected: Any) -> None:
     [
         (False, {"max_grad_norm": 0.5}),
         (True, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 3}),  # ten micro-batches: 3, 3, 3, 1
-        (
-            True,
-            {"bf16": True, "label_smoothing_factor": 0.1, "neftune_noise_alpha": 5, _CHECKPOINTING: True},
-        ),
+        (True, {"bf16": True, "label_smoothing_factor": 0.1, "neftune_noise_alpha": 5, _CHECKPOINTING: True}),
     ],
     ids=["clipped", "uneven", "surroundings"],
 )

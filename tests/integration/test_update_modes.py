@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import infinity
-from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme
+from tests.exactness.lockstep import BF16, Lockstep, with_smallest_budget
 from tests.states import state_of
-from tests.twins import Twins, least_budget
+from tests.twins import Twins
 from tests.updates_on_demand import let_run_what_may, num_pending, updates_on_demand
 
 _MODES = ("in_backward", "deferred", "step")
@@ -22,9 +22,7 @@ _DEFERRED = {"infinity": {"update": "deferred"}}
 
 @pytest.mark.deep
 def test_deferred_updates_wait_for_the_forward_that_wants_them(tmp_path: Path) -> None:
-    budget = _budget("smallest", tmp_path)
-    changes = {**BF16, "infinity": {"update": "deferred", "host_memory_budget": budget}}
-    with Lockstep.start(tmp_path, changes=changes) as both:
+    with Lockstep.start(tmp_path, changes=with_smallest_budget(tmp_path, {**BF16, **_DEFERRED})) as both:
         with updates_on_demand(both.engine):
             for step in range(3):
                 both.engine_step(step)
@@ -100,37 +98,12 @@ def test_what_fails_while_closing_is_logged(
     assert not list(tmp_path.iterdir())
 
 
-def _budget(size: str, directory: Path) -> int:
-    """The smallest budget there is, or one in which everything has room."""
-    if size == "roomy":
-        return 64 << 20
-    config = everything_on_nvme(directory, {**BF16, "infinity": {"update": "deferred"}})
-    return least_budget(PLAIN.make("none"), config) + (30_000 if size == "some" else 0)
-
-
-_BUDGETS = pytest.mark.parametrize("size", ["smallest", "some", "roomy"])
-
-
-@pytest.mark.deep
-@_BUDGETS
-def test_gradients_added_by_hand_are_exact_in_any_budget(size: str, tmp_path: Path) -> None:
-    """The plan counts on one bf16 gradient for each parameter; the plain loop may bring more."""
-    changes = {**BF16, "infinity": {"update": "deferred", "host_memory_budget": _budget(size, tmp_path)}}
-    with Lockstep.start(tmp_path, changes=changes, loop="plain") as both:
-        for step in range(4):
-            for micro_batch in range(1 + 2 * (step % 2)):
-                both.plain_backward(step, micro_batch)
-            both.plain_update()
-        both.require_equal()
-
-
 def test_rounded_gradients_are_shown_as_they_wait(tmp_path: Path) -> None:
     changes = {**BF16, "infinity": {"update": "deferred", "gradient_dtype": "bf16"}}
     with Lockstep.start(tmp_path, changes=changes, loop="plain") as both:
         for micro_batch in range(2):
             both.plain_backward(0, micro_batch)
         for fqn, param in both.model.named_parameters():
-            assert param.grad is not None
             assert param.grad.dtype == torch.bfloat16
             assert torch.equal(param.grad.float(), both.reference.main[fqn].grad)
         both.plain_update()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.exactness.case import Case
-from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep, with_smallest_budget
+from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
 from tests.exactness.shapes.blocks import VOCABULARY, WIDTH, Block, Net, token_batch
 
 pytestmark = pytest.mark.deep
@@ -338,13 +338,6 @@ def test_what_the_config_and_the_loop_decide(tmp_path: Path) -> None:
             assert both.engine.report.schedule == "ordinary"
             assert reason in both.engine.report.schedule_reason
             assert both.engine.plan.placement.activation_bytes == 0
-
-
-def test_auto_goes_vertically_where_weights_are_read(tmp_path: Path) -> None:
-    changes = with_smallest_budget(tmp_path, {"gradient_accumulation_steps": 3})
-    with Lockstep.start(tmp_path, changes=changes) as both:
-        both.engine.train_batch(iter([both.batch(0, index) for index in range(3)]))
-        assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
 
 
 def test_what_lies_between_blocks_may_be_differentiated_in_forward(tmp_path: Path) -> None:

@@ -106,17 +106,3 @@ def test_blocks_within_autocast_or_with_a_result_that_goes_several_ways(make: An
     case = Case("blocks", lambda _: make(), token_batch)
     with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
         _train(both)
-
-
-@pytest.mark.deep
-def test_both_orders_in_turn(tmp_path: Path) -> None:
-    """The engine's own loop and train_batch, on one engine."""
-    with Lockstep.start(tmp_path, changes={**_VERTICAL, "gradient_clipping": 0.1}) as both:
-        for step in range(6):
-            if step % 2:
-                both.engine_step(step)
-                assert both.engine.report.schedule == "ordinary"
-            else:
-                both.batch_step(step)
-                assert both.engine.report.schedule == "vertical"
-        both.require_equal()

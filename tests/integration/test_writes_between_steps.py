@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,6 @@ from infinity.errors import AccessError, ModelError
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
 from tests.exactness.written import MODES, train
 from tests.twins import Twins
-
-
-def _each(change: Callable[[nn.Parameter], Any]) -> Callable[[nn.Module], None]:
-    def write(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            change(parameter)
-
-    return write
-
-
-@torch.no_grad()
-def _no_grad_loop(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.mul_(0.5).add_(0.125)
-
-
-def _clamp_one(model: nn.Module) -> None:
-    model.get_parameter("blocks.1.up.weight").data.clamp_(-0.05, 0.05)
 
 
 @torch.no_grad()
@@ -57,24 +38,9 @@ def _foreach(model: nn.Module) -> None:
     torch._foreach_addcmul_(parameters, parameters, parameters, [0.5] * len(parameters))
 
 
-def _init(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight, gain=0.5)
-        if isinstance(module, nn.LayerNorm):
-            module.reset_parameters()
-
-
 def _assign(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data * 0.75
-
-
-def _swap_by_copy(model: nn.Module) -> None:
-    a, b = model.get_parameter("blocks.0.up.weight"), model.get_parameter("blocks.2.up.weight")
-    kept = a.data.clone()
-    a.data.copy_(b.data)
-    b.data.copy_(kept)
 
 
 def _vector(model: nn.Module) -> None:
@@ -83,19 +49,8 @@ def _vector(model: nn.Module) -> None:
         nn.utils.vector_to_parameters(vector * 0.75, model.blocks[1].parameters())
 
 
-_WRITES: dict[str, Callable[[nn.Module], Any]] = {
-    "data mul_": _each(lambda p: p.data.mul_(0.75)),
-    "clamp one": _clamp_one,
-    "no_grad loop": _no_grad_loop,
-    "rows": _rows,
-    "foreach": _foreach,
-    "init": _init,
-    "assign": _assign,
-    "swap by copy": _swap_by_copy,
-    "vector": _vector,
-}
-
-
+_WRITES = {"rows": _rows, "foreach": _foreach, "assign": _assign, "vector": _vector}
+"""Others are in tests/unit/units/test_parameter.py."""
 _ROWS = [(write, mode) for write in _WRITES for mode in ("in backward", "bf16 resident")]
 _ROWS += [(write, mode) for write in ("foreach", "rows") for mode in MODES if (write, mode) not in _ROWS]
 

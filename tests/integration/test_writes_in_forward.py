@@ -45,12 +45,7 @@ def _foreach(weight: nn.Parameter) -> None:
     torch._foreach_mul_([weight.data], 0.5)
 
 
-_WRITES = {
-    "clamp": _clamp,
-    "renormalise": _renormalise,
-    "assign": _assign,
-    "foreach": _foreach,
-}
+_WRITES = {"clamp": _clamp, "renormalise": _renormalise, "assign": _assign, "foreach": _foreach}
 
 
 def _case(block: type[Block]) -> Case:

@@ -76,8 +76,7 @@ def _relabelled(tensor: torch.Tensor, kind: int) -> torch.Tensor:
     address = _pointer_of(capsule, b"dltensor")
     ctypes.c_int32.from_address(address + 8).value = kind  # DLTensor.device behind DLTensor.data
     ctypes.c_int32.from_address(address + 12).value = 0
-    relabelled: torch.Tensor = torch._C._from_dlpack(capsule)
-    return relabelled
+    return torch._C._from_dlpack(capsule)
 
 
 class _Module:
@@ -131,6 +130,19 @@ def register() -> None:
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(_run, "PrivateUse1")
     _libraries.append(fallback)
+
+
+def register_or_skip() -> None:
+    """For a module of tests, which is skipped where there can be no such device.
+
+    As it is collected, before any test runs: the first backward makes the threads of all devices that there are.
+    """
+    import pytest
+
+    try:
+        register()
+    except NoSimulation as missing:
+        pytest.skip(str(missing), allow_module_level=True)
 
 
 def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,10 +13,7 @@ from infinity.distributed.world import world
 from tests.ranks import require_ranks
 from tests.simulated_gpu import backend
 
-try:
-    backend.register()
-except backend.NoSimulation as missing:
-    pytest.skip(str(missing), allow_module_level=True)
+backend.register_or_skip()
 
 _NUM, _NUMEL = 3, 50
 

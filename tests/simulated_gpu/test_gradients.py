@@ -24,10 +24,7 @@ from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import SimulatedGpu
 from tests.unit.stage import trainable_unit
 
-try:
-    backend.register()
-except backend.NoSimulation as missing:
-    pytest.skip(str(missing), allow_module_level=True)
+backend.register_or_skip()
 
 _SHAPES = [(70, 40), (33,)]
 _UNIT_BYTES = 70 * 40 * 4 + 64 * 4

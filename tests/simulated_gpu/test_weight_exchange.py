@@ -13,10 +13,7 @@ from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import SimulatedGpu
 from tests.unit.stage import trainable_unit
 
-try:
-    backend.register()
-except backend.NoSimulation as missing:
-    pytest.skip(str(missing), allow_module_level=True)
+backend.register_or_skip()
 
 _BLOCK, _BEFORE, _AFTER, _OTHERS = 512, 1.0, 2.0, 3.0
 _LOST = float("nan")

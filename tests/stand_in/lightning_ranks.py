@@ -57,12 +57,7 @@ def tutorial(directory: Path) -> None:
         },
         "scheduler": {
             "type": "WarmupLR",
-            "params": {
-                "last_batch_iteration": -1,
-                "warmup_min_lr": 0,
-                "warmup_max_lr": 3e-5,
-                "warmup_num_steps": 100,
-            },
+            "params": {"last_batch_iteration": -1, "warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 100},
         },
         "zero_optimization": {
             "stage": 2,

@@ -53,8 +53,7 @@ class Classifier(lightning.LightningModule):
         self.rates: list[float] = []
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.blocks(self.embedding(text)))
-        return found
+        return self.head(self.blocks(self.embedding(text)))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         torch.manual_seed(

@@ -85,17 +85,12 @@ def await_hand_over(scheduler: Any) -> None:
     )
 
 
-def stall(scheduler: Any, hangs: Callable[[Any], bool] = lambda transfer: True) -> None:
-    """A deadline passes for transfers that hang: they are over for everybody who waits.
-
-    Args:
-        scheduler: whose.
-        hangs: says so of a transfer. No time passes for the others, which a busy machine has not answered yet.
-    """
+def stall(scheduler: Any) -> None:
+    """A deadline passes for all transfers under way: they are over for everybody who waits."""
     await_hand_over(scheduler)
     with scheduler._lock:
         for queue in scheduler.queues:
-            for transfer in filter(hangs, queue.inflight):
+            for transfer in queue.inflight:
                 transfer.submitted_tick -= _LONG_TICKS
     scheduler._on_tick()
     with scheduler._lock:

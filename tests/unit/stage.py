@@ -49,7 +49,6 @@ class TensorSource:
 
     def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
         self.fetched.append(unit.index)
-        assert unit.flat is not None
         if unit.index in self.stored:
             unit.flat.tensor().copy_(self.stored[unit.index])
         return Arrived()
@@ -129,7 +128,6 @@ class TensorWriter:
         return unit.is_persistent
 
     def store_written(self, unit: Unit) -> None:
-        assert unit.flat is not None
         self._source.stored[unit.index] = unit.flat.tensor().clone()
         unit.forget_changes()
 
@@ -178,7 +176,6 @@ class Held:
             self.source.stored[unit.index] = base
             if not is_paged:
                 flat = self.coordinator.parameter_cache.pool.allocate(unit.num_bytes)
-                assert flat is not None
                 flat.tensor().copy_(base)
                 self.coordinator.parameter_cache.place(unit, flat)
             for parameter in unit.parameters:
@@ -193,6 +190,5 @@ class Held:
         unit, slot = self.parameter_map.locate(self.model.get_parameter(fqn))
         self.coordinator.parameter_cache.collect_all()
         if self.coordinator.parameter_cache._source is None:
-            assert unit.flat is not None
             return unit.view(unit.flat.tensor(), slot).clone()
         return unit.view(self.source.stored[unit.index], slot).clone()

@@ -191,16 +191,8 @@ def distributed_in_process_groups(module: Module) -> Iterator[str]:
             yield f"{module.path}:{node.lineno} uses torch.distributed"
 
 
-_STREAM_NAMES = {
-    "Stream",
-    "Event",
-    "current_stream",
-    "stream",
-    "wait_stream",
-    "record_stream",
-    "wait_event",
-    "record_event",
-}
+_CALLS_BETWEEN_STREAMS = {"wait_stream", "record_stream", "wait_event", "record_event"}
+_STREAM_NAMES = {"Stream", "Event", "current_stream", "stream", *_CALLS_BETWEEN_STREAMS}
 _STREAM_FILES = {"infinity/device/compute.py"}
 
 
@@ -211,22 +203,15 @@ def streams_in_device(module: Module) -> Iterator[str]:
     for node in module.nodes:
         if isinstance(node, ast.Attribute) and node.attr in _STREAM_NAMES:
             chain = dotted(node)
-            if chain.startswith(("torch.cuda.", "torch.accelerator.", "torch.xpu.")) or chain in {
-                "torch.Stream",
-                "torch.Event",
-            }:
+            if chain.startswith(("torch.cuda.", "torch.accelerator.", "torch.xpu.", "torch.Stream", "torch.Event")):
                 yield f"{module.path}:{node.lineno} uses {chain}"
-            elif node.attr in {"wait_stream", "record_stream", "wait_event", "record_event"}:
+            elif node.attr in _CALLS_BETWEEN_STREAMS:
                 yield f"{module.path}:{node.lineno} calls {node.attr}"
 
 
 _NOT_FOR_THE_DEVICE = (
     "infinity/vertical/handoff.py",
-    "infinity/distributed/agreement.py",
-    "infinity/distributed/bounded.py",
-    "infinity/distributed/causes.py",
-    "infinity/distributed/pulls.py",
-    "infinity/distributed/process_groups.py",
+    *(f"infinity/distributed/{name}.py" for name in ("agreement", "bounded", "causes", "pulls", "process_groups")),
 )
 """Threads that run the user's code, in what is set in the user's own thread: see `ThreadState`; and those that only talk."""
 
@@ -243,13 +228,8 @@ def threads_enter_the_device(module: Module) -> Iterator[str]:
                 yield f"{module.path}:{node.lineno} starts a thread that does not enter the device"
 
 
-_FILE_CALLS = {
-    *(
-        f"os.{name}"
-        for name in ("open", "read", "write", "pread", "pwrite", "preadv", "pwritev", "posix_fallocate", "fallocate")
-    ),
-    "io.open",
-}
+_FILES_OF_OS = ("open", "read", "write", "pread", "pwrite", "preadv", "pwritev", "posix_fallocate", "fallocate")
+_FILE_CALLS = {"io.open", *(f"os.{name}" for name in _FILES_OF_OS)}
 _FILE_ROOMS = ("swapper/backends/", "swapper/volumes/")
 
 
@@ -270,22 +250,10 @@ def no_assert(module: Module) -> Iterator[str]:
             yield f"{module.path}:{node.lineno} asserts"
 
 
-_FACTORIES = {
-    f"torch.{name}"
-    for name in (
-        "arange",
-        "empty",
-        "empty_strided",
-        "full",
-        "linspace",
-        "ones",
-        "rand",
-        "randint",
-        "randn",
-        "tensor",
-        "zeros",
-    )
-}
+_FACTORIES = (
+    *("torch.arange", "torch.empty", "torch.empty_strided", "torch.full", "torch.linspace", "torch.ones", "torch.rand"),
+    *("torch.randint", "torch.randn", "torch.tensor", "torch.zeros"),
+)
 
 
 def names_dtype_and_device(module: Module) -> Iterator[str]:

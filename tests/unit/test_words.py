@@ -14,27 +14,10 @@ _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = "infinity", "swapper"
 
 # Parts of identifiers: `_page_for` has the parts `page` and `for`.
-_PARTS = frozenset(
-    [
-        "arena",
-        "arenas",
-        "glue",
-        "lend",
-        "lent",
-        "pager",
-        "patience",
-        "residencies",
-        "residency",
-        "settle",
-        "settled",
-        "stretch",
-        "stretches",
-        "suitability",
-        "tenant",
-        "twin",
-        "twins",
-    ]
-)
+_PARTS = {
+    *("arena", "arenas", "glue", "lend", "lent", "pager", "patience", "residencies", "residency", "settle"),
+    *("settled", "stretch", "stretches", "suitability", "tenant", "twin", "twins"),
+}
 # Whole identifiers, some with what is said instead.
 _NAMES = re.compile(
     r"""

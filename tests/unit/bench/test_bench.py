@@ -103,7 +103,6 @@ def test_a_group_ends_its_processes_and_is_gone(memory_cgroup: Cgroup) -> None:
     )
     with process:
         stdout = process.stdout
-        assert stdout is not None
         assert stdout.readline() == b"in\n"
         memory_cgroup.close()
         assert process.wait(timeout=560) != 0

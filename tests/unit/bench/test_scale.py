@@ -10,14 +10,14 @@ from bench.measured.models import Workload
 from bench_scale import Try, attempt, largest, ways
 
 
-def _search(fits: int, most: int = 64) -> tuple[int, int | None, list[int]]:
+def _search(fits: int) -> tuple[int, int | None, list[int]]:
     tried: list[int] = []
 
     def attempt_with(layers: int) -> Try:
         tried.append(layers)
         return Try(layers, layers * 10, 1.0, 100) if layers <= fits else Try(layers, problem="too large")
 
-    found = largest("a way", most, attempt_with)
+    found = largest("a way", 64, attempt_with)
     return found.best.num_layers, found.next and found.next.num_layers, tried
 
 

@@ -211,11 +211,7 @@ def test_an_interrupt(
 
 
 @pytest.mark.deep(but=3)
-@pytest.mark.parametrize(
-    "arguments",
-    [["config", "schema"], ["config", "show", "ds.json"], ["--help"]],
-    ids=str,
-)
+@pytest.mark.parametrize("arguments", [["config", "schema"], ["config", "show", "ds.json"], ["--help"]], ids=str)
 def test_a_closed_pipe(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

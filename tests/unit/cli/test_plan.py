@@ -23,6 +23,7 @@ from infinity.plan.ladder import Ladder
 from infinity.plan.machine import Bandwidth, Machine
 from infinity.plan.model_shapes import ModelRefused, read_model
 from swapper.volumes.left_runs import bytes_of_run
+from tests.small_transformers import make
 
 _SMALL = Machine(host_free_bytes=4 * 10**9, drive_free_bytes=10**12, device_free_bytes=None)
 
@@ -39,17 +40,13 @@ def _config(path: Path, **more: Any) -> dict[str, Any]:
 
 
 def _llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=128, num_hidden_layers=6, intermediate_size=320, num_attention_heads=4, vocab_size=1000
-        )
-    )
+    sizes = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 6, "num_attention_heads": 4}
+    return make("LlamaForCausalLM", **sizes, vocab_size=1000)
 
 
 def _gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=128, n_layer=5, n_head=4, vocab_size=900, bos_token_id=0, eos_token_id=0)
-    )
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    return make("GPT2LMHeadModel", n_embd=128, n_layer=5, n_head=4, vocab_size=900, **ids)
 
 
 def _plain() -> nn.Module:
@@ -83,7 +80,6 @@ _CASES = {
 def test_bytes_are_those_of_the_engine(make: Any, changes: dict[str, Any], tmp_path: Path) -> None:
     config = _config(tmp_path, **changes)
     told = _ladder(tmp_path, config, make=make).given().plan
-    assert told is not None
     for building in (contextlib.nullcontext, functools.partial(infinity.Init, config_dict_or_path=config)):
         with building():
             model = make()
@@ -192,7 +188,6 @@ def test_a_run_that_is_there_has_its_space(tmp_path: Path) -> None:
     config = _config(tmp_path, infinity={"durable": True})
     infinity.initialize(model=_plain(), config=config)[0].close()
     places = load_config(config).infinity.durable
-    assert places is not None
     held = room_bytes(places.directories)
     assert _SMALL.room_bytes(places.directories) == _SMALL.drive_free_bytes
     written = (tmp_path / "durable" / "states-1-of-1").stat().st_blocks * 512
@@ -243,7 +238,6 @@ def test_the_largest_fits_and_one_that_is_larger_does_not(tmp_path: Path) -> Non
         return _ladder(tmp_path, None, machine, make)
 
     most = ladder(4).largest()
-    assert most is not None
     num_layers, num_parameters = most
     assert num_parameters == num_layers * 512 * 513
     for count, fits in ((num_layers, True), (num_layers + num_layers // 50, False)):
@@ -337,7 +331,7 @@ def test_updates_by_the_cpu_take_time(gpu_bytes: int | None, seconds: float, tmp
 def test_a_model_that_is_frozen_is_planned_as_evaluating(tmp_path: Path) -> None:
     machine = Machine(4 * 10**9, 10**12, None, flops_per_second=1e9)
     given = _ladder(tmp_path, _config(tmp_path), machine, lambda: _plain().requires_grad_(requires_grad=False)).given()
-    assert given.fits and given.plan is not None
+    assert given.fits
     assert (given.plan.num_trainable, given.plan.states_bytes["nvme"]) == (0, 0)
     num_parameters = sum(each.numel() for each in _plain().parameters())
     assert given.plan.compute_seconds == pytest.approx(2 * num_parameters * 64 / 1e9)

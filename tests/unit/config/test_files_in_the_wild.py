@@ -82,7 +82,6 @@ def test_finetuning_recipe_with_fp16_keys_under_bf16(tmp_path: Path) -> None:
 def test_first_generation_cpu_offload(tmp_path: Path) -> None:
     config = load("first_generation", tmp_path)
     assert (config.offload_optimizer.device, config.offload_param.device) == ("cpu", "none")
-    assert config.optimizer is not None
     assert config.optimizer.params == {"lr": 3e-5, "betas": (0.8, 0.999), "eps": 1e-8, "weight_decay": 3e-7}
     assert any("zero_optimization.cpu_offload:" in notice for notice in config.notices)
 
@@ -134,9 +133,7 @@ def test_numbers_as_text_from_yaml() -> None:
         }
     )
     assert config.gradient_clipping == 0.5
-    assert config.optimizer is not None
     assert config.optimizer.params == {"lr": 1e-5, "betas": (0.9, 0.95), "foreach": False}
-    assert config.scheduler is not None
     assert config.scheduler.params == {"warmup_num_steps": 100.0, "warmup_type": "linear"}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,28 +34,11 @@ def test_values_are_replaced() -> None:
     assert ("gradient_clipping", 0.5, "config") in config.decisions
 
 
-def test_present_name_replaces_another_spelling_and_back() -> None:
-    config = load_config(BASE, overrides={"bf16.enabled": False, "aio.num_threads": 9})
-    assert str(config.compute_dtype) == "torch.float32"
-    assert config.io.num_threads == 9
-
-
 def test_none_removes_and_auto_leaves_open() -> None:
     config = load_config(BASE, overrides={"optimizer": None, "train_batch_size": "auto"})
     assert config.optimizer is None
     assert config.train_batch_size is None
     assert load_config(BASE, overrides={"scheduler.params": None}).scheduler is None
-
-
-def test_deprecated_form_can_be_overridden(tmp_path: Path) -> None:
-    config = load_config(
-        {"train_batch_size": 1, "zero_optimization": {"stage": 2, "cpu_offload": True}},
-        overrides={
-            "zero_optimization.offload_optimizer.device": "nvme",
-            "zero_optimization.offload_optimizer.nvme_path": tmp_path,
-        },
-    )
-    assert config.offload_optimizer.nvme_paths == (tmp_path,)
 
 
 _NVME = {"device": "nvme", "nvme_path": "/tmp"}

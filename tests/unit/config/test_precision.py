@@ -119,9 +119,5 @@ def test_bf16_checks_without_clipping_only_if_asked() -> None:
     assert (asked.checks_overflow, asked.infinity.update) == (True, "deferred")
     with pytest.raises(ConfigError, match=r"infinity.update.*bf16.check_grad_overflow.*that to false"):
         load_config(
-            {
-                **_BASE,
-                "bf16": {"enabled": True, "check_grad_overflow": True},
-                "infinity": {"update": "in_backward"},
-            }
+            {**_BASE, "bf16": {"enabled": True, "check_grad_overflow": True}, "infinity": {"update": "in_backward"}}
         )

@@ -161,12 +161,6 @@ def test_a_stage_that_is_not_written_follows_from_the_offload(zero: dict[str, An
     )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_several_processes_exchange_updates_in_the_step_from_stage_1_on(stage: int) -> None:
-    config = load_config(BASE | {"train_batch_size": 2, "zero_optimization": {"stage": stage}}, world_size=2)
-    assert config.infinity.update == ("deferred" if stage == 0 else "step")
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [

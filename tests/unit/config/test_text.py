@@ -11,10 +11,6 @@ from infinity.config.text import read_file, read_text
 from infinity.errors import ConfigError
 
 
-def test_plain_json() -> None:
-    assert read_text('{"a": [1, 2.5, "x", null, true], "b": {}}') == {"a": [1, 2.5, "x", None, True], "b": {}}
-
-
 def test_comments_and_trailing_commas() -> None:
     text = """
     // head

@@ -24,25 +24,8 @@ def test_defaults() -> None:
     assert config.io == IOSection(1 << 20, 4, 32, 120.0, True, backend="auto", is_from_config=False)
     assert dataclasses.astuple(config.infinity) == (
         *(None, None, None, True, True, None, (), True),
-        *(
-            "deferred",
-            "fp32",
-            "fp32",
-            False,
-            "auto",
-            "fp32",
-            None,
-            None,
-            False,
-            "memory",
-            None,
-            None,
-            "auto",
-            None,
-            True,
-            True,
-            None,
-        ),
+        *("deferred", "fp32", "fp32", False, "auto", "fp32", None, None, False),
+        *("memory", None, None, "auto", None, True, True, None),
     )
     assert config.steps_per_print is None
     assert not config.wall_clock_breakdown and not config.dataloader_drop_last

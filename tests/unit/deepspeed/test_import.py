@@ -52,8 +52,7 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Case]
 
 
 def _expected(directory: Path) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(directory / "expected.pt", weights_only=True)
-    return found
+    return torch.load(directory / "expected.pt", weights_only=True)
 
 
 def _tensors(checkpoint: Checkpoint) -> dict[tuple[str, str, str], torch.Tensor]:
@@ -159,7 +158,6 @@ def test_groups_go_by_name(tmp_path: Path) -> None:
         for fqn, parameter in engine.module.named_parameters():
             if parameter.requires_grad:
                 state = infinity.safe_get_full_optimizer_state(parameter, "exp_avg")
-                assert state is not None
                 assert torch.equal(state, found["parameters", fqn, "exp_avg"])
     with (
         _engine(tmp_path, dataclasses.replace(case, groups=2)) as engine,
@@ -246,10 +244,7 @@ _FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other stage": (_changed(_OPTIMIZER, _STATES, "zero_stage", to=2), "its ZeRO stage is not that of"),
     "other steps": (_changed(_MODEL, "global_steps", to=9), f"{_MODEL}': its 'global_steps' is not that of"),
-    "other size": (
-        _changed(_OPTIMIZER, _STATES, "fp32_flat_groups", 0, to=torch.zeros(3)),
-        "would end at element",
-    ),
+    "other size": (_changed(_OPTIMIZER, _STATES, "fp32_flat_groups", 0, to=torch.zeros(3)), "would end at element"),
     "8 bits": (
         _changed(_OPTIMIZER, *_STATE, "absmax1", to=torch.zeros(3)),
         "keeps 'absmax1', which is not one number per element .*Load the weights alone",

@@ -14,8 +14,7 @@ from tests.ranks import run_ranks
 
 
 def _timeout_of(group: Any) -> timedelta:
-    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return found
+    return group._get_backend(torch.device("cpu")).options._timeout
 
 
 def test_groups_of_parts_wait_as_long_as_the_default_one(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
 from infinity.gradients.store import GradientStore
 from infinity.metrics.clock import StepClock
-from infinity.units.layout import Slot, in_slot_order
+from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from swapper import Swapper
 from tests.unit.stage import trainable_unit
@@ -90,17 +90,3 @@ def test_memory_that_an_update_has_used_up_makes_room_before_it_ends(swapper: Sw
     store._retire()
     assert pool.used_bytes == 0
     store.close()
-
-
-def test_gradients_are_reordered_like_their_parameters() -> None:
-    unit = trainable_unit(0, [(4, 6)])
-    slot = unit.layout.slots[0]
-    gradient = torch.arange(24.0).view(6, 4).t()
-    ordered = in_slot_order(gradient, slot)
-    assert torch.equal(ordered, gradient)
-    assert ordered.stride() == slot.spec.stride
-    assert in_slot_order(ordered, slot) is ordered
-    sparse = torch.sparse_coo_tensor(
-        torch.tensor([[0, 2], [1, 3]]), torch.tensor([1.0, 2.0]), (4, 6), check_invariants=True
-    )
-    assert torch.equal(in_slot_order(sparse, slot), sparse.to_dense())

@@ -63,9 +63,7 @@ def test_what_was_agreed_on_stays_when_it_is_agreed_on_again(tmp_path: Path) -> 
         "optimizer.params.lr": "auto",
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}},
     }
-    settings = [
-        Setting("optimizer.params.lr", 5e-5, "learning_rate"),
-    ]
+    settings = [Setting("optimizer.params.lr", 5e-5, "learning_rate")]
     config = agreed(load_config(given, overrides={"zero_optimization": {"stage": 2}}), settings)
     again = agreed(config, [])
     assert again == config

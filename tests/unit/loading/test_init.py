@@ -22,6 +22,8 @@ from infinity.device.drive_tensors import on_drive
 from infinity.errors import ConfigError, StorageError
 from infinity.loading import init
 from swapper.volumes import mapped_memory
+from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
+from tests.small_transformers import MODELS, SMALL
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +35,7 @@ def small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
     """One that puts everything on a drive."""
-    place = {"device": "nvme", "nvme_path": str(tmp_path)}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "infinity": {"host_memory_budget": 200_000_000},
-    }
+    return everything_on_nvme(tmp_path, BF16)
 
 
 def assert_same(one: nn.Module, other: nn.Module) -> None:
@@ -144,24 +139,17 @@ def test_torch_modules_have_the_same_bits(name: str, config: dict[str, Any]) -> 
     assert all(on_drive(parameter) for parameter in model.parameters())
 
 
-_SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 96,
-}
 _ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
-    "llama_tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMALL, tie_word_embeddings=True)),
+    "llama_tied": MODELS["llama-tied"],
     "from_config_bf16": lambda: transformers.AutoModelForCausalLM.from_config(
-        transformers.LlamaConfig(**_SMALL), dtype=torch.bfloat16
+        transformers.LlamaConfig(**SMALL), dtype=torch.bfloat16
     ),
 }
 
 
 def _resized() -> nn.Module:
     model = _ARCHITECTURES["llama_tied"]()
-    model.resize_token_embeddings(120)
+    model.resize_token_embeddings(330)
     return model
 
 
@@ -293,13 +281,9 @@ def test_a_forked_child_does_not_give_the_parents_space_back(config: dict[str, A
 @pytest.mark.parametrize("offload", ["none", "nvme"])
 def test_models_that_are_trained_convert_as_if_there_were_no_init(offload: str, tmp_path: Path) -> None:
     # While a model that lies on drives is alive, conversions of all modules are watched.
-    tier = {"device": offload, **({"nvme_path": str(tmp_path)} if offload == "nvme" else {})}
-    on_nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    common = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {}}}
-    config = {**common, "zero_optimization": {"stage": 3, "offload_param": on_nvme, "offload_optimizer": on_nvme}}
-    with infinity.Init(config=config):
+    with infinity.Init(config=everything_on_nvme(tmp_path)):
         other = nn.Linear(2048, 256)
-    trained = {**common, "zero_optimization": {"stage": 3, "offload_param": tier, "offload_optimizer": tier}}
+    trained = everything_on_nvme(tmp_path, IN_MEMORY if offload == "none" else {})
     engine, *_ = infinity.initialize(model=nn.Linear(4, 4), config=trained)
     with engine, pytest.raises(infinity.errors.InfinityError, match=r"cannot be cast to torch\.float64"):
         engine.module.double()
@@ -310,9 +294,7 @@ def test_from_pretrained_casts_one_weight_after_the_other(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads of transformers would cast all of them before the first one is on its drive."""
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMALL)).to(torch.bfloat16).save_pretrained(
-        tmp_path / "weights"
-    )
+    MODELS["llama"]().to(torch.bfloat16).save_pretrained(tmp_path / "weights")
     monkeypatch.delenv("HF_DEACTIVATE_ASYNC_LOAD", raising=False)
     with monkeypatch.context() as patches:
         patches.setattr("transformers.core_model_loading.ThreadPoolExecutor", None)

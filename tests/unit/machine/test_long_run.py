@@ -45,7 +45,6 @@ def test_where_a_cache_ends_is_found_and_what_to_count_with() -> None:
     drive = _Drive(0.0, 3e9, 1.2e9)
     drive.cache_bytes = 3e9 * _SECONDS / 12 / 2 * 5  # five samples
     found, _ = _run(drive)
-    assert found.fell_at is not None
     assert found.fell_at.written_bytes == pytest.approx(drive.cache_bytes, rel=0.25)
     assert "from 3.00 to 1.20 GB/s" in found.words() and "cache ends" in found.words()
     assert found.as_json()["bytes_per_second"] == pytest.approx(1.2e9, rel=1e-3)

@@ -21,7 +21,7 @@ import infinity.machine.drive_profile as profile_module
 import infinity.machine.measured_io as measured_module
 from infinity.config import InfinityConfig, load_config
 from infinity.machine.bandwidth_cache import BandwidthCache, cache_path, load, measured_bandwidth, store
-from infinity.machine.drive_profile import QUICK, DriveProfile, candidates, choose, directories_of, drive_test
+from infinity.machine.drive_profile import QUICK, DriveProfile, choose, directories_of, drive_test
 from infinity.machine.measured_io import with_measured_io
 from infinity.plan.machine import Bandwidth
 from swapper import BackendUnavailableError
@@ -77,25 +77,6 @@ def _sample(speed: float, cpu: float = 0.1, request: int = MIB, threads: int = 4
 )
 def test_what_wins(best: Sample, other: Sample) -> None:
     assert choose([best, other]) is choose([other, best]) is best
-
-
-def test_candidates_cover_sizes_depths_and_backends() -> None:
-    found = candidates(("threads", "uring"))
-    assert len(set(found)) == len(found) <= 24
-    assert {each.backend for each in found} == {"threads", "uring"}
-    assert {each.request_bytes for each in found} == {MIB, 2 * MIB, 4 * MIB, 8 * MIB}
-    assert all(each.bytes_inflight <= 64 * MIB for each in found)
-    assert [each.bytes_inflight for each in found] == sorted(each.bytes_inflight for each in found)
-
-
-def test_candidates_for_several_drives_keep_all_of_them_busy() -> None:
-    found = candidates(("threads", "uring"), 3)
-    for each in found:
-        if each.has_threads:  # each drive has so many
-            assert each.max_inflight >= 1.5 * each.num_threads * 3
-            assert each.request_bytes * each.num_threads * 3 <= 192 * MIB
-        else:
-            assert each.max_inflight in (24, 48, 96) and each.bytes_inflight <= 192 * MIB
 
 
 # --------------------------------------------------------------------------------------------------- what engines take

@@ -48,17 +48,6 @@ def test_the_line_of_a_step_with_copies_and_without_waiting() -> None:
     )
 
 
-def test_shares() -> None:
-    one = _example(copy_busy_seconds=2.1)
-    assert one.compute_share == pytest.approx(2.15 / 4.2)
-    assert one.drive_busy_share == pytest.approx(4.07 / 4.2)
-    assert (one.read_busy_share, one.write_busy_share) == pytest.approx((4.03 / 4.2, 3.7 / 4.2))
-    assert (one.optimizer_share, one.copy_busy_share) == pytest.approx((0.8 / 4.2, 0.5))
-    assert one.other_seconds == pytest.approx(0.05)
-    assert one.wait_seconds == pytest.approx(2.0)
-    assert _example(0.0).drive_busy_share == 0.0
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

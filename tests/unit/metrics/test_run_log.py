@@ -78,17 +78,6 @@ def test_a_run_goes_on_behind_what_is_there(log: RunLog) -> None:
     assert [mark.text for mark in run.marks] == ["started again from step 2; the last one before was 3"]
 
 
-def test_steps_that_were_taken_back_are_not_there(log: RunLog) -> None:
-    _start(log)
-    for step in (1, 2, 3, 4):
-        log.on_step(report(step), None)
-    log.write("rollback", 4, text="went back to step 2", to=2)
-    assert _steps(log) == [1, 2]
-    log.on_step(report(3), None)
-    log.write("load", 3, text="went on from a checkpoint of step 1", to=1)
-    assert _steps(log) == [1]
-
-
 def test_a_learning_rate_that_the_scheduler_did_not_set_is_told(log: RunLog) -> None:
     _start(log)
     log.on_step(report(1, lr=(1e-3,)), [1e-3])

@@ -227,7 +227,6 @@ def test_decay_that_torch_adds_in_another_way_is_left_to_it(
     _compute_as(_Torch(False, first_of=first_of), monkeypatch)
     wrapped_optimizer = _wrapped_optimizer(torch.optim.Adam, weight_decay=0.1)
     kernel = GpuAdam.of(wrapped_optimizer, _CPU)
-    assert kernel is not None
     group = wrapped_optimizer.snapshots()[0]
     assert kernel.runs({**group, "weight_decay": 0.0})
     assert kernel.runs({**group, "decoupled_weight_decay": True})
@@ -277,6 +276,5 @@ def test_the_adam_kernel_is_found_to_have_torchs_bits(kind: type[torch.optim.Ada
     weight = torch.nn.Parameter(torch.zeros(4, device="cuda"))
     optimizer = kind([weight], weight_decay=0.1, fused=True)
     kernel = GpuAdam.of(wrap_optimizer(optimizer, [("weight", weight)], "cuda"), weight.device)
-    assert kernel is not None
     assert kernel.runs({**optimizer.param_groups[0], "weight_decay": 0.0})
     assert kernel.runs(optimizer.param_groups[0]) or kind is torch.optim.Adam, "whose decay is added to the gradient"

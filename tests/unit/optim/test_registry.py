@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.errors import (
-    ConfigError,
-    OptimizerNotPageableError,
-)
+from infinity.errors import ConfigError, OptimizerNotPageableError
 from infinity.optim.classes import Lion, Muon, OneBitAdam, UncorrectedAdam
 from infinity.optim.registry import resolve
 from tests.unit.optim.memory_backend import Section

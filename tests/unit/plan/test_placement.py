@@ -333,17 +333,6 @@ def test_weights_come_first_then_gradients_then_states() -> None:
     assert seen[-1] == (16, 16, 1.0)
 
 
-def test_memory_of_the_device_keeps_weights_first() -> None:
-    units = _model(num_blocks=8)
-    size = units[0].weight_bytes
-    staged = _request(uses_host_memory=False, budget_bytes=1 << 28)
-    placement = place(units, dataclasses.replace(staged, device_budget_bytes=6 * size))
-    assert len(placement.resident_units) == 3, "three more are room for those that come and go"
-    assert placement.weights_bytes == 6 * size
-    assert len(placement.hosted_units) == 5
-    assert placement.num_upload_buffers == 0
-
-
 @given(st.sampled_from([2, 4]), st.sampled_from(["none", "cpu", "nvme"]), st.integers(2, 8), st.floats(0, 1))
 @settings(max_examples=100, deadline=None)
 def test_a_divided_unit_has_room_to_be_put_together(num: int, tier: str, num_on_device: int, generosity: float) -> None:

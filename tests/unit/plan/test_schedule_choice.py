@@ -79,15 +79,6 @@ def test_inputs_take_a_quarter_of_what_the_least_leaves_and_only_of_memory_that_
     assert place_for_schedule("vertical", _UNITS, away, _ORDER)[0].activation_bytes == 0
 
 
-def test_one_micro_batch_saves_nothing() -> None:
-    request = _tight(dataclasses.replace(_REQUEST, num_micro_batches=1))
-    placement = best_placement(_UNITS, request, _ORDER, len(_UNITS))
-    assert reason_against("auto", _UNITS, request, placement, _ORDER) is not None
-    assert reason_against("vertical", _UNITS, request, placement, _ORDER) is None
-    several = dataclasses.replace(request, num_micro_batches=2)
-    assert reason_against("auto", _UNITS, several, placement, _ORDER) is None
-
-
 def test_what_saves_less_than_a_tenth_is_not_worth_computing_everything_once_more() -> None:
     units = [dataclasses.replace(unit, num_states=100) for unit in _UNITS]
     request = dataclasses.replace(_REQUEST, num_micro_batches=2)

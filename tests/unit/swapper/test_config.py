@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from swapper import ALIGNMENT, ArgumentError, Priority, StagingPool, Swapper, SwapperConfig
+from swapper import ALIGNMENT, ArgumentError, StagingPool, Swapper, SwapperConfig
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,6 @@ def test_a_deadline_that_is_as_good_as_none_works_everywhere(seconds: float) -> 
             swapper.write(extent, staging_buffer.tensor).wait(seconds)
             swapper.read(extent, staging_buffer.tensor).wait()
         assert swapper._scheduler._watchdog.is_alive()
-
-
-def test_demand_goes_first() -> None:
-    assert sorted([Priority.WRITE_BACK, Priority.DEMAND, Priority.PREFETCH]) == [
-        Priority.DEMAND,
-        Priority.PREFETCH,
-        Priority.WRITE_BACK,
-    ]
 
 
 @pytest.mark.parametrize("priority", ["DEMAND", None, 1.0, True, 3, -1])

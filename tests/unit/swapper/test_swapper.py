@@ -257,22 +257,6 @@ def test_close_drops_what_waits_and_finishes_what_runs(swapper: Swapper) -> None
             assert "has been closed" in str(error)
 
 
-def test_worker_threads_are_named_daemons_and_end_with_close(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    with Swapper.open([tmp_path], ALIGNMENT, SwapperConfig(num_threads=2)):
-        workers = set(threading.enumerate()) - before
-        names = sorted(worker.name for worker in workers)
-        assert names == [
-            "swapper-io-read-0",
-            "swapper-io-read-1",
-            "swapper-io-write-0",
-            "swapper-io-write-1",
-            "swapper-watchdog",
-        ]
-        assert all(worker.daemon for worker in workers)
-    assert not any(worker.is_alive() for worker in workers)
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -42,14 +42,6 @@ def test_another_thread_is_told_at_once_while_a_call_is_inside(other: Any) -> No
     assert not is_inside() and not lock.is_mine
 
 
-def test_any_thread_may_come_between_calls_and_is_counted(other: Any) -> None:
-    lock = EngineLock()
-    for _ in range(2):
-        assert _use(lock)
-    assert lock.num_handovers == 1
-    assert other(lambda: _use(lock)) and lock.num_handovers == 2
-
-
 def test_a_call_that_was_cut_off_ends_by_its_thread_or_is_broken_off(other: Any) -> None:
     lock = EngineLock()
     lock.acquire("forward")

@@ -43,7 +43,6 @@ class _Store:
 
     def open(self, chunk: Chunk, weight: torch.Tensor | None = None, *, reads: bool = True) -> Lease:
         lease = self.records.open(self.unit, chunk, is_blocking=True, weight=weight, reads=reads)
-        assert lease is not None
         lease.wait()
         return lease
 

@@ -47,7 +47,6 @@ class _Bench:
         return flat
 
     def require_there(self, unit: Unit) -> None:
-        assert unit.flat is not None
         assert torch.equal(unit.flat.tensor(), self.bytes[unit.index])
 
     def fail_reads(self, staging_buffer: int | None = None) -> None:
@@ -56,7 +55,6 @@ class _Bench:
             self.backend.add(FaultRule(direction=Direction.READ, errno=errno.EIO))
             return
         extent = self.units[0].extent
-        assert extent is not None
         offset = extent.start + (staging_buffer - 1) * _PAGE  # not the nth read: two threads read
         self.backend.add(FaultRule(direction=Direction.READ, offset=offset, times=1, errno=errno.EIO))
 
@@ -128,6 +126,5 @@ def test_a_page_is_not_used_again_before_its_copy_has_run(num_staging_buffers: i
         for unit, arrival in zip(bench.units, arrivals, strict=True):
             arrival.wait()
             bench.require_there(unit)
-            assert unit.flat is not None
             unit.flat.tensor().zero_()
     bench.close()

@@ -111,7 +111,6 @@ class SlowStream:
         )
 
     def stored_weights(self, unit: Unit) -> torch.Tensor:
-        assert unit.extent is not None
         base = torch.zeros(unit.num_bytes, dtype=torch.uint8)
         self.swapper.read(unit.extent, base).wait()
         return unit.trainable_view(base).clone()
@@ -121,7 +120,6 @@ class SlowStream:
         found: set[float] = set()
         for chunk in self.chunks(unit):
             lease = self.records.open(unit, chunk, is_blocking=True)
-            assert lease is not None
             lease.wait()
             for param_slice in chunk.slices:
                 if param_slice.slot.index == slot:
@@ -167,7 +165,6 @@ def slow_stream(
             states[unit.index, slot.index] = ParameterState()
         for chunk in chunks:
             lease = records.open(unit, chunk, is_blocking=True)
-            assert lease is not None
             lease.wait()
             lease.workspace.record.zero_()
             lease.write_back([], main_only=True)

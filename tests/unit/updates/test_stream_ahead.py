@@ -61,14 +61,6 @@ def test_a_step_that_is_skipped_reads_nothing_twice(bench: SlowStream) -> None:
     assert [bench.totals(unit) for unit in bench.units] == [[2.0], [2.0], [0.0]]
 
 
-def test_an_end_of_the_stream_gives_back_what_was_read(bench: SlowStream) -> None:
-    _step(bench, 0, 1)
-    _read_ahead(bench, 0, 1)
-    bench.stream.close()
-    bench.records.drop_read_ahead()
-    soon(lambda: bench.staging_pool.statistics().num_leased == 0)
-
-
 def test_chunks_that_rest_in_memory_take_no_place_of_those_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infinity.updates.stream._MOST_AHEAD", 4)
     with slow_stream(torch.float32, num_staging_buffers=9) as bench:

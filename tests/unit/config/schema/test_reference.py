@@ -12,11 +12,7 @@ _FIELDS = {path + name: field for path, block in blocks() for name, field in blo
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "gradient_allreduce_op",
-        "zero_optimization.zero_quantized_weights",
-        "zero_optimization.zero_quantized_gradients",
-    ],
+    ["gradient_allreduce_op", "zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients"],
 )
 def test_what_is_an_error_for_several_processes_says_so(name: str) -> None:
     """As `infinity.config.ranks` has them."""

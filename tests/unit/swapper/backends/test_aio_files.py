@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import logging
 import threading
@@ -77,19 +76,6 @@ def test_slow_writes_do_not_hold_up_reads_nor_one_file_another(tmp_path: Path, m
 
 
 # ------------------------------------------------------------------------------------------------------- its end
-
-
-def test_close_carries_out_what_was_submitted_and_ends_all_threads(tmp_path: Path) -> None:
-    volume = Volume([tmp_path], 64 * ALIGNMENT)
-    backend = AiofilesBackend(volume, 2)
-    assert len(_own_threads()) == 5
-    completions = [start(backend, _WRITE, index * ALIGNMENT, aligned_bytes(ALIGNMENT)) for index in range(64)]
-    assert backend.close(10.0) and backend.close(10.0)
-    for completion in completions:
-        completion.require_whole(ALIGNMENT)
-    assert _own_threads() == [] and volume.files[0].fd == -1
-    late = start(backend, _WRITE, 0, aligned_bytes(ALIGNMENT))
-    assert late.error is not None and late.error.errno == errno.ESHUTDOWN
 
 
 def test_close_does_not_wait_for_ever(

@@ -78,22 +78,6 @@ def test_an_operation_of_64_requests_takes_half_as_many_calls_again_as_one(
             assert long <= 1.5 * short, (long, short)
 
 
-@pytest.mark.parametrize("num_files", [1, 3])
-@pytest.mark.parametrize("shift", [0, 8], ids=["aligned", "not aligned"])
-@pytest.mark.parametrize("num_bytes", [_REQUEST, 5 * _REQUEST + 4096, 33 * _REQUEST - 777, 70 * _REQUEST])
-def test_bytes_come_back_whatever_their_number_and_place(
-    tmp_path: Path, num_bytes: int, shift: int, num_files: int
-) -> None:
-    values = _random(num_bytes)
-    memory = AlignedRegion(num_bytes + shift).array()[shift:]
-    with _opened(tmp_path, num_threads=2, num_files=num_files) as opened:
-        extent = opened.allocate(num_bytes + 4096, "x")
-        for offset in (0, 512):
-            opened.write(extent, values, offset=offset).wait()
-            opened.read(extent, memory, offset=offset).wait()
-            assert np.array_equal(memory, values)
-
-
 def test_what_is_short_on_one_of_several_files_goes_on_from_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

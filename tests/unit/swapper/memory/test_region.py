@@ -46,7 +46,6 @@ def test_is_aligned_and_exactly_as_large_as_asked(num_bytes: int) -> None:
 def test_is_private_and_not_inherited_by_children() -> None:
     region = AlignedRegion(_LARGE)
     mapping = _mapping(region.address, _LARGE)
-    assert mapping is not None
     assert mapping["permissions"] == "rw-p"
     assert "dc" in mapping["VmFlags"].split(), "MADV_DONTFORK is not set"
 

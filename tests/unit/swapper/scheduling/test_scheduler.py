@@ -14,6 +14,7 @@ import pytest
 
 from swapper import ALIGNMENT, Extent, Handle, Priority, Swapper, SwapperConfig
 from swapper.backend import Direction
+from swapper.backends.memory import MemoryBackend
 from swapper.errors import StallError, SwapperError
 from swapper.scheduling.waiting import TICKS_PER_DEADLINE
 from tests.manual_backend import ManualBackend
@@ -275,10 +276,6 @@ def test_a_write_may_destroy_only_neighbours_that_nobody_wrote() -> None:
 
 def test_completions_inside_submit_do_not_grow_the_stack() -> None:
     num_pieces = 5000
-    with Swapper.in_memory(num_pieces * _BLOCK, SwapperConfig(request_bytes=_BLOCK)) as threaded:
-        assert threaded.describe().startswith("memory")
-    from swapper.backends.memory import MemoryBackend
-
     with Swapper(MemoryBackend(num_pieces * _BLOCK), SwapperConfig(request_bytes=_BLOCK)) as swapper:
         extent = swapper.allocate(num_pieces * _BLOCK, "long")
         handle = swapper.write(extent, np.zeros(num_pieces * _BLOCK, dtype=np.uint8))

@@ -24,7 +24,6 @@ def test_no_block_is_written_to_reserve_space(
         raise AssertionError("libc writes into each block")
 
     def refusing(*_: int) -> None:
-        assert refusal is not None
         raise OSError(refusal, os.strerror(refusal))
 
     monkeypatch.setattr(os, "posix_fallocate", emulated)

@@ -12,21 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import swapper.volumes.scratch_file as scratch_module
 import swapper.volumes.volume as volume_module
-from swapper import (
-    ALIGNMENT,
-    Directory,
-    Drive,
-    Swapper,
-    SwapperConfig,
-    Volume,
-    VolumeTooSmallError,
-    describe_drive,
-)
+from swapper import ALIGNMENT, Directory, Drive, Swapper, SwapperConfig, Volume, VolumeTooSmallError, describe_drive
 from tests.open_files import open_files
 
 _STRIPE = 16 * ALIGNMENT
@@ -165,25 +155,6 @@ def test_what_cannot_be_reserved_after_all_goes_to_the_others(
     with pytest.raises(VolumeTooSmallError, match=r"found when reserving") as caught:
         Volume(limits, 30 * _STRIPE, stripe_bytes=_STRIPE)
     assert caught.value.capacities[1][1] < 10 * _STRIPE
-
-
-def test_bytes_of_uneven_drives_come_back(paths: list[Path]) -> None:
-    directories = [
-        Directory(paths[0], bytes_per_second=3e9),
-        Directory(paths[1], capacity_bytes=_MIB, bytes_per_second=2e9),
-        Directory(paths[2], bytes_per_second=1e9),
-    ]
-    with Swapper.open(directories, 16 * _MIB, SwapperConfig(request_bytes=_STRIPE)) as swapper:
-        sizes = [3 * _MIB, 7 * _MIB + 4096, 100_000, 5 * _MIB]
-        extents = [swapper.allocate(num_bytes, f"extent {num_bytes}") for num_bytes in sizes]
-        data = [np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8) for size in sizes]
-        for extent, array in zip(extents, data, strict=True):
-            swapper.write(extent, array)
-        for extent, array in zip(extents, data, strict=True):
-            copy = np.empty_like(array)
-            swapper.read(extent, copy).wait()
-            assert np.array_equal(copy, array)
-        assert swapper.backend.capacity_bytes == 16 * _MIB
 
 
 def _kept(directories: list[Path], num_stripes: int, *, is_there: bool = True) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Scratch files: reserved, nameless, striped, and refused in words."""
+"""Scratch files: reserved, nameless, and refused in words."""
 
 from __future__ import annotations
 
@@ -15,14 +15,7 @@ import pytest
 
 import swapper.volumes.scratch_file as scratch_module
 import swapper.volumes.volume as volume_module
-from swapper import (
-    ALIGNMENT,
-    ArgumentError,
-    Directory,
-    Volume,
-    VolumeError,
-    VolumeTooSmallError,
-)
+from swapper import ALIGNMENT, ArgumentError, Directory, Volume, VolumeError, VolumeTooSmallError
 from swapper.volumes import file_system
 
 
@@ -31,13 +24,6 @@ def _raising(code: int) -> Callable[..., int]:
         raise OSError(code, os.strerror(code))
 
     return refuse
-
-
-def _two(tmp_path: Path) -> list[Path]:
-    directories = [tmp_path / "a", tmp_path / "b"]
-    for directory in directories:
-        directory.mkdir()
-    return directories
 
 
 def test_space_is_reserved_and_the_file_has_no_name(tmp_path: Path) -> None:
@@ -66,21 +52,6 @@ def test_a_file_is_unlinked_where_it_cannot_be_made_without_a_name(
     volume = Volume([tmp_path], ALIGNMENT)
     assert os.fstat(volume.files[0].fd).st_nlink == 0
     assert os.listdir(tmp_path) == []
-    volume.close()
-
-
-def test_addresses_are_striped_over_all_files(tmp_path: Path) -> None:
-    stripe = 2 * ALIGNMENT
-    volume = Volume(_two(tmp_path), 5 * stripe, stripe_bytes=stripe)
-    assert volume.capacity_bytes == 5 * stripe
-    assert [os.fstat(file.fd).st_size for file in volume.files] == [3 * stripe, 2 * stripe], "just what is needed"
-    places = [volume.locate(offset) for offset in range(0, 5 * stripe, ALIGNMENT)]
-    assert len({(file.fd, offset) for file, offset in places}) == len(places)
-    assert [volume.files[volume.column_of(offset)] for offset in range(0, 5 * stripe, ALIGNMENT)] == [
-        file for file, _ in places
-    ]
-    assert [volume.files.index(file) for file, _ in places[:8]] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert volume.locate(2 * stripe + 5)[1] == stripe + 5
     volume.close()
 
 

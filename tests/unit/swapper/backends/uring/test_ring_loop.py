@@ -142,7 +142,6 @@ def test_a_missing_or_another_wheel_is_named(monkeypatch: pytest.MonkeyPatch, mi
 
 def test_a_forked_child_touches_nothing_of_its_parents_ring(backend: UringBackend) -> None:
     ring = backend._loop._ring
-    assert ring is not None
     ring_fd = ring.fd
     holder = [backend]
 
