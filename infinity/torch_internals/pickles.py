@@ -33,6 +33,7 @@ _SPARE_BYTES = 64 << 20
 _SPARE_WORK = 1 << 20
 # Written out with all repetitions, the content may have 8 times the file's bytes, and 64 MiB more.
 _MOST_EXPANSION = 8
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # torch's, the first pickle of a file from before torch 1.6
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -93,10 +94,7 @@ def read_pickle(path: Path, data: _Memory, is_known: Callable[[str], bool]) -> A
         OSError: the file cannot be opened.
     """
     try:
-        if not zipfile.is_zipfile(path):
-            # From before torch 1.6. torch reads it into memory, and runs nothing in it either.
-            return torch.load(path, map_location="cpu", weights_only=True)
-        unpickler = _unpickler(path, data)
+        unpickler = (_zipped if zipfile.is_zipfile(path) else _legacy)(path, data)
         found, unknown = unpickler.load(), sorted(name for name in unpickler.names if not is_known(name))
         if not unknown:
             _Size(_MOST_EXPANSION * data.size + _SPARE_BYTES).check(found)
@@ -118,8 +116,8 @@ class UnknownObjectsError(DamagedPickleError):
         self.names = names
 
 
-def _unpickler(path: Path, data: _Memory) -> _Unpickler:
-    # NAME/data.pkl, NAME/data/0, NAME/data/1, ..., NAME/byteorder, NAME/version: not compressed.
+def _zipped(path: Path, data: _Memory) -> _Unpickler:
+    # Since torch 1.6: NAME/data.pkl, NAME/data/0, NAME/data/1, ..., NAME/byteorder, NAME/version: not compressed.
     with zipfile.ZipFile(path) as archive:
         members = {each.filename: each for each in archive.infolist()}
     pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -149,7 +147,42 @@ def _unpickler(path: Path, data: _Memory) -> _Unpickler:
     content = record("data.pkl").tobytes()
     if zlib.crc32(content) != members[pickles[0]].CRC:
         raise ValueError("Bad CRC-32 of 'data.pkl'")
-    return _Unpickler(io.BytesIO(content), lambda key: record(f"data/{key}"), len(content))
+    return _Unpickler(io.BytesIO(content), lambda key, num_bytes: record(f"data/{key}"), len(content))
+
+
+def _legacy(path: Path, data: _Memory) -> _Unpickler:
+    """Open a file from before torch 1.6 (``_use_new_zipfile_serialization=False``)."""
+    # | magic | protocol | sizes of types | the object | list of storage keys | 8 bytes: numel | data | 8 bytes | data |
+    # ... The first five are pickles. The object refers to storages by key, and only the list says in which order they
+    # follow. So the object is read twice: first for the sizes of its storages, and then with their places.
+    sizes: dict[str, int] = {}
+
+    def note(key: str, num_bytes: int) -> _Memory:
+        sizes[key] = num_bytes
+        return np.empty(0, dtype=np.uint8)
+
+    with path.open("rb") as file:
+        if _Unpickler(file, note, data.size).load() != _LEGACY_MAGIC:
+            raise ValueError("it is no file of torch.save")
+        for _ in ("the version", "sizes of the machine"):
+            _Unpickler(file, note, data.size).load()
+        begin = file.tell()
+        _Unpickler(file, note, data.size, is_trial=True).load()
+        keys, start = _Unpickler(file, note, data.size).load(), file.tell()
+        file.seek(begin)
+        content = file.read(start - begin)
+    places: dict[str, tuple[int, int]] = {}
+    for key in keys:
+        places[key] = start + 8, sizes[_text(key)]
+        start += 8 + sizes[key]
+    if start > data.size:
+        raise ValueError(f"it has {data.size} bytes, and its tensors end at {start}")
+
+    def record(key: str, num_bytes: int) -> _Memory:
+        first, most = places[key]
+        return data[first : first + most]
+
+    return _Unpickler(io.BytesIO(content), record, len(content))
 
 
 @dataclass
@@ -253,18 +286,22 @@ class _Unpickler(_Base):  # type: ignore[misc]
         and bytes([code]) not in (pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
     }
 
-    def __init__(self, file: Any, record: Callable[[str], _Memory], num_bytes: int) -> None:
+    def __init__(
+        self, file: Any, record: Callable[[str, int], _Memory], num_bytes: int, *, is_trial: bool = False
+    ) -> None:
         """
         Args:
             file: the pickle.
-            record: returns the bytes of a storage by its key.
+            record: returns the bytes of a storage by its key and expected number of bytes.
             num_bytes: of the pickle.
+            is_trial: make None in place of tensors: only the storages' sizes are wanted.
         """
         super().__init__(file)
         self.memo = _Memo()
         self.names: set[str] = set()
         """Names of classes and functions that are not known here."""
         self._record = record
+        self._is_trial = is_trial
         self._storages: dict[tuple[str, torch.dtype], _Storage] = {}
         self._left = 2 * num_bytes + _SPARE_WORK
 
@@ -294,11 +331,11 @@ class _Unpickler(_Base):  # type: ignore[misc]
             raise ValueError(f"it holds elements of '{stored_as.name}'")
         if (key, dtype) not in self._storages:
             num_bytes = numel * dtype.itemsize
-            data = self._record(key)
-            if data.size < num_bytes:
+            data = self._record(key, num_bytes)
+            if data.size < num_bytes and not self._is_trial:
                 raise ValueError(f"storage '{key}' has {data.size} bytes, not {num_bytes}")
             flat = torch.from_numpy(data[:num_bytes]) if data.size else torch.empty(0, dtype=torch.uint8, device="cpu")
-            if flat.data_ptr() % dtype.itemsize:  # torch aligns storages, and another writer may not
+            if flat.data_ptr() % dtype.itemsize:  # legacy files do not align storages, and kernels need that
                 flat = flat.clone()
             self._storages[key, dtype] = _Storage(flat.view(dtype))
         return self._storages[key, dtype]
@@ -331,7 +368,9 @@ class _Unpickler(_Base):  # type: ignore[misc]
         metadata: Any = None,
         *,
         dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
+        if self._is_trial:
+            return None
         if metadata or not isinstance(storage, _Storage):
             raise ValueError("a tensor in it is conjugated or has no storage")
         size, stride, (offset,) = _sizes(size), _sizes(stride), _sizes((offset,))

@@ -142,7 +142,8 @@ def test_a_tensor_stays_inside_its_storage(offset: int, size: Any, stride: Any, 
         _load(tmp_path / "weights.pt")
 
 
-def test_values_are_those_that_torch_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("zipped", [True, False])
+def test_values_are_those_that_torch_reads(zipped: bool, tmp_path: Path) -> None:
     from infinity.torch_internals.pickles import read_pickle
     from swapper.volumes.mapped import map_file
 
@@ -164,7 +165,7 @@ def test_values_are_those_that_torch_reads(tmp_path: Path) -> None:
         "torch": [torch.Size([1, 2]), torch.float16, torch.device("cuda", 1)],
     }
     file = tmp_path / "values.pt"
-    torch.save(values, file)
+    torch.save(values, file, _use_new_zipfile_serialization=zipped)
     found = read_pickle(file, map_file(file), lambda name: False)
     assert list(found) == list(values)
     for name, expected in values.items():
