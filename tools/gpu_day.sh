@@ -13,7 +13,7 @@
 #   slow-copies       the exactness rows again, where each copy begins late
 #   sanitizer         five exactness rows under torch's CUDA sanitizer, which finds accesses in no order
 #   same-bits         1B parameters, deterministic: paged with 8 update workers as in memory with one
-#   peer              1B and 3B beside plain torch and DeepSpeed at its best, if the environment has that
+#   peer              1B and 3B beside plain torch and DeepSpeed at its best: tools/gpu_peer.py says what has to lie there
 #   peer-more         1B with DeepSpeed's other settings
 #   train-1b          1B parameters on NVMe, 2 GB of host memory: loss, peaks, bytes, time
 #   train-3b          3B parameters, 8 GB of host memory, 6 GB of the GPU's, and a timeline

@@ -5,38 +5,52 @@
     python tools/gpu_peer.py --drives DIR --out answers.jsonl --set more
     python tools/gpu_peer.py --drives DIR --out answers.jsonl --set tiny       # tries the command itself, on a CPU too
 
-Each runs alone, in a process of its own, and gets a limit of its own; six of them end within 480 s. DeepSpeed is taken from the
-environment of ``--peer-python``. If it is missing, that is reported, and the others run.
+Each runs alone, in a process of its own, and gets a limit of its own; six of them end within 480 s. DeepSpeed is taken from
+``--peer-python`` (an environment that has it), or from the folder ``--peer-packages``: wheels, and ``ds_site.zip`` with its
+operators made beforehand, for machines without a compiler or without a network. What is not there is said, and the others run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench.measured.models import Workload
-from bench.options import describe_machine
-from bench.participant import Participant, ParticipantFailed, ParticipantSpec
+from bench.participant import OURS, Participant, ParticipantFailed, ParticipantSpec
 
 # For all runs of a set together. A run that would begin too late is reported, and not started.
 _SLOT_SECONDS = 480
-# Compiles DeepSpeed's C++ extensions, which takes minutes, once. They are kept in TORCH_EXTENSIONS_DIR.
-_BUILD = """
-from deepspeed.ops import op_builder
-for name in ("AsyncIOBuilder", "CPUAdamBuilder"):
-    getattr(op_builder, name)().load(verbose=False)
+_NEEDS = ("deepspeed", "hjson", "pydantic", "msgpack", "einops", "cpuinfo")
+"""What DeepSpeed imports."""
+# Name -> class of DeepSpeed's op_builder. Both are C++ extensions: compiled on the spot, or brought along.
+_OPERATORS = {"async_io": "AsyncIOBuilder", "cpu_adam": "CPUAdamBuilder"}
+# Runs in the other interpreter. Libraries print as well, so the answer has a mark in front.
+_ASK = """
+import importlib.util, json, sys
+missing = [name for name in sys.argv[1].split(",") if importlib.util.find_spec(name) is None]
+if not missing:
+    from deepspeed.ops import op_builder
+    for name, builder in json.loads(sys.argv[2]).items():
+        try:
+            getattr(op_builder, builder)().load(verbose=False)
+        except Exception as error:
+            missing.append(f"its operator {name} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
+print("MISSING " + json.dumps(missing))
 """
 
 
@@ -98,30 +112,73 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="file for the answers, a JSON line each")
     parser.add_argument("--set", choices=SETS, default="first", help="which runs (default: first)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of these, those whose name begins so")
-    parser.add_argument("--peer-python", default=sys.executable, help="Python of an environment that has DeepSpeed")
+    parser.add_argument("--peer-packages", type=Path, default=Path(".peer"), help="folder of wheels and ds_site.zip")
+    parser.add_argument("--peer-python", help="Python of an environment that has DeepSpeed, in place of the folder")
     asked = parser.parse_args(arguments)
     if asked.set != "tiny" and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --set tiny tries the command without one")
     runs = [run for run in SETS[asked.set] if not asked.only or run.name.startswith(tuple(asked.only))]
-    lines: list[dict[str, Any]] = []
-    circumstances = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    circumstances |= describe_machine(asked.drives[0])
-    missing = _problem_of_deepspeed(asked.peer_python) if any(run.kind == "deepspeed" for run in runs) else ""
-    began = time.monotonic()
-    for run in runs:
-        # With less than 20 seconds left, no run would get to its first step.
-        left = _SLOT_SECONDS - (time.monotonic() - began)
-        print(f"== {run.name} (at most {min(run.limit, left):.0f} s)", flush=True)
-        problem = missing if run.kind == "deepspeed" else ""
-        if left <= 20:
-            problem = problem or "the time of this slot is used up"
-        answer = {"error": problem} if problem else _measured(run, asked, min(run.limit, left))
-        lines.append({"name": run.name, **circumstances, **answer})
-        print(_told(answer), flush=True)
-        # After each run: a slot that is cut off keeps what was measured.
-        asked.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = []
+    with _deepspeed_place(asked) as (spec, missing):
+        began = time.monotonic()  # not before: where its operators are compiled, it takes minutes, once
+        for run in runs:
+            # With less than 20 seconds left, no run would get to its first step.
+            left = _SLOT_SECONDS - (time.monotonic() - began)
+            print(f"== {run.name} (at most {min(run.limit, left):.0f} s)", flush=True)
+            problem = missing if run.kind == "deepspeed" else "" if left > 20 else "the time of this slot is used up"
+            answer = {"error": problem} if problem else _measured(run, asked.drives, spec, min(run.limit, left))
+            lines.append({"name": run.name, **_circumstances(), **answer})
+            print(_told(answer), flush=True)
+            # After each run: a slot that is cut off keeps what was measured.
+            asked.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     print(f"{len(lines)} answers in {asked.out}, {time.monotonic() - began:.0f} s")
     return int(any("error" in line for line in lines))
+
+
+@contextlib.contextmanager
+def _deepspeed_place(asked: argparse.Namespace) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield where DeepSpeed runs (arguments of a ParticipantSpec), and what is missing for it ("": nothing)."""
+    with tempfile.TemporaryDirectory() as site:
+        if asked.peer_python:
+            spec: dict[str, Any] = {"python": asked.peer_python}
+            cure = f"install it there: {asked.peer_python} -m pip install deepspeed"
+        else:
+            # The unpacked packages come before our own folder.
+            spec = {"path": f"{site}:{OURS}"}
+            folder = asked.peer_packages
+            cure = f"put its wheels, and ds_site.zip with its operators, into {folder}, or name a --peer-python that has it"
+            problem = _unpack(asked.peer_packages, Path(site))
+            if problem:
+                yield spec, f"DeepSpeed: {problem}; {cure}"
+                return
+        missing = _missing(spec)
+        yield spec, f"DeepSpeed: missing {', '.join(missing)}; {cure}" if missing else ""
+
+
+def _unpack(packages: Path, site: Path) -> str:
+    wheels = sorted(packages.glob("*.whl"))
+    if not wheels and not (packages / "ds_site.zip").exists():
+        return f"no wheels and no ds_site.zip in {packages}"
+    if wheels:
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-index",
+            "--no-deps",
+            "--no-compile",
+            "--target",
+            str(site),
+        ]
+        done = subprocess.run([*pip, *map(str, wheels)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"its wheels cannot be installed ({done.stderr.strip().splitlines()[-1]})"
+    if (packages / "ds_site.zip").exists():
+        with zipfile.ZipFile(packages / "ds_site.zip") as archive:
+            archive.extractall(site)
+    return ""
 
 
 def _extensions() -> str:
@@ -129,32 +186,31 @@ def _extensions() -> str:
     return os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions"))
 
 
-def _problem_of_deepspeed(python: str) -> str:
-    """Compile its operators; return what is missing for it, with the cure ("": nothing)."""
-    environment = os.environ | {
-        "PYTHONPATH": "",
+def _missing(spec: dict[str, Any]) -> list[str]:
+    python = spec.get("python", sys.executable)
+    environment = {
+        "PYTHONPATH": spec.get("path", ""),
         "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "DS_ACCELERATOR": "cuda" if torch.cuda.is_available() else "cpu",
         "TORCH_EXTENSIONS_DIR": _extensions(),
     }
-    done = subprocess.run([python, "-c", _BUILD], capture_output=True, text=True, check=False, env=environment)
-    if not done.returncode:
-        return ""
-    reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-    cure = f"install it there ({python} -m pip install deepspeed), or name an environment that has it by --peer-python"
-    return f"DeepSpeed cannot be used ({reason}); {cure}"
+    child = [python, "-c", _ASK, ",".join(_NEEDS), json.dumps(_OPERATORS)]
+    asked = subprocess.run(child, capture_output=True, text=True, check=False, env=os.environ | environment)
+    told = [line for line in asked.stdout.splitlines() if line.startswith("MISSING ")]
+    if not told:
+        return [f"a DeepSpeed that can be imported ({(asked.stderr.strip().splitlines() or ['no reason given'])[-1]})"]
+    return list(json.loads(told[-1].removeprefix("MISSING ")))
 
 
-def _measured(run: Run, asked: argparse.Namespace, limit: float) -> dict[str, Any]:
+def _measured(run: Run, drives: Sequence[Path], place: dict[str, Any], limit: float) -> dict[str, Any]:
     """Run one participant; return seconds of each step, bytes, peaks and losses, or an error."""
     build_on = "cuda" if torch.cuda.is_available() else "cpu"
     settings = run.settings | {"build_on": build_on, "counts_bytes": True, "extensions_directory": _extensions()}
     # One folder on each drive, removed at the end whatever happens.
-    own = [Path(tempfile.mkdtemp(prefix="peer_", dir=drive)) for drive in asked.drives[: run.num_drives]]
+    own = [Path(tempfile.mkdtemp(prefix="peer_", dir=drive)) for drive in drives[: run.num_drives]]
     if run.kind == "ours" and len(own) > 1:
         settings["drives"] = [str(drive) for drive in own]
-    python = asked.peer_python if run.kind == "deepspeed" else sys.executable
-    spec = ParticipantSpec(run.name, run.kind, settings, python)
+    spec = ParticipantSpec(run.name, run.kind, settings, **(place if run.kind == "deepspeed" else {}))
     began = time.monotonic()
     try:
         if len(own) < run.num_drives:
@@ -188,6 +244,19 @@ def _told(answer: dict[str, Any]) -> str:
         f"host {answer['high_water_bytes'] / 1e9:.1f} GB, GPU {'-' if peak is None else f'{peak / 1e9:.1f} GB'}, "
         f"loss {answer['losses'][-1]:.4f}"
     )
+
+
+def _circumstances() -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=OURS, capture_output=True, text=True, check=False
+    )
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "machine": gpu,
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ _LOG_LINES = 25
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 """For all participants alike: torch asks for huge pages, without which a CPU spends much of a step in page faults."""
 _MEASURED = Path(__file__).resolve().parent / "measured"
-_OURS = Path(__file__).resolve().parents[2]
+OURS = Path(__file__).resolve().parents[2]
 # Takes that folder for a package of its own: a peer's environment has not what importing `infinity` needs, and a peer's
 # memory is measured without it.
 _START = (
@@ -47,6 +47,8 @@ class ParticipantSpec:
     kind: str
     settings: dict[str, Any] = field(default_factory=dict)
     python: str = sys.executable
+    path: str | None = None
+    """Folder whose packages come before those of the environment; None: ours, where it is our own."""
     memory_limit_bytes: int | None = None
 
 
@@ -101,7 +103,7 @@ class Participant:
                 "PATH": f"{Path(self.spec.python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
                 # A peer must not find our libraries instead of its own.
                 # Example: for our own kind it is this checkout, for a peer's interpreter it is empty.
-                "PYTHONPATH": str(_OURS) if self.spec.python == sys.executable else "",
+                "PYTHONPATH": self.spec.path or (str(OURS) if self.spec.python == sys.executable else ""),
                 # Models are made from a config: nothing is downloaded.
                 "HF_HUB_OFFLINE": "1",
             }
