@@ -23,7 +23,7 @@ fi
 
 tests=()
 for name in trainer trainer_micro_batches derived_trainers accelerator lightning thirty_steps plain_scripts as_deepspeed \
-    deepspeed_scripts deepspeed_names files_in_little_memory; do
+    deepspeed_names files_in_little_memory; do
     tests+=("tests/integration/test_$name.py")
 done
 tests+=(tests/distributed/test_integrations.py tests/distributed/test_lightning.py tests/unit/integrations tests/unit/cli)
