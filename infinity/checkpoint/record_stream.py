@@ -21,6 +21,7 @@ from infinity.distributed.collectives import Ranks
 from infinity.errors import RankError
 from infinity.numerics.chunk_format import WEIGHT, ChunkBuffer
 from infinity.paging.parameter_cache import ParameterCache
+from infinity.paging.rank_weights import align_ranks
 from infinity.tiers.state_store import Lease, StateStore, clear
 from infinity.tiers.weight_store import LandedRead, WeightStore
 from infinity.units.layout import Chunk, ParameterSlice, Slot
@@ -183,7 +184,7 @@ class RecordStream:
     def fill(self, unit: Unit, sources: Mapping[tuple[int, str], ElementsInOrder]) -> None:
         """Replace main weights and states of a unit, and its model weights by their casts.
 
-        If ranks keep shards, only this rank's is replaced: `RankWeights.gather` brings the other weights.
+        If ranks keep shards, only this rank's is replaced: `gather_weights` brings the other weights.
 
         Args:
             unit: is paged out, resident, or open.
@@ -386,7 +387,7 @@ class GatheredStream:
         except Exception as problem:
             error = problem
         agree(self._ranks, what, error)
-        self._parameter_cache.rank_weights.align()
+        align_ranks(self._parameter_cache)
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.remainder import split_bits
 from infinity.paging.parameter_map import ParameterMap
+from infinity.paging.rank_weights import gather_weights
 from infinity.tiers.state_store import StateStore
 from infinity.units.layout import Slot, in_memory_order
 from infinity.units.parameter import release_parameters
@@ -250,7 +251,7 @@ class StateAccess:
             unit.outdate()
             self._exchange.before(unit)
             self.stream.fill(unit, {(slot.index, WEIGHT): _elements(values, slot)})
-            self._coordinator.parameter_cache.rank_weights.gather([unit])
+            gather_weights(self._coordinator.parameter_cache, [unit])
 
     def resume_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """Load a saved main weight where the current weight is its cast. Other elements were changed, and stay."""

@@ -30,6 +30,7 @@ from infinity.errors import CheckpointError, StepError
 from infinity.loop.phase import PhaseGuard
 from infinity.numerics.random_states import random_states, set_random_states
 from infinity.optim.scheduler_state import state_of_scheduler
+from infinity.paging.rank_weights import gather_weights
 from infinity.threads.engine_lock import locked
 from infinity.units.extra_states import EXTRA_STATES, extra_states
 from swapper.sync.interrupts import uninterrupted
@@ -326,7 +327,7 @@ class CheckpointCalls(ExportCalls):
         if self._parts.access.shared is not None:
             # Each rank has read the main weights of its own shard. The model weights of the other shards come from
             # their ranks.
-            self._coordinator.parameter_cache.rank_weights.gather(self._parts.parameter_map.units)
+            gather_weights(self._coordinator.parameter_cache, self._parts.parameter_map.units)
         if wanted.counters:
             self.count_on(training_state["counters"], with_loss_scale=wanted.optimizer)
         if wanted.optimizer:

@@ -66,7 +66,7 @@ def measure_flops_per_second() -> tuple[float, str]:
 
 def measure_updates_per_second() -> float:
     """Run torch's fused AdamW on the CPU; return parameters per second."""
-    weight = torch.nn.Parameter(torch.zeros(_UPDATED_NUMEL, device="cpu"))
+    weight = torch.nn.Parameter(torch.zeros(_UPDATED_NUMEL, dtype=torch.float32, device="cpu"))
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
     optimizer.step()  # the first one makes the states

@@ -6,7 +6,7 @@ which in backward may be two.
 [Note: the same units on all ranks] Where ranks keep shards of the weights, all of them gather the same units in the same order
 (``infinity.tiers.divided_weights``). So what is fetched, and what makes room, follows there from what the script has used, from
 sizes, and from the smallest budget of all ranks. What is late on one rank is waited for. What a step changes leaves memory at
-its end, or is gathered again (`RankWeights.gather`). A script that goes another way on one rank ends with an error on all, which
+its end, or is gathered again (`gather_weights`). A script that goes another way on one rank ends with an error on all, which
 names what each rank was about to gather.
 """
 
@@ -25,7 +25,6 @@ from infinity.device.flat_pool import FlatPool
 from infinity.errors import EngineBusyError, ModelError, format_bytes
 from infinity.metrics.clock import StepClock
 from infinity.paging.prefetch_schedule import PrefetchSchedule
-from infinity.paging.rank_weights import RankWeights
 from infinity.paging.weights_budget import WeightsBudget, moving_bytes_of
 from infinity.threads.engine_lock import refuse_in_between
 from infinity.tiers.aside_weights import AsideWeights
@@ -106,7 +105,7 @@ class ParameterCache:
         """Another one than the usual: from `write_by` to the next."""
         self._source = source
         self._prefetches = prefetches
-        self.rank_weights = RankWeights(self, exchange)
+        self.exchange = exchange
         self._is_divided = exchange is not None and exchange.is_divided
         self._around_fetch: Callable[[Unit], AbstractContextManager[None]] = lambda unit: nullcontext()
         """What each unit's fetch begins in: see `announcing`."""

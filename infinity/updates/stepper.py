@@ -34,6 +34,7 @@ from infinity.gradients.sources import GradientSource
 from infinity.optim.classes import IS_MOMENTUM
 from infinity.optim.groups import Groups
 from infinity.paging.parameter_cache import ParameterCache
+from infinity.paging.rank_weights import gather_weights
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.layout import Chunk, Slot
 from infinity.units.unit import Unit
@@ -377,7 +378,7 @@ class Stepper:
         self.step_groups.advance(groups, self._norms)
         if self._is_divided:  # in the order of their updates, as far as there is one that all ranks know
             others = (unit for unit in self.units if unit.index in self.updated)
-            self.parameter_cache.rank_weights.gather(list(dict.fromkeys([*self._updated_shards, *others])))
+            gather_weights(self.parameter_cache, list(dict.fromkeys([*self._updated_shards, *others])))
         # Before waiting for updates: an interrupt there must find a step that is over.
         self._forget()
         if self.rules.update == "step":
@@ -457,7 +458,7 @@ class Stepper:
         has_changed = has_begun or (self.exchange.is_divided and bool(self.updated))
         self.clear()
         if has_changed:
-            self.parameter_cache.rank_weights.gather(self.units)
+            gather_weights(self.parameter_cache, self.units)
 
     def close(self) -> None:
         """Drop the step and all gradients, and return their memory."""
