@@ -6,8 +6,9 @@ Knows units, flat buffers and the schedule; must not know modules, autograd, gra
 [Note: the same units on all ranks] Where ranks keep shards of the weights, all of them gather the same units in the same order
 (``infinity.tiers.divided_weights``). So what is fetched, and what makes room, follows there from what the script has used, from
 sizes, and from the smallest budget of all ranks. What is late on one rank is waited for, and nothing else is chosen in its
-place. What a step changes leaves memory at its end, or is gathered again (`gather_weights`). A script that goes another way on
-one rank ends with an error on all, which names what each rank was about to gather.
+place. Ranks agree on the experts that they use (``infinity.units.expert_walk``). What a step changes leaves memory at its end,
+or is gathered again (`gather_weights`). A script that goes another way on one rank ends with an error on all, which names what
+each rank was about to gather.
 """
 
 from __future__ import annotations
@@ -490,7 +491,9 @@ class ParameterCache:
             if unit.flat is None or unit.is_persistent or unit.num_active or schedule.is_routed(unit.index):
                 continue
             unit.unbind()
-            if not self._is_busy(unit) and not unit.flat.has_views:
+            if self._is_divided:
+                self._wait_for_arrival(unit)  # as in `_leaving`: what makes room follows from no rank's time
+            if unit.flat is not None and not self._is_busy(unit) and not unit.flat.has_views:
                 yield unit
 
     def _is_busy(self, unit: Unit) -> bool:
@@ -535,6 +538,18 @@ class ParameterCache:
         self.store_changes(unit)
 
     # ------------------------------------------------------------------------------------------- weights in several ranks
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks keep shards of the weights, and gather units together."""
+        return self._is_divided
+
+    def sum_over_ranks(self, what: str, counts: Sequence[int]) -> list[int]:
+        """Add up each of these numbers over all ranks, which all come here with the same label."""
+        if self._exchange is None:
+            return list(counts)
+        with self.clock.waiting("ranks"):
+            return [sum(of_ranks) for of_ranks in zip(*self._exchange.ranks.all_gather_ints(what, counts), strict=True)]
 
     def gather_weights(self, units: Sequence[Unit]) -> None:
         """What the ranks have updated of these units becomes the weights of all. All ranks come here.
