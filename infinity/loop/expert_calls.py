@@ -13,10 +13,12 @@ from typing import Any
 
 from torch import nn
 
+from infinity.errors import ModelError
 from infinity.loop.parameter_coordinator import ParameterCoordinator
+from infinity.paging.rank_weights import sum_over_ranks
 from infinity.paging.saved_tensors import are_forbidden
 from infinity.torch_internals.names import in_backward, outside_modes, untraced
-from infinity.units.experts import ExpertTiles
+from infinity.units.experts import ExpertTiles, walk_along
 from infinity.units.unit import Unit
 
 
@@ -33,6 +35,8 @@ class ExpertCalls:
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Pre-hook of the module: start to read the experts that the router has chosen, in the order of their use."""
+        if self._coordinator.parameter_cache.is_divided:
+            self._agree(module)
         routed = self._experts[0].routed
         if routed is None:
             return
@@ -57,6 +61,20 @@ class ExpertCalls:
         if not self._coordinator.is_shared:  # else each expert waits until its own moment
             for tiles, units in zip(self._experts, self._units, strict=True):
                 tiles.bring_together(functools.partial(self._together, units))
+
+    def _agree(self, module: nn.Module) -> None:
+        """All ranks use the experts that the routers of all of them have chosen. All ranks come here."""
+        first = self._experts[0]
+        name = first.tiled.fqn.rpartition(".")[0]
+        if first.counts is None:
+            raise ModelError(
+                f"'{name}' is called without the router's choice (a tensor of integers), so ranks cannot agree on which "
+                "experts to gather",
+                cure='Set infinity.experts to "whole"',
+                fqn=name,
+            )
+        counts = sum_over_ranks(self._coordinator.parameter_cache, f"routing to {name}", first.counts)
+        walk_along(module, self._experts, counts)
 
     def _together(
         self, units: list[Unit], experts: Sequence[int]

@@ -5,9 +5,9 @@ which in backward may be two.
 
 [Note: the same units on all ranks] Where ranks keep shards of the weights, all of them gather the same units in the same order
 (``infinity.tiers.divided_weights``). So what is fetched, and what makes room, follows there from what the script has used, from
-sizes, and from the smallest budget of all ranks. What is late on one rank is waited for. What a step changes leaves memory at
-its end, or is gathered again (`gather_weights`). A script that goes another way on one rank ends with an error on all, which
-names what each rank was about to gather.
+sizes, and from the smallest budget of all ranks. What is late on one rank is waited for. Ranks agree on the experts that they
+use (``infinity.units.expert_walk``). What a step changes leaves memory at its end, or is gathered again (`gather_weights`). A
+script that goes another way on one rank ends with an error on all, which names what each rank was about to gather.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class ParameterCache:
         self._source = source
         self._prefetches = prefetches
         self.exchange = exchange
-        self._is_divided = exchange is not None and exchange.is_divided
+        self.is_divided = exchange is not None and exchange.is_divided
+        """Whether ranks keep shards of the weights, and gather units together."""
         self._around_fetch: Callable[[Unit], AbstractContextManager[None]] = lambda unit: nullcontext()
         """What each unit's fetch begins in: see `announcing`."""
         self._budget = WeightsBudget(*budget, pool.capacity_bytes)
@@ -178,7 +179,7 @@ class ParameterCache:
     def prepare_update(self, unit: Unit) -> None:
         """An update of ``unit`` is about to be created: nobody computes with it, and no earlier update is under way."""
         unit.unbind()
-        if self._is_divided:  # what is being read of it is what the update writes to
+        if self.is_divided:  # what is being read of it is what the update writes to
             with self.lock:
                 self._wait_for_arrival(unit)
         self.await_update(unit)
@@ -356,7 +357,7 @@ class ParameterCache:
         if not self.fills:
             return []
         # Behind a backward there may be a step, after which what was fetched for the next forward would be fetched again.
-        is_around = not self._is_divided or not self.schedule.has_backward
+        is_around = not self.is_divided or not self.schedule.has_backward
         return self.schedule.wanted(self._sizes, self._moving_bytes, self._persistent, is_around=is_around)
 
     def pump(self) -> None:
@@ -368,7 +369,7 @@ class ParameterCache:
         if self._filled is not None and self._filled[0] is order and self._filled[1] in (position, None):
             return
         with self.lock, self._change():
-            targets, is_done = self.wanted(), not self._is_divided
+            targets, is_done = self.wanted(), not self.is_divided
             leaving = self._leaving(is_demand=False, keep=targets)
             for index in targets:
                 unit = self.units[index]
@@ -376,7 +377,7 @@ class ParameterCache:
                     self._collect(unit)
                 if unit.flat is not None:
                     continue
-                if self._is_divided:
+                if self.is_divided:
                     self.await_update(unit)
                 if unit.update is not None:
                     # Its stored weights are about to change: nothing may be read before the update has written them.
@@ -446,7 +447,7 @@ class ParameterCache:
         for unit in tuple(self.unit_at.values()):  # of those that are there: all there are may be many more
             if unit.is_persistent or unit.num_active or unit.index in keep:
                 continue
-            if not self._is_divided and (unit.arrival is not None or unit.update is not None):
+            if not self.is_divided and (unit.arrival is not None or unit.update is not None):
                 self._collect(unit)
             is_busy = self._is_busy(unit)
             if is_demand or not is_busy:
@@ -456,7 +457,7 @@ class ParameterCache:
         for _, _, index in sorted(candidates, reverse=True):
             unit = self.units[-index]
             unit.unbind()
-            if self._is_divided and unit.flat is not None:
+            if self.is_divided and unit.flat is not None:
                 self._wait_for_arrival(unit)  # what brings it looks at its memory
             if unit.flat is not None and (self._is_busy(unit) or not unit.flat.has_views):
                 yield unit
@@ -475,11 +476,13 @@ class ParameterCache:
             if unit.flat is None or unit.is_persistent or unit.num_active or schedule.is_routed(unit.index):
                 continue
             unit.unbind()
-            if not self._is_busy(unit) and not unit.flat.has_views:
+            if self.is_divided:
+                self._wait_for_arrival(unit)  # as in `_leaving`: what makes room follows from no rank's time
+            if unit.flat is not None and not self._is_busy(unit) and not unit.flat.has_views:
                 yield unit
 
     def _is_busy(self, unit: Unit) -> bool:
-        if self._is_divided:  # the others may differ from rank to rank
+        if self.is_divided:  # the others may differ from rank to rank
             return unit.index in self.due
         return unit.arrival is not None or unit.update is not None or unit.index in self.due
 

@@ -29,6 +29,15 @@ def gather_weights(cache: ParameterCache, units: Sequence[Unit]) -> None:
                 exchange.gather(unit)
 
 
+def sum_over_ranks(cache: ParameterCache, what: str, counts: Sequence[int]) -> list[int]:
+    """Add up each of these numbers over all ranks, which all come here with the same label."""
+    exchange = cache.exchange
+    if exchange is None:
+        return list(counts)
+    with cache.clock.waiting("ranks"):
+        return [sum(of_ranks) for of_ranks in zip(*exchange.ranks.all_gather_ints(what, counts), strict=True)]
+
+
 def align_ranks(cache: ParameterCache) -> None:
     """Have the same units in memory on all ranks: one may have fetched others, because another told it to."""
     exchange = cache.exchange

@@ -291,15 +291,10 @@ def experts_of_config(model: nn.Module, config: InfinityConfig) -> list[tuple[st
     """The experts that are paged one by one, as the config says: see `infinity.units.experts.fused_experts`.
 
     Raises:
-        ConfigError: the config asks for it, and several processes train, or adapters add to all experts at once.
+        ConfigError: the config asks for it, and adapters add to all experts at once.
     """
-    choice, is_alone = config.infinity.experts, config.world_size == 1
-    asks = choice in ("by_expert", "touched_only")
-    if asks and not is_alone:
-        raise ConfigError(
-            f'infinity.experts: "{choice}" is for one process, and {config.world_size} train together. Set it to "whole"'
-        )
-    if asks and (adapted := adapted_experts(model)) is not None:
+    choice = config.infinity.experts
+    if choice in ("by_expert", "touched_only") and (adapted := adapted_experts(model)) is not None:
         raise ConfigError.value(
             "infinity.experts",
             choice,
@@ -307,4 +302,4 @@ def experts_of_config(model: nn.Module, config: InfinityConfig) -> list[tuple[st
             cure='Set it to "auto" or "whole", which page those experts with their layer; or take their names out of '
             "target_parameters: adapters on attention leave experts to be paged one by one",
         )
-    return experts_to_cut(model, choice, is_paged=config.offload_param.device == "nvme" and is_alone)
+    return experts_to_cut(model, choice, is_paged=config.offload_param.device == "nvme")

@@ -13,6 +13,9 @@ and sums are whole tensors.
 In torch the gradient of such a parameter is one tensor, with zeros for experts that got no token. An optimizer with
 momentum or weight decay changes those experts as well. So they get zeros here, too (`_Zero`), unless ``touched_only``
 is set. Then they get no gradient, as in a list of modules.
+
+Where ranks gather weights from each other, all of them use the experts that any rank needs: see [Note: experts of ranks]
+in ``infinity.units.expert_walk``.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from torch import nn
 from infinity.optim.groups import TiledParameter
 from infinity.torch_internals.names import without_torch_function
 from infinity.torch_internals.operations import name_of
+from infinity.units.expert_walk import Walk, anchor_of
 from infinity.units.parameter import placeholder
 from infinity.units.tiles import TiledWeight, Tiles
 
@@ -112,8 +116,14 @@ class ExpertTiles(Tiles):
         """``touched_only``: an expert without a token gets no gradient. Otherwise it gets zeros, as in torch."""
         super().__init__(tiled)
         self.touched_only = touched_only
+        self.counts: list[int] | None = None
+        """Of each expert, the tokens of the running call that are routed to it; None: unknown."""
         self.routed: list[int] | None = None
         """The experts used by the running call, those with most tokens first; None: unknown."""
+        self.x: torch.Tensor | None = None
+        """The input of the running call."""
+        self.walk: Walk | None = None
+        """Set by the engine for a call in which ranks use the same experts. None: this rank uses its own."""
         self.together: Together | None = None
         """Set by the engine for a call whose routing is known: fetches several experts at a time. None: one at a
         time."""
@@ -142,7 +152,7 @@ class ExpertTiles(Tiles):
         ends = offs.tolist()
         counts = [end - start for start, end in itertools.pairwise([0, *ends])]
         # The longest computation comes first: the experts behind it are read meanwhile.
-        used = sorted((e for e, count in enumerate(counts) if count), key=lambda e: -counts[e])
+        used = busiest_first(counts)
         parts = self._with_zeros(x, used).split([*counts, len(x) - ends[-1]])
         numbers = torch.tensor([counts[e] for e in used], dtype=offs.dtype, device=offs.device).split(1)
         end_of = dict(zip(used, numbers, strict=True))
@@ -150,27 +160,61 @@ class ExpertTiles(Tiles):
         def multiply_one(e: int, weight: torch.Tensor) -> torch.Tensor:
             return multiply(parts[e], weight.transpose(-2, -1) if is_turned else weight, offs=end_of[e])
 
-        results = self._of_each(used, multiply_one)
+        results = self._of_each(used, multiply_one, order=None if self.walk is None else self.walk.routed)
         width = self.tiled.shape[-2 if is_turned else -1]
         # torch leaves the rows behind the last offset undefined. Zeros keep NaN out of them.
         rest = x.new_zeros(len(parts[-1]), width)
         return torch.cat([*(results[e] for e in sorted(results)), rest])
 
     def _of_each(
-        self, used: Sequence[int], function: Callable[[int, torch.Tensor], torch.Tensor]
+        self,
+        used: Collection[int],
+        function: Callable[[int, torch.Tensor], torch.Tensor],
+        *,
+        order: Sequence[int] | None = None,
+        is_saved: bool = True,
     ) -> dict[int, torch.Tensor]:
-        """Call ``function(expert, weight)`` for each expert, in this order; ``weight`` is [1, ...]."""
-        tiles = self.tiled.tiles
+        """Call ``function(expert, weight)`` for each expert; ``weight`` is [1, ...]. Returns the results by expert.
+
+        ``order``: in a `Walk`, the experts of all ranks. ``is_saved``: backward needs the weights.
+        """
+        visited = function if order is None else self._visiting(used, function, order, is_saved=is_saved)
+        return {e: result for e, result in self._fetched(order or used, visited) if result is not None}
+
+    def _fetched(
+        self, order: Iterable[int], function: Callable[[int, torch.Tensor], torch.Tensor | None]
+    ) -> Iterator[tuple[int, torch.Tensor | None]]:
+        """Yield each expert, and what ``function`` returns while it is in memory."""
         if self.together is None:
             modules = self.experts()
             # Calling a `Tile` runs the engine's hooks: they fetch the expert before its forward and release it after.
-            return {e: modules[e](function, e) for e in used}
-        found = {}
-        for experts, in_memory in self.together(used):
+            yield from ((e, modules[e](function, e)) for e in order)
+            return
+        tiles = self.tiled.tiles
+        for experts, in_memory in self.together(list(order)):
             with in_memory:
                 for e in experts:
-                    found[e] = function(e, tiles[e])
-        return found
+                    yield e, function(e, tiles[e])
+
+    def _visiting(
+        self,
+        used: Collection[int],
+        function: Callable[[int, torch.Tensor], torch.Tensor],
+        order: Sequence[int],
+        *,
+        is_saved: bool,
+    ) -> Callable[[int, torch.Tensor], torch.Tensor | None]:
+        """``function`` for the experts in ``used``, and a visit for the others. See [Note: experts of ranks]."""
+        walk, modules = self.walk, self.experts()
+        if walk is None or not set(used) <= set(order):
+            raise self.tiled.access_error("an expert that is not in the router's choice")
+
+        def visit(e: int, weight: torch.Tensor) -> torch.Tensor | None:
+            result = function(e, weight) if e in used else None
+            walk.use(modules[e], weight[0], has_tokens=e in used, is_saved=is_saved)
+            return result
+
+        return visit
 
     def pick(self, index: Any) -> torch.Tensor:
         """Compute ``weight[index]`` for one expert (int or 0-dim tensor) or for a tensor of experts."""
@@ -179,14 +223,7 @@ class ExpertTiles(Tiles):
             number = int(index)
             if not -len(tiles) <= number < len(tiles):
                 raise IndexError(f"index {number} is out of bounds for dimension 0 with size {len(tiles)}")
-            number %= len(tiles)
-            chosen: torch.Tensor = tiles[number](_only_expert, None)
-            if not self._gives_zeros:
-                return chosen
-            # Zeros for all unused experts hang on the first expert of a call. Without a known routing, every pick gives
-            # zeros to all others: autograd adds them up, and zeros do not change the sum.
-            self._gives_zeros = self.routed is None
-            return self._with_zeros(chosen, self.routed or [number])
+            return self._pick_one(number % len(tiles))
         if not isinstance(index, torch.Tensor) or not _is_index(index):
             raise self.tiled.access_error("an index")
         # batched_mm indexes with one expert per token and choice, for example [2, 0, 2]: numbers = [0, 2], places = [1,
@@ -194,23 +231,50 @@ class ExpertTiles(Tiles):
         # may be released before they are used.
         numbers, places = index.remainder(len(tiles)).unique(return_inverse=True)
         used = numbers.tolist()
-        copies = self._of_each(used, lambda _, weight: weight.clone())
+        order = None if self.walk is None else sorted(self.walk.routed)
+        # Products save the copies, so backward does not need the weights.
+        copies = self._of_each(used, lambda _, weight: weight.clone(), order=order, is_saved=False)
         return self._with_zeros(torch.cat([copies[e] for e in used]), used)[places]
+
+    def _pick_one(self, number: int) -> torch.Tensor:
+        """Compute ``weight[number]``."""
+        tile = self.experts()[number]
+        if self.walk is not None:
+            self.walk.go_to(tile)
+        chosen: torch.Tensor = tile(_only_expert, None)
+        if self.walk is not None:
+            self.walk.use(tile, chosen, has_tokens=True)
+        if not self._gives_zeros:
+            return chosen
+        # Zeros for all unused experts hang on the first expert of a call. Without a known routing, every pick gives
+        # zeros to all others: autograd adds them up, and zeros do not change the sum.
+        self._gives_zeros = self.routed is None
+        return self._with_zeros(chosen, self.routed or [number])
 
     def _with_zeros(self, x: torch.Tensor, used: Collection[int]) -> torch.Tensor:
         """Return ``x``; when it gets its gradient, the experts that are not in ``used`` get zeros."""
-        # The graph: tile 1 -> _zero -> tile 3 -> _zero -> ... -> anchor (0-dim) -> _join -> x. Backward through _join
-        # passes x's gradient on, and sends a zero along the chain of anchors, at which each tile gets its zeros.
-        if self.touched_only or not used or not torch.is_grad_enabled() or not self.tiled.tiles[0].requires_grad:
+        if self.walk is not None or not used:  # a walk has them in its own chain
             return x
-        anchor = torch.zeros((), dtype=torch.float32, device=x.device)
-        for e in self.others(used):
-            anchor = _zero(anchor, self.tiled.tiles[e])
+        anchor = self.give_zeros(torch.zeros((), dtype=torch.float32, device=x.device), used)
         return _join(x, anchor) if anchor.requires_grad else x
 
-    def begin_call(self, routed: list[int] | None) -> None:
-        """Reset the state of a call: when it begins with its routing, and when it ends with None."""
-        self.routed, self.together, self._gives_zeros = routed, None, True
+    def give_zeros(self, anchor: torch.Tensor, used: Collection[int]) -> torch.Tensor:
+        """Return a zero; when it gets its gradient, so do ``anchor`` and the experts that are not in ``used``."""
+        # The graph: tile 1 -> _zero -> tile 3 -> _zero -> ... -> anchor (0-dim) -> _join -> x. Backward through _join
+        # passes x's gradient on, and sends a zero along the chain of anchors, at which each tile gets its zeros.
+        if not self.touched_only and torch.is_grad_enabled() and self.tiled.tiles[0].requires_grad:
+            for e in self.others(used):
+                anchor = _zero(anchor, self.tiled.tiles[e])
+        return anchor
+
+    def begin_call(self, counts: list[int] | None = None, x: torch.Tensor | None = None) -> None:
+        """Reset the state of a call: when it begins with its routing and its input, and when it ends with None."""
+        self.counts, self.x, self.routed = counts, x, None if counts is None else busiest_first(counts)
+        self.walk, self.together, self._gives_zeros = None, None, True
+
+    def follow(self, walk: Walk) -> None:
+        """Use the experts of all ranks until the call ends."""
+        self.walk, self.routed = walk, walk.routed
 
     def bring_together(self, together: Together) -> None:
         """Fetch several experts at a time, by ``together``, until the call ends."""
@@ -356,20 +420,51 @@ class _Routing:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the router's choice: the only tensor of integers among the arguments, any shape, numbers of experts."""
-        chosen = next((each for each in (*args, *kwargs.values()) if _is_choice(each)), None)
-        routed = None
+        given = (*args, *kwargs.values())
+        chosen = next((each for each in given if _is_choice(each)), None)
+        x = next((each for each in given if isinstance(each, torch.Tensor) and each.is_floating_point()), None)
+        counts = None
         if chosen is not None:
+            num = len(self._tiles[0].tiled.tiles)
             # `tolist` waits for the GPU. The router's choice has to be known on the host before reads can begin.
-            counts = torch.bincount(chosen.reshape(-1), minlength=len(self._tiles[0].tiled.tiles)).tolist()
-            routed = [e for e in range(len(self._tiles[0].tiled.tiles)) if counts[e]]
-            routed.sort(key=lambda e: -counts[e])
+            counts = torch.bincount(chosen.reshape(-1), minlength=num)[:num].tolist()
         for each in self._tiles:
-            each.begin_call(routed)
+            each.begin_call(counts, x)
 
-    def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forget the routing: outside of calls it is unknown."""
-        for each in self._tiles:
-            each.begin_call(None)
+    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forget the routing: outside of calls it is unknown. In a `Walk`, returns the output with its chain."""
+        walk = self._tiles[0].walk
+        try:
+            # After an exception in the module there is no output.
+            return walk.end(output) if walk is not None and isinstance(output, torch.Tensor) else None
+        finally:
+            for each in self._tiles:
+                each.begin_call()
+
+
+def busiest_first(counts: Sequence[int]) -> list[int]:
+    """The experts that have tokens, by their numbers of tokens: those with most first."""
+    return sorted((e for e, count in enumerate(counts) if count), key=lambda e: -counts[e])
+
+
+def walk_along(module: nn.Module, tiles: Sequence[ExpertTiles], counts: Sequence[int]) -> None:
+    """In this call, use the experts of all ranks. See [Note: experts of ranks] in ``infinity.units.expert_walk``.
+
+    Args:
+        module: the module of experts.
+        tiles: its tensors.
+        counts: the tokens of each expert on all ranks.
+    """
+    x = tiles[0].x
+    if x is None:
+        raise tiles[0].tiled.access_error("a call without an input tensor")
+    routed = busiest_first(counts)
+    anchor = anchor_of(x, trains=any(parameter.requires_grad for parameter in module.parameters()))
+    for each in tiles:
+        anchor = each.give_zeros(anchor, routed)
+    walk = Walk(routed, [each.experts() for each in tiles], anchor)
+    for each in tiles:
+        each.follow(walk)
 
 
 def _is_choice(value: Any) -> bool:

@@ -45,12 +45,13 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES = tuple(_FAMILIES)
 
 
-def make(family: str, implementation: str = "grouped_mm") -> Any:
-    """The model, with one of transformers' implementations of experts."""
+def make(family: str, implementation: str = "grouped_mm", **changes: Any) -> Any:
+    """The model, with one of transformers' implementations of experts, and changes of its config."""
     import transformers
 
     name, options = _FAMILIES[family]
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**{**_SHAPE, **options}))
+    config = getattr(transformers, f"{name}Config")(**{**_SHAPE, **options, **changes})
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
     model.set_experts_implementation(implementation)
     return model
 

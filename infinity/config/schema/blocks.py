@@ -122,8 +122,9 @@ class InfinityBlock(Block):
     experts: Literal["auto", "by_expert", "touched_only", "whole"] = "auto"
     """How the experts of a layer are paged whose weights are one tensor, as in transformers 5: `"by_expert"` reads only those
     that tokens go to, and updates all of them as torch does; `"touched_only"` updates only those that tokens went to;
-    `"whole"` pages them with their layer. `"auto"` is `"by_expert"` for frozen experts, with `offload_param` on NVMe and one
-    process, and `"whole"` for all others. See [mixtures of experts](../guides/mixtures-of-experts.md)."""
+    `"whole"` pages them with their layer. `"auto"` is `"by_expert"` for frozen experts with `offload_param` on NVMe, and
+    `"whole"` for all others. In stage 3 on several processes, all of them gather the experts that any of them needs. See
+    [mixtures of experts](../guides/mixtures-of-experts.md)."""
     strict: Annotated[Flag, BeforeValidator(_strictness)] = True
     """`false` turns unknown keys into a warning."""
     update: Literal["auto", "in_backward", "deferred", "step"] = "auto"

@@ -1,0 +1,293 @@
+"""Mixtures of experts on several ranks, each of which routes to experts of its own: paged one by one, with the bits of
+whole layers."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import BudgetTooSmallError
+from swapper import TransferRecord
+from tests.distributed.common import Values, require_same, weights_of
+from tests.exactness import mixtures
+from tests.exactness.families import VOCABULARY
+from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.internals import DividedWeights
+from tests.ranks import require_ranks
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # of PEFT
+
+
+_BLOCK_BYTES = 250_000
+"""Enough for a block with all of its experts."""
+
+
+def _model(family: str, use: str, implementation: str = "grouped_mm") -> Any:
+    """``use``: ``"full"`` trains everything, ``"frozen"`` all but the experts, ``"adapters"`` LoRA."""
+    wrap: Any = {"full": lambda model: model, "frozen": mixtures.frozen, "adapters": mixtures.with_adapters}[use]
+    if use == "adapters":
+        pytest.importorskip("peft")
+    return mixtures.case(family, implementation, wrap).make("none")
+
+
+def _config(directory: Path, experts: str, stage: int = 3, **changes: Any) -> dict[str, Any]:
+    section = {"experts": experts, "staging_buffer_bytes": None}
+    changes["infinity"] = section | changes.get("infinity", {})
+    config = everything_on_nvme(directory, changes)
+    config["zero_optimization"]["stage"] = stage
+    return config
+
+
+def _engine(model: nn.Module, config: dict[str, Any], more_bytes: int = 0) -> Any:
+    """With the least memory, so that experts come and go, or more than that."""
+    section = config["infinity"]
+    if not section["keep_in_memory"]:
+        section["host_memory_budget"] = 1000
+        with pytest.raises(BudgetTooSmallError) as refused:
+            infinity.initialize(model=model, config=config)
+        section["host_memory_budget"] = refused.value.minimum_bytes + more_bytes
+    return infinity.initialize(model=model, config=config)[0]
+
+
+def _tokens(rank: int, number: int) -> torch.Tensor:
+    """Few, so that ranks route to different experts."""
+    return torch.randint(VOCABULARY, (1, 2), generator=torch.Generator().manual_seed(100 * rank + number))
+
+
+def _loss(engine: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = engine(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def _train(model: nn.Module, config: dict[str, Any], rank: int, num_steps: int = 3) -> Values:
+    """Losses and weights of some steps, with an evaluation in between."""
+    found: Values = {}
+    # In a recomputation, autograd holds all weights of the block that is computed once more.
+    recomputes = config["infinity"].get("activation_checkpointing") or getattr(
+        model, "is_gradient_checkpointing", False
+    )
+    with _engine(model, config, _BLOCK_BYTES if recomputes else 0) as engine:
+        cut = [unit for unit in engine._parts.parameter_map.units if "_by_expert" in unit.name]
+        assert bool(cut) == (config["infinity"]["experts"] != "whole")
+        accumulated = config["gradient_accumulation_steps"]
+        for step in range(num_steps):
+            for micro_batch in range(accumulated):
+                loss = _loss(engine, _tokens(rank, accumulated * step + micro_batch))
+                engine.backward(loss)
+                engine.step()
+                found[f"loss {step} {micro_batch}"] = loss.detach()
+            with torch.no_grad():
+                found[f"evaluated {step}"] = _loss(engine, _tokens(rank, 50 + step))
+        return found | weights_of(engine)
+
+
+# ---------------------------------------------------------------------------------------------------------------- bits
+
+
+@pytest.mark.deep(but=2)
+@pytest.mark.parametrize(
+    ("use", "choice", "num", "changes"),
+    [
+        ("adapters", "auto", 2, {}),
+        ("full", "by_expert", 2, {}),
+        ("frozen", "auto", 2, {"gradient_accumulation_steps": 2}),
+        ("frozen", "auto", 3, BF16),
+        ("frozen", "auto", 2, {"infinity": {"prefetch": False}}),
+        ("frozen", "auto", 2, {"infinity": {"activation_checkpointing": True}}),
+        ("frozen", "auto", 2, {"infinity": {"keep_in_memory": True, "host_memory_budget": "1600KiB"}}),
+        ("full", "by_expert", 3, BF16),
+        ("full", "by_expert", 2, {"gradient_accumulation_steps": 2}),
+        ("full", "by_expert", 2, {"infinity": {"activation_checkpointing": True}}),
+        ("full", "by_expert", 2, {"infinity": {"update": "in_backward"}}),
+    ],
+)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+def test_ranks_with_other_experts_train_as_with_whole_layers(
+    use: str, choice: str, num: int, changes: dict[str, Any], implementation: str, tmp_path: Path
+) -> None:
+    def train(rank: int) -> None:
+        found = [
+            _train(_model("qwen3_moe", use, implementation), _config(tmp_path, experts, **copy.deepcopy(changes)), rank)
+            for experts in (choice, "whole")
+        ]
+        require_same(found[0], found[1])
+
+    require_ranks(num, train, tmp_path)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("family", [family for family in mixtures.FAMILIES if family != "qwen3_moe"])
+@pytest.mark.parametrize(("use", "choice"), [("frozen", "auto"), ("full", "by_expert")])
+def test_other_mixtures_do_as_well(family: str, use: str, choice: str, tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        found = [_train(_model(family, use), _config(tmp_path, each), rank, 2) for each in (choice, "whole")]
+        require_same(found[0], found[1])
+
+    require_ranks(2, train, tmp_path)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize(("use", "choice"), [("adapters", "auto"), ("full", "by_expert")])
+def test_routers_choose_once_more_in_a_checkpoint(
+    use: str, choice: str, implementation: str, use_reentrant: bool, tmp_path: Path
+) -> None:
+    """Which leaves a recomputed forward as soon as backward has all that it needs."""
+
+    def train(rank: int) -> None:
+        found = []
+        for experts in (choice, "whole"):
+            model = _model("qwen3_moe", use, implementation)
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            if use == "adapters":
+                model.enable_input_require_grads()
+            found.append(_train(model, _config(tmp_path, experts), rank))
+        require_same(found[0], found[1])
+
+    require_ranks(2, train, tmp_path)
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize("num", [2, 3])
+def test_experts_that_no_rank_has_tokens_for_are_left_alone(implementation: str, num: int, tmp_path: Path) -> None:
+    """As in stage 2, where each rank has all weights, and pages them for itself."""
+
+    def train(rank: int) -> None:
+        found = [
+            _train(_model("qwen3_moe", "full", implementation), _config(tmp_path, "touched_only", stage), rank)
+            for stage in (2, 3)
+        ]
+        require_same(found[1], found[0])
+
+    require_ranks(num, train, tmp_path)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("use", "choice"), [("adapters", "auto"), ("full", "by_expert")])
+def test_ranks_that_have_all_weights_page_their_own_experts(use: str, choice: str, stage: int, tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        found = [
+            _train(_model("qwen3_moe", use), _config(tmp_path, experts, stage), rank) for experts in (choice, "whole")
+        ]
+        require_same(found[0], found[1])
+
+    require_ranks(2, train, tmp_path)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("use", "choice"), [("frozen", "auto"), ("full", "by_expert")])
+def test_micro_batches_that_share_each_layer(use: str, choice: str, tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        found = []
+        for experts in (choice, "whole"):
+            changes = {"gradient_accumulation_steps": 2, "infinity": {"schedule": "vertical"}}
+            with _engine(_model("qwen3_moe", use), _config(tmp_path, experts, **changes)) as engine:
+                losses = {}
+                for step in range(2):
+                    tokens = [_tokens(rank, 2 * step + number) for number in range(2)]
+                    losses[f"loss {step}"] = engine.train_batch(iter([{"input_ids": t, "labels": t} for t in tokens]))
+                found.append(losses | weights_of(engine))
+        require_same(found[0], found[1])
+
+    require_ranks(2, train, tmp_path)
+
+
+@pytest.mark.parametrize("use", ["frozen"])
+def test_two_ranks_train_as_one_process_with_their_batches(use: str, tmp_path: Path) -> None:
+    num_steps = 3
+
+    def alone(_: int) -> None:
+        config = _config(tmp_path, "auto", gradient_accumulation_steps=2)
+        with _engine(_model("qwen3_moe", use), config) as engine:
+            for step in range(num_steps):
+                for rank in range(2):
+                    engine.backward(_loss(engine, _tokens(rank, step)))
+                    engine.step()
+            torch.save(weights_of(engine), tmp_path / "alone")
+
+    def train(rank: int) -> None:
+        with _engine(_model("qwen3_moe", use), _config(tmp_path, "auto")) as engine:
+            for step in range(num_steps):
+                engine.backward(_loss(engine, _tokens(rank, step)))
+                engine.step()
+            require_same(weights_of(engine), torch.load(tmp_path / "alone"))
+
+    (tmp_path / "one").mkdir()
+    require_ranks(1, alone, tmp_path / "one")
+    require_ranks(2, train, tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------------------- bytes
+
+
+def test_ranks_read_their_shards_of_the_experts_that_any_of_them_needs(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        fetched: list[str] = []
+        routed: set[str] = set()
+        fetch = DividedWeights.fetch
+
+        def noted(self: DividedWeights, unit: Any, **options: Any) -> Any:
+            fetched.append(unit.name)
+            return fetch(self, unit, **options)
+
+        DividedWeights.fetch = noted  # type: ignore[method-assign]  # in this process, which ends soon
+        read_bytes: Counter[str] = Counter()
+        for experts in ("auto", "whole"):
+            torch.manual_seed(0)
+            model = mixtures.frozen(mixtures.make("qwen3_moe", num_hidden_layers=5, num_experts=16))
+            with _engine(model, _config(tmp_path, experts), 100_000) as engine:
+                _watch(engine.module, routed)
+
+                def note(record: TransferRecord, experts: str = experts) -> None:
+                    if "weights of" in record.extent_name and record.direction.name == "READ":
+                        read_bytes[experts] += record.num_bytes
+
+                engine._parts.storage.observe(note)
+                for step in range(4):
+                    fetched.clear()
+                    routed.clear()
+                    engine.backward(_loss(engine, _tokens(rank, step)))
+                    engine.step()
+                    if experts == "auto":
+                        _check_fetched(fetched, routed)
+        assert read_bytes["auto"] < 0.7 * read_bytes["whole"]
+
+    require_ranks(2, train, tmp_path)
+
+
+def _watch(model: nn.Module, routed: set[str]) -> None:
+    """``routed`` gets the names of the units that this rank's tokens go to."""
+
+    def watch(name: str, module: nn.Module) -> None:
+        def note(_: nn.Module, args: tuple[Any, ...]) -> None:
+            for expert in set(args[1].flatten().tolist()):
+                routed.update(f"{name}.{each}_by_expert.{expert}.weight" for each in ("gate_up_proj", "down_proj"))
+
+        module.register_forward_pre_hook(note)
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.experts"):
+            watch(name, module)
+
+
+def _check_fetched(fetched: list[str], routed: set[str]) -> None:
+    """All ranks have fetched the same, in the same order: experts that any of them needs, and no others."""
+    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_ranks, (fetched, routed))
+    assert all(each == fetched for each, _ in of_ranks)
+    needed = set[str]().union(*(each for _, each in of_ranks))
+    experts = [name for name in fetched if "_by_expert" in name]
+    assert set(experts) <= needed
+    assert needed > routed
+    assert max(Counter(experts).values()) <= 2  # forward and backward
