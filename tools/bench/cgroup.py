@@ -15,6 +15,7 @@ import posixpath
 import re
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -237,6 +238,20 @@ class Cgroup:
     def command(self, *program: str) -> list[str]:
         """Return a command whose program is in the group from its first instruction."""
         return ["/bin/sh", "-c", _JOINING, "sh", *map(str, self.task_files), "--", *program]
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Have this process in the group inside the ``with`` block. Children that it starts there stay in the group."""
+        # It goes back to where it was: `close` kills what is in the group.
+        found = (_find_hierarchy(controller) for controller in self._paths)
+        before = dict.fromkeys(hierarchy.own / "cgroup.procs" for hierarchy in found if hierarchy is not None)
+        for file in self.task_files:
+            file.write_text(str(os.getpid()))
+        try:
+            yield
+        finally:
+            for file in before:
+                file.write_text(str(os.getpid()))
 
     def close(self) -> None:
         """Kills what still runs in the group and removes it. May be called twice."""

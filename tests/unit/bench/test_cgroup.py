@@ -116,6 +116,15 @@ def test_a_group_is_made_beside_the_process_that_limits_it(tree: _Tree) -> None:
     assert not folder.exists()
 
 
+def test_a_process_joins_a_group_and_goes_back(tree: _Tree) -> None:
+    own = _session(tree) / "session.scope" / "cgroup.procs"
+    with Cgroup("case", ("memory",)) as group:
+        (file,) = group.task_files
+        with group.joined():
+            assert (file.read_text(), own.read_text()) == (str(os.getpid()), "")
+        assert own.read_text() == str(os.getpid()), "what is left in a group is killed with it"
+
+
 def test_a_controller_of_version_1_beside_version_2(
     tree: _Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
