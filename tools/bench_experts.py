@@ -226,7 +226,8 @@ def main(arguments: list[str] | None = None) -> int:
         ("warm-up", 3),
     ):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--budget", type=size, default=size("32MiB"), help="of memory, expert by expert")
+    # Each budget holds two layers: of 32 MiB with its routed experts alone, and of 200 MiB with all of them.
+    parser.add_argument("--budget", type=size, default=size("64MiB"), help="of memory, expert by expert")
     parser.add_argument(
         "--budget-whole", type=size, default=size("450MiB"), help="of memory, where layers are read whole"
     )
