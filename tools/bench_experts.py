@@ -195,8 +195,11 @@ def main(arguments: list[str] | None = None) -> int:
     numbers = {"layers": 4, "experts": 64, "active": 8, "width": 1024, "inner": 512, "steps": 6, "warm-up": 3}
     for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--budget", default="32MiB", help="of memory, expert by expert")
-    parser.add_argument("--budget-whole", default="450MiB", help="of memory, where layers are read whole")
+    # Each budget holds two layers: of 32 MiB with its routed experts alone, and of 200 MiB with all of them.
+    parser.add_argument("--budget", type=size, default=size("64MiB"), help="of memory, expert by expert")
+    parser.add_argument(
+        "--budget-whole", type=size, default=size("450MiB"), help="of memory, where layers are read whole"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--is-limited", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -318,7 +318,7 @@ class ParameterCache:
         if is_done:
             return
         with self.lock, self._change():
-            targets = self.wanted()
+            targets, _ = self.wanted()
             for index in targets if only is None else (only.index,):
                 unit = self.units[index]
                 if unit.flat is None and unit.update is not None and index in targets:
@@ -352,10 +352,10 @@ class ParameterCache:
         with self._around_fetch(unit):
             return self._source.fetch(unit, is_demand=is_demand)
 
-    def wanted(self) -> list[int]:
-        """The units to hold now, next first."""
+    def wanted(self) -> tuple[list[int], bool]:
+        """The units to hold now, next first; and whether these are all of the forecast."""
         if not self.fills:
-            return []
+            return [], False
         # Behind a backward there may be a step, after which what was fetched for the next forward would be fetched again.
         is_around = not self.is_divided or not self.schedule.has_backward
         return self.schedule.wanted(self._sizes, self._moving_bytes, self._persistent, is_around=is_around)
@@ -369,7 +369,7 @@ class ParameterCache:
         if self._filled is not None and self._filled[0] is order and self._filled[1] in (position, None):
             return
         with self.lock, self._change():
-            targets, is_done = self.wanted(), not self.is_divided
+            (targets, has_all), is_done = self.wanted(), not self.is_divided
             leaving = self._leaving(is_demand=False, keep=targets)
             for index in targets:
                 unit = self.units[index]
@@ -387,7 +387,6 @@ class ParameterCache:
                 if flat is None:
                     return
                 self._begin_fetch(unit, flat, is_demand=False)
-            has_all = len(targets) == self.schedule.num_needed(self._persistent)
             self._filled = (order, None if has_all else position) if is_done else None
 
     def _collect(self, unit: Unit) -> None:

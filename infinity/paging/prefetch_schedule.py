@@ -23,12 +23,15 @@ with. ``simulate`` tells the same without a model; with that, a plan predicts th
 Experts are other ones each time, and each layer's are a run of units in the record. The router says which they are a moment
 before they are needed, and then they take the place of those of the last time (`PrefetchSchedule.route`), in forward and in
 backward. Until then the run is forecast as far as it is certain: by the experts that the last four micro-batches had all used.
-Of the others, what was used least often in the last 32 makes room first. With 0 a layer, e1 to e9 its experts, - the end of a
-run:
+Behind those, room is left for as many bytes as the last micro-batch needed: what is fetched into it would make room for the
+experts and be read again. What was used least often in the last 32 makes room first. With 0 a layer, e1 to e9 its experts, -
+the room that is left:
 
-    recorded    0   e1 e4 -   5  | 5   e4 e1 -   0     and e4 was used in all of the last four
+    recorded    0   e1 e4     5  | 5   e4 e1     0     and e4 was used in all of the last four
     forecast    0   e4 -      5  | 5   e4 -      0     from the beginning of the next micro-batch on
-    routed      0   e2 e4 -   5  | 5   e4 e2 -   0     as soon as the router of layer 0 has chosen e2 and e4
+    routed      0   e2 e4     5  | 5   e4 e2     0     as soon as the router of layer 0 has chosen e2 and e4
+
+What is wanted for the next micro-batch follows from the forecast and not from what is routed.
 
 A window that slides along remembers nothing. In evaluation, 0 1 2 3 in a circle, one with room for 3 units reads all 4 each
 time, as would letting the longest unused go. One with room for 2, and one unit that stays, reads 3. So which units stay is
@@ -68,7 +71,12 @@ class PrefetchSchedule:
         self._recomputes = False
         """Whether routers decided anew in the last backward: layers are computed once more there."""
         self.order: tuple[int, ...] = tuple(unit for unit in guess if unit not in self._groups)
-        """The forecast: unit indices in the order of need, one cycle. Behind the experts of a layer -1 - (its number)."""
+        """The forecast: unit indices in the order of need, one cycle. Where the experts of a layer are not known yet, behind
+        those that are certain: -1 - (number of the layer)."""
+        self._next = self.order
+        """The forecast of the next micro-batch, where there are experts: it uses other ones than this one."""
+        self._usual: dict[int, list[int]] = {}
+        """-1 - (number of a layer) -> the experts that its last micro-batch used, but for those that are certain."""
         self.backward_start = 0
         """Position in ``order`` of the first unit that backward needs."""
         self.record: tuple[tuple[int, ...], int] = tuple(guess), 0
@@ -80,8 +88,6 @@ class PrefetchSchedule:
         """How often the forecast has begun anew."""
         self._placed: tuple[int, ...] | None = None
         """The forecast of which `next_use` knows the places."""
-        self._counted: tuple[tuple[int, ...], int] | None = None
-        """A forecast, and what `num_needed` is for it."""
         self.present = -1
         """The unit in use, of which a `touch` would change nothing; -1 if the next one changes something in any case."""
 
@@ -133,6 +139,8 @@ class PrefetchSchedule:
         for unit, group in self._groups.items():
             if group in self._routed:
                 self._history[unit] = (self._history[unit] << 1 | (unit in self._routed[group])) & _HISTORY
+        for group, used in self._routed.items():
+            self._usual[-1 - group] = [unit for unit in used if not self._is_certain(unit)]
         self._routed.clear()  # a record may be committed twice
         order: list[int] = []
         start = self.backward_start
@@ -143,10 +151,14 @@ class PrefetchSchedule:
                 order.append(-1 - last)
             if place == start:
                 self.backward_start = len(order)
-            if place < len(self.order) and (layer is None or self._history[unit] & _CERTAIN == _CERTAIN):
+            if place < len(self.order) and (layer is None or self._is_certain(unit)):
                 order.append(unit)
             last = layer
-        self.order = tuple(order)
+        self.order = self._next = tuple(order)
+
+    def _is_certain(self, unit: int) -> bool:
+        """Whether the last four micro-batches have all used an expert."""
+        return self._history[unit] & _CERTAIN == _CERTAIN
 
     def route(self, group: int, units: Sequence[int]) -> None:
         """The router of a layer has chosen: these units of its experts are needed next, in this order."""
@@ -156,8 +168,10 @@ class PrefetchSchedule:
         self._routed.setdefault(group, set()).update(units)
         place = self._position + (1 if self.order else 0)
         self._replace(place, group, again if in_backward else units)
-        if not in_backward and -1 - group in self.order[self.backward_start :]:
-            place = self.order.index(-1 - group, self.backward_start)
+        # From the end: backward begins with the last of several calls of a layer.
+        backward = self.order[self.backward_start :][::-1]
+        if not in_backward and -1 - group in backward:
+            place = len(self.order) - 1 - backward.index(-1 - group)
             while place > self.backward_start and self._groups.get(self.order[place - 1]) == group:
                 place -= 1
             self._replace(place, group, again if self._recomputes else again[len(units) :])
@@ -169,7 +183,7 @@ class PrefetchSchedule:
             end += 1
         if end < len(order) and order[end] == -1 - group:
             end += 1
-        self.order = (*order[:place], *units, -1 - group, *order[end:])
+        self.order = (*order[:place], *units, *order[end:])
         if place < self.backward_start:
             self.backward_start += len(self.order) - len(order)
 
@@ -211,41 +225,33 @@ class PrefetchSchedule:
         """Whether this micro-batch uses an expert."""
         return unit in self._routed.get(self._groups[unit], ())
 
-    def num_needed(self, staying: Collection[int]) -> int:
-        """How many units the forecast names, but for those in ``staying``, which must be the same ones each time."""
-        if self._counted is None or self._counted[0] is not self.order:
-            self._counted = self.order, sum(unit >= 0 and unit not in staying for unit in set(self.order))
-        return self._counted[1]
-
     def wanted(
         self, num_bytes: Sequence[int], capacity_bytes: int, staying: Collection[int] = (), *, is_around: bool = True
-    ) -> list[int]:
-        """As `wanted`, from the unit in use on; not ``is_around``: up to the end of this micro-batch."""
-        order, position = self.order, self._position
+    ) -> tuple[list[int], bool]:
+        """The units to hold: from the one in use on the next ones in the order of need, as many as fit into
+        ``capacity_bytes``; and whether these are all.
+
+        Args:
+            num_bytes: of each unit.
+            capacity_bytes: for all of them.
+            staying: units that are always there, in memory of their own.
+            is_around: whether those of the next micro-batch follow.
+        """
+        order = self.order[self._position :]
         if is_around:
-            return wanted(order, position, num_bytes, capacity_bytes, staying)
-        return wanted(order[position:], 0, num_bytes, capacity_bytes, staying)
-
-
-def wanted(
-    order: Sequence[int], position: int, num_bytes: Sequence[int], capacity_bytes: int, staying: Collection[int] = ()
-) -> list[int]:
-    """The units to hold at ``position``: the next ones in the order of need, as many as fit into ``capacity_bytes``.
-
-    Those in ``staying`` are always there, in memory of their own. It looks no further than there is room, for it is asked with
-    every touch of a unit, of which there may be thousands.
-    """
-    found: dict[int, None] = {}
-    used, length = 0, len(order)
-    for place in range(position, position + length):
-        unit = order[place % length]
-        if unit < 0 or unit in found or unit in staying:
-            continue
-        used += num_bytes[unit]
-        if used > capacity_bytes:
-            break
-        found[unit] = None
-    return list(found)
+            order += self._next if self._groups else self.order[: self._position]
+        found: dict[int, None] = {}
+        used, is_all = 0, True
+        # No further than there is room: this is asked with every touch of a unit, of which there may be thousands.
+        for unit in order:
+            if unit in found or unit in staying:
+                continue
+            used += num_bytes[unit] if unit >= 0 else sum(num_bytes[each] for each in self._usual.get(unit, ()))
+            if used > capacity_bytes:
+                is_all = False
+                break
+            found[unit] = None
+        return [unit for unit in found if unit >= 0], is_all
 
 
 @dataclass(frozen=True)

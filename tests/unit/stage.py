@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +62,7 @@ def make_parameter_cache(
     prefetches: bool,
     guess: Sequence[int] | None = None,
     writer: WeightWriter | None = None,
+    experts: Mapping[int, int] | None = None,
 ) -> ParameterCoordinator:
     """A coordinator over host memory. It guesses that units are needed in order, unless told otherwise."""
     parameter_cache = ParameterCache(
@@ -73,6 +74,7 @@ def make_parameter_cache(
         guess=[unit.index for unit in units] if guess is None else guess,
         budget=("infinity.host_memory_budget", capacity_bytes),
         writer=writer,
+        experts=experts,
     )
     nothing: Any = SimpleNamespace(
         updated=set(), num_micro_batches=1, global_steps=0, begin_forward=lambda: None, check_consistent=lambda: None

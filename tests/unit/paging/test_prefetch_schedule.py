@@ -94,7 +94,7 @@ def test_backward_continues_where_the_recorded_one_began() -> None:
 
 def _upcoming(schedule: PrefetchSchedule, *, is_around: bool = True) -> list[int]:
     """All units in the order of need."""
-    return schedule.wanted([0] * 256, 0, is_around=is_around)
+    return schedule.wanted([0] * 256, 0, is_around=is_around)[0]
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=14), st.integers(0, 13))
@@ -266,7 +266,7 @@ def _train(schedule: PrefetchSchedule, *routed: list[int], recomputes: bool = Fa
 
 
 def _ahead(schedule: PrefetchSchedule, number: int) -> list[int]:
-    return schedule.wanted([1] * 24, number)
+    return schedule.wanted([1] * 24, number)[0]
 
 
 def test_experts_are_forecast_when_their_router_has_chosen() -> None:
@@ -309,11 +309,83 @@ def test_experts_that_are_always_used_are_forecast_before() -> None:
         _train(schedule, [10, other], [20])
     schedule.begin()
     schedule.touch(0)
-    assert _ahead(schedule, 4) == [0, 10, 1, 20]
+    assert _ahead(schedule, 5) == [0, 10, 1, 20]
     _train(schedule, [11, 12], [20])
     schedule.begin()
     schedule.touch(0)
-    assert _ahead(schedule, 4) == [0, 1, 20]
+    assert _ahead(schedule, 5) == [0, 1, 20]
+
+
+def test_room_is_left_for_experts_that_are_not_known_yet() -> None:
+    schedule = PrefetchSchedule([0, 1], _LAYERS)
+    _train(schedule, [10, 11], [20])
+    schedule.begin()
+    schedule.touch(0)
+    assert _ahead(schedule, 3) == [0], "for two experts"
+    assert _ahead(schedule, 4) == [0, 1]
+    schedule.route(0, [12])
+    assert _ahead(schedule, 3) == [0, 12, 1], "these are known"
+
+
+def test_the_next_micro_batch_is_not_forecast_by_the_experts_of_this_one() -> None:
+    schedule = PrefetchSchedule([0, 1], _LAYERS)
+    _train(schedule, [10, 11], [20])
+    schedule.begin()
+    for unit, group, experts in ((0, 0, [12, 13]), (1, 1, [21])):
+        schedule.touch(unit)
+        schedule.route(group, experts)
+        for expert in experts:
+            schedule.touch(expert)
+    schedule.begin_backward()
+    for unit in (21, 1, 13, 12, 0):
+        schedule.touch(unit)
+    assert _ahead(schedule, 20) == [0, 1]
+
+
+def test_experts_of_a_layer_that_is_called_twice_come_back_in_reverse() -> None:
+    schedule = PrefetchSchedule([0, 1], _LAYERS)
+
+    def forward(first: list[int], second: list[int]) -> None:
+        schedule.begin()
+        for dense, experts in ((0, first), (1, second)):
+            schedule.touch(dense)
+            schedule.route(0, experts)
+            for expert in experts:
+                schedule.touch(expert)
+
+    forward([10], [11])
+    schedule.begin_backward()
+    for unit in (11, 1, 10, 0):
+        schedule.touch(unit)
+    schedule.commit()
+    forward([12], [13])
+    schedule.begin_backward()
+    assert _ahead(schedule, 20) == [13, 1, 12, 0]
+
+
+def test_a_micro_batch_reads_each_dense_unit_and_each_routed_expert_once() -> None:
+    """Room for a dense unit and the two experts that each layer uses: nothing else may be read in between."""
+    source = TensorSource()
+    units = [frozen_unit(index, 2 if index < 3 else 1) for index in range(15)]
+    groups = {index: (index - 3) // 4 for index in range(3, 15)}
+    coordinator = make_parameter_cache(units, source, 4 * 4096, prefetches=True, guess=range(15), experts=groups)
+    for number in range(6):
+        coordinator.begin_forward()
+        source.fetched.clear()
+        expected: list[int] = []
+        for layer in range(3):
+            coordinator.touch(units[layer])
+            first = 3 + 4 * layer + number % 2  # others than the last time: none is certain
+            second = first + 2
+            coordinator.route(layer, [first, second])
+            for expert in (first, second):
+                coordinator.touch(units[expert])
+            expected += [layer, first, second]
+        coordinator.end_forward()
+        coordinator.backwards.end(is_complete=True, fetches=True)
+        if number > 1:
+            assert source.fetched == [*expected[1:], 0], "and the first one of the next"
+    coordinator.parameter_cache.close()
 
 
 def test_what_was_used_least_makes_room_first() -> None:
