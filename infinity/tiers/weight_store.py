@@ -11,6 +11,7 @@ For packed weights see `infinity.tiers.packed_weights`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import threading
@@ -519,8 +520,9 @@ class Uploader:
             upload.finish(None)
 
     def _retire_oldest(self) -> None:
-        staging_buffer, fence = self._copying.popleft()
-        self._device.synchronize(fence)
+        staging_buffer, fence = self._copying[0]
+        self._device.synchronize(fence)  # if it raises, `_fail` finds the buffer
+        self._copying.popleft()
         staging_buffer.release()
 
     def _drain(self) -> None:
@@ -540,6 +542,15 @@ class Uploader:
                 upload = self._queue.get()
                 if upload is not None:
                     waiting.append(upload)
+        # The pool may have other users, and waits for its buffers before it releases its memory.
+        for _, staging_buffer, *_ in self._reading:
+            staging_buffer.release()  # the pool leases it to nobody until its read has ended
+        for staging_buffer, fence in self._copying:
+            with contextlib.suppress(Exception):  # of a device that runs no copy any more
+                self._device.synchronize(fence)
+            staging_buffer.release()
+        self._reading.clear()
+        self._copying.clear()
         for upload in waiting:
             if not upload.issued.is_set():  # one upload may be in `_reading` several times
                 upload.finish(error)
