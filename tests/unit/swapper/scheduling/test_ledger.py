@@ -34,7 +34,6 @@ def _ledger() -> Ledger:
 def test_they_are_those_that_a_look_at_all_finds(seed: int, block_bytes: int) -> None:
     chance = random.Random(seed)
     ledger, known = _ledger(), list[Operation]()
-    overlaps = ledger.working[Direction.WRITE]
     for _ in range(400):
         num_bytes = chance.choice([0, 1, chance.randrange(64), chance.randrange(5000), chance.randrange(_SPACE)])
         new = _write(ledger, chance.randrange(_SPACE - num_bytes + 1), num_bytes, block_bytes)
@@ -42,11 +41,11 @@ def test_they_are_those_that_a_look_at_all_finds(seed: int, block_bytes: int) ->
         assert list(new.blockers) == expected
         known.append(new)
         if chance.random() < 0.4:
-            overlaps.pop(known.pop(chance.randrange(len(known))))
+            ledger.remove(known.pop(chance.randrange(len(known))))
     for operation in known:
-        overlaps.pop(operation)
-        overlaps.pop(operation)
-    assert not overlaps.rows
+        ledger.remove(operation)
+        ledger.remove(operation)
+    assert not ledger.rows
 
 
 @pytest.mark.parametrize("num_bytes", [1, 16, 4096])
@@ -61,7 +60,7 @@ def test_small_operations_are_not_compared_with_all_others(num_bytes: int) -> No
             return found
 
     ledger, num = _ledger(), 2000
-    ledger.working[Direction.WRITE].rows = Rows()
+    ledger.rows = Rows()
     for index in range(num):
         assert not _write(ledger, index * num_bytes, num_bytes).blockers
     assert len(looked_at) < 10 * num
