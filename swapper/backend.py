@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,20 +116,27 @@ class Batch:
         if request is not None:
             request.batch = self
         self.left = left  # stall_error() reads a copy of it, to say which part hangs
-        self._lock = threading.RLock()  # guards all below and `left`; workers of several drives end parts at once
+        # `next` of it is 0 for the part that is over last, and only then: a single step, which takes no lock.
+        # Example, 3 parts: -2, -1, 0.
+        self.countdown = itertools.count(1 - len(left))
+        self._lock = threading.RLock()  # guards what follows; workers of several drives end parts at once
         self._num_bytes = self._moved_bytes = num_bytes
         self._error: OSError | None = None
         self._then = then
 
     def on_over(self, part: Any, moved_bytes: int, error: OSError | None) -> None:
         """Take note that a part is over; ``moved_bytes``: the first byte of the whole that the part has not moved."""
-        with self._lock:
-            if moved_bytes < self._moved_bytes:
-                self._moved_bytes, self._error = moved_bytes, error
-            self.left.discard(part)
-            is_last = not self.left
-        if is_last:  # outside of the lock: `then` may submit the next request
-            self._then(self._moved_bytes, None if self._moved_bytes else self._error)
+        if moved_bytes < self._num_bytes:
+            with self._lock:
+                if moved_bytes < self._moved_bytes:
+                    self._moved_bytes, self._error = moved_bytes, error
+        self.left.discard(part)
+        if not next(self.countdown):
+            self.end()
+
+    def end(self) -> None:
+        """All parts are over."""
+        self._then(self._moved_bytes, None if self._moved_bytes else self._error)
 
     def on_complete(self, request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
         """The completion callback of parts that are requests. If one is short, nothing of the whole counts as moved."""
@@ -141,6 +149,7 @@ class Batch:
         # The batch itself counts as one more part: it cannot be over before all are submitted, nor stay open without
         # any.
         self.left.update(requests, (self,))
+        self.countdown = itertools.count(1 - len(self.left))
         while requests:
             request = requests.pop(0)
             try:

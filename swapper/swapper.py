@@ -6,19 +6,16 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from threading import get_ident
-
-from numpy import ndarray
 
 from swapper.backend import Direction, IOBackend, register_memory
 from swapper.backends.memory import MemoryBackend
-from swapper.config import Priority, SwapperConfig, as_priority, whole_number
+from swapper.config import Priority, SwapperConfig, whole_number
 from swapper.errors import ArgumentError, ExtentError, SwapperClosedError
 from swapper.extents.allocator import SpaceAllocator
 from swapper.extents.extent import Extent, NameOf
 from swapper.measure.choice import open_backend
 from swapper.measure.speeds import with_speeds
-from swapper.memory.buffer import BYTE, Buffer, bytes_of
+from swapper.memory.buffer import Buffer
 from swapper.memory.region import AlignedRegion
 from swapper.meters.busy import BusyTimes
 from swapper.meters.observer import Observer
@@ -195,7 +192,12 @@ class Swapper(Closable):
             SwapperClosedError: The swapper was closed.
             SwapperError: An earlier request failed and nobody waited for it.
         """
-        return self._start(Direction.READ, extent, buffer, offset, num_bytes, priority)
+        if self._is_closed or getattr(extent, "owner", None) is not self:
+            self._check_owned(extent)
+        scheduler = self._scheduler
+        handle = Operation(scheduler, Direction.READ, extent, offset, buffer, priority, self._block_bytes, num_bytes)
+        scheduler.submit(handle)
+        return handle
 
     def write(
         self,
@@ -205,6 +207,7 @@ class Swapper(Closable):
         offset: int = 0,
         num_bytes: int | None = None,
         priority: Priority = Priority.WRITE_BACK,
+        then: Callable[[Handle], None] | None = None,
     ) -> Handle:
         """Start copying memory into an extent.
 
@@ -217,52 +220,17 @@ class Swapper(Closable):
             offset: First byte in the extent.
             num_bytes: How many; the whole buffer by default.
             priority: What is served first.
+            then: As given to :meth:`Handle.add_done_callback`. It may run before this returns.
 
         Raises:
             ArgumentError, ExtentError, SwapperClosedError, SwapperError: See :meth:`read`.
         """
-        return self._start(Direction.WRITE, extent, buffer, offset, num_bytes, priority)
-
-    def _start(
-        self,
-        direction: Direction,
-        extent: Extent,
-        buffer: Buffer,
-        offset: int,
-        num_bytes: int | None,
-        priority: Priority,
-    ) -> Handle:
-        # This runs for each request: checks are comparisons here, and calls are made only for what fails them.
-        if self._is_closed or os.getpid() != self._pid or getattr(extent, "owner", None) is not self:
+        if self._is_closed or getattr(extent, "owner", None) is not self:
             self._check_owned(extent)
-        scheduler = self._scheduler
-        if scheduler.pending.operations:
-            scheduler.pending.raise_first()
-        if offset.__class__ is not int:
-            offset = whole_number("offset", offset)
-        if priority.__class__ is not Priority:
-            priority = as_priority(priority)
-        array, is_read = buffer, direction is Direction.READ
-        # numpy has one dtype object for uint8, so `is` is enough; by another one, bytes_of() only makes a new view.
-        is_flat = buffer.__class__ is ndarray and buffer.dtype is BYTE and buffer.ndim == 1 and buffer.size
-        if not (is_flat and buffer.flags.c_contiguous and (buffer.flags.writeable or not is_read)):
-            array = bytes_of(buffer, for_read=is_read)
-        if num_bytes is not None and whole_number("num_bytes", num_bytes) != array.size:
-            if not 0 <= num_bytes <= array.size:
-                raise ArgumentError(f"the buffer has {array.size} bytes, fewer than num_bytes={num_bytes}")
-            array = array[:num_bytes]
-        if offset < 0 or offset + array.size > extent.num_bytes:
-            raise ArgumentError(
-                f"extent {extent.name!r} has {extent.num_bytes} bytes: {array.size} bytes at offset {offset} are not inside it; "
-                "pass a smaller num_bytes or allocate a larger extent"
-            )
-        operation = Operation(scheduler, direction, extent, offset, array, priority, self._block_bytes)
-        if get_ident() == interrupts.main:  # only the main thread gets KeyboardInterrupt
-            with interrupts.uninterrupted():
-                scheduler.submit(operation)
-        else:
-            scheduler.submit(operation)
-        return operation
+        scheduler, block_bytes = self._scheduler, self._block_bytes
+        handle = Operation(scheduler, Direction.WRITE, extent, offset, buffer, priority, block_bytes, num_bytes, then)
+        scheduler.submit(handle)
+        return handle
 
     def flush(self) -> None:
         """Wait until all writes started so far are over, then raise the first error that nobody has seen."""

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from bench.cgroup import Cgroup, why_unavailable
+from bench.options import size
 from rich.table import Table
 
 import infinity

@@ -31,13 +31,15 @@ class GradientSource:
         """The dtype of all of them: fp32, or bf16 if all came in it."""
         self.is_kept = is_kept
         """Whether the gradients stay what they are after the update, which must not change them then."""
+        self.values: torch.Tensor | None = None
+        """The gradients in memory, if they are there element for element like the trainable segment. Dropped by `release`:
+        a view would keep the memory from being unmapped."""
         self.used_bytes = 0
-        """Bytes of their memory, from its beginning, that the update has used up."""
+        """Bytes of their memory, from its beginning, that the update has used up, if somebody wants to know it."""
+        self.on_release: Callable[[], None] | None = None
+        """Called, from any thread, when their memory is free, or more of it."""
         self._slots = list(slots)
-        self._values: torch.Tensor | None = None
-        """The gradients in memory. Dropped by `release`: a view would keep the memory from being unmapped."""
         self._is_released = False
-        self._on_release: Callable[[], None] | None = None
 
     def slots(self) -> Sequence[Slot]:
         """The parameters that have a gradient."""
@@ -56,14 +58,17 @@ class GradientSource:
 
     def on_used(self, chunk: Chunk) -> None:
         """This chunk's gradients, and all before it, are used up. For the last chunk, `release` is called instead."""
+        self.used_bytes = chunk.stop * self.dtype.itemsize  # chunks are retired in order, see `UpdateStream._retire`
+        if self.on_release is not None:
+            self.on_release()
 
     def release(self) -> None:
         """The update has used them up, or failed."""
         # Before the callback, which may unmap the memory.
-        self._values = None
+        self.values = None
         self._is_released = True
-        if self._on_release is not None:
-            self._on_release()
+        if self.on_release is not None:
+            self.on_release()
 
     def is_released(self) -> bool:
         """Whether the memory is free."""
@@ -71,7 +76,7 @@ class GradientSource:
 
     def add_release_callback(self, on_release: Callable[[], None]) -> None:
         """Call ``on_release``, from any thread, when the memory is free, or more of it."""
-        self._on_release = on_release
+        self.on_release = on_release
 
 
 class DeviceGradients(GradientSource):
@@ -137,13 +142,10 @@ class GradientBuffer:
 
     def __init__(self, unit: Unit, flat: FlatBuffer, dtype: torch.dtype = torch.float32) -> None:
         self.flat = flat
+        self.dtype = dtype
+        """fp32 or bf16."""
         self.values = flat.tensor()[: unit.layout.trainable_numel * dtype.itemsize].view(dtype)
         self._reference: weakref.ref[Any] | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """fp32 or bf16."""
-        return self.values.dtype
 
     def fill(self, read: Callable[[torch.Tensor], Handle], stored: torch.dtype) -> None:
         """Let ``read`` bring values of dtype ``stored`` into the memory, which then become this buffer's.
@@ -230,18 +232,13 @@ class MemoryGradients(GradientSource):
     def __init__(self, buffer: GradientBuffer, slots: Sequence[Slot], *, is_kept: bool = False) -> None:
         super().__init__(slots, buffer.values.dtype, is_kept=is_kept)
         self.is_referenced = buffer.is_referenced
-        self._values = buffer.values
+        self.values = buffer.values
 
     def of_chunk(self, chunk: Chunk, slices: Sequence[ParameterSlice], scratch: torch.Tensor) -> torch.Tensor:
-        if self._values is None:
+        if self.values is None:
             raise RuntimeError("the gradients have been released")
-        values = self._values[chunk.start : chunk.stop]
+        values = self.values[chunk.start : chunk.stop]
         return values if values.device == scratch.device else scratch.copy_(values)
-
-    def on_used(self, chunk: Chunk) -> None:
-        self.used_bytes = chunk.stop * self.dtype.itemsize  # chunks are retired in order, see `UpdateStream._retire`
-        if self._on_release is not None:
-            self._on_release()
 
 
 class SpilledGradients(GradientSource):

@@ -89,7 +89,8 @@ class GradientStore:
     def _of(self, unit: Unit) -> UnitGrads:
         """The unit's gradients, after all that were on their way have been added."""
         grads = self._grads[unit.index]
-        self._wait_for_arrivals(grads)
+        if self._arrivals.coming:
+            self._wait_for_arrivals(grads)
         return grads
 
     def reserve(self) -> None:

@@ -106,6 +106,25 @@ class ChunkBuffer:
             main = values.to(self.weight.device, torch.float32).contiguous()
             split(main, self.weight[span], self.remainder[span])
 
+    def main_at(self, places: torch.Tensor) -> torch.Tensor:
+        """Copies of the main weights at ``places`` (int64, 1-D): fp32. ``weight`` must hold the model weights if needed."""
+        if self.remainder is None:
+            return _present(self.main).index_select(0, places)
+        main = torch.empty(places.shape, dtype=torch.float32, device=places.device)
+        join(self.weight.index_select(0, places), self.remainder.index_select(0, places), main)
+        return main
+
+    def write_main_at(self, places: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace the main weights at ``places`` by ``values`` (fp32), and the model weights that are a part of them."""
+        if self.remainder is None:
+            _present(self.main).index_copy_(0, places, values)
+        else:
+            weight = torch.empty_like(values, dtype=self.weight.dtype)
+            remainder = torch.empty_like(values, dtype=REMAINDER_DTYPE)
+            split(values, weight, remainder)
+            self.weight.index_copy_(0, places, weight)
+            self.remainder.index_copy_(0, places, remainder)
+
     def read(self, kind: str, span: slice, target: torch.Tensor) -> None:
         """Copy main weights (`WEIGHT`) or a state into ``target``: see `read_main` and `read_state`."""
         if kind == WEIGHT:

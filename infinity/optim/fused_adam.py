@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from infinity.errors import StepError
 from infinity.numerics.gpu_kernels import ADAM, MOST_BLOCKS, MOST_NUMEL, THREADS
@@ -190,6 +191,41 @@ class FusedAdam:
         rows[:, 6] = where[:, 1]
         rows[:, 7] = rows_of_values
         self._adam(rows, values)  # releases the GIL; the tensors live as long as the caller's arguments
+
+    def update_whole(
+        self,
+        group: Mapping[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        averages: list[Tensor],
+        squares: list[Tensor],
+        steps: list[Tensor],
+    ) -> None:
+        """One step on tensors of any length by torch's own kernel: all fp32, 1-D, and changed in place.
+
+        Args:
+            group: hyperparameters for which `runs` holds.
+            weights, gradients, averages, squares: of each tensor.
+            steps: their step counts before the step, 0-dim fp32.
+        """
+        # As `torch.optim.Adam.step` calls it.
+        adam(
+            weights,
+            gradients,
+            averages,
+            squares,
+            [],
+            steps,
+            fused=True,
+            decoupled_weight_decay=self._is_decoupled_in(group),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
     def values(self, group: Mapping[str, Any], scale: float, count: float) -> tuple[np.float32, ...]:
         """The kernel's numbers.

@@ -25,7 +25,7 @@ from infinity.distributed.collective_thread import CollectiveThread
 from infinity.distributed.collectives import Place, Ranks
 from infinity.errors import RankError
 from infinity.tiers.extent_labels import weight_contents
-from infinity.tiers.weight_store import LandedRead, WeightStore, Written, chunk_offset, extent_of, landed
+from infinity.tiers.weight_store import LandedRead, WeightStore, Written, extent_of, landed
 from infinity.units.layout import Chunk
 from infinity.units.shards import Shards
 from infinity.units.unit import Arrival, Unit
@@ -213,11 +213,11 @@ class DividedWeights(WeightStore):
 
         return name_of
 
-    def _place_of(self, unit: Unit, chunk: Chunk, num_bytes: int) -> int:
+    def _place_of(self, unit: Unit, chunk: Chunk, weights: torch.Tensor) -> int:
         """Where in the extent a chunk's weights begin."""
-        start = chunk_offset(unit, chunk)
-        found = list(self._places(unit, start, start + num_bytes))
-        if [place[:2] for place in found] != [(start, start + num_bytes)]:
+        start = chunk.start * weights.element_size()  # the trainable segment is the first one
+        found = list(self._places(unit, start, start + weights.nbytes))
+        if [place[:2] for place in found] != [(start, start + weights.nbytes)]:
             raise RuntimeError(f"another rank keeps elements {chunk.start} to {chunk.stop} of {unit.name}")
         return found[0][2]
 
@@ -275,11 +275,11 @@ class DividedWeights(WeightStore):
     # ----------------------------------------------------------------------------------------------------------- changing
 
     def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead:
-        place = self._place_of(unit, chunk, target.numel() * target.element_size())
+        place = self._place_of(unit, chunk, target)
         return landed(lambda memory: self._begin_read(unit, place, memory, Priority.PREFETCH), target)
 
     def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle:
-        place = self._place_of(unit, chunk, source.numel() * source.element_size())
+        place = self._place_of(unit, chunk, source)
         return self._swapper_of[unit.index].write(extent_of(unit), source, offset=place)
 
     def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Written:

@@ -36,6 +36,8 @@ def _nothing() -> None: ...
 
 @dataclass
 class _UnitRecords:
+    owner: str
+    """What the staging pool calls whoever holds a buffer for one of them."""
     names: tuple[str, ...]
     main_bytes: list[int]
     num_in_memory: int
@@ -64,11 +66,13 @@ class Lease:
     _staging_buffer: StagingBuffer | None
     workspace: ChunkBuffer
     read: Handle | None = None
-    _store: Callable[[bool], Handle | None] | None = None
+    _stored: tuple[Swapper, Extent, _UnitRecords, int, NDArray] | None = None
+    """The swapper, the extent and the records among which it is stored, its index there, and its bytes in the staging
+    buffer. None if it is updated where it is stored, or has no bytes."""
     takes_memory: bool = True
     on_end: Callable[[], None] = _nothing
     _writes: list[Handle] = field(default_factory=list)
-    """Requests that use the working memory and may not have ended."""
+    """Requests beside the write of the record that use the working memory and may not have ended."""
     _then: Callable[[], None] = _nothing
 
     def wait(self) -> None:
@@ -88,20 +92,27 @@ class Lease:
             then: called when the memory is free, from any thread.
         """
         self._writes, self._then = list(others), then
-        own = None if self._store is None else self._store(main_only)
-        if own is not None:
-            self._writes.append(own)
+        is_writing = False
+        if self._stored is not None:
+            swapper, extent, records, index, record = self._stored
+            if main_only:
+                record = record[: records.main_bytes[index]]
+            # Set when the write is submitted: a later read is ordered behind it, and raises if the write has failed.
+            records.valid_bytes[index] = record.size
+            is_writing = record.size > 0
+            if is_writing:
+                swapper.write(extent, record, offset=records.offsets[index], then=self._when_written)
         # From here on the chunk may be opened again. A read of it is ordered behind the write: the swapper runs
         # operations on overlapping bytes of an extent in the order in which they were submitted.
         self.on_end()
         # It may hold views of the unit's flat buffer, which could not be evicted while they are alive.
         del self.workspace
-        self._when_written()
+        if not is_writing:
+            self._when_written()
 
     def _when_written(self, _: Handle | None = None) -> None:
-        """Release the staging buffer if all requests are over, else register for the last of them."""
-        # One callback as a rule: the last request usually ends last. If it does not, the next callback goes to another
-        # one.
+        """The record is written. Release the staging buffer if other requests are over, too, else wait for the last."""
+        # As a rule they are: they were submitted before.
         while self._writes:
             if not self._writes[-1].is_finished:
                 self._writes[-1].add_done_callback(self._when_written)
@@ -131,6 +142,8 @@ class PagedStateStore:
 
     def __init__(self, swapper: Swapper | None, staging_pool: StagingPool, record_format: ChunkFormat) -> None:
         """``swapper``: None if all records are in memory."""
+        self.free_buffers: Sequence[int] = staging_pool.free
+        """Staging buffers that can be leased now."""
         self._swapper = swapper
         self._staging_pool = staging_pool
         self._format = record_format
@@ -162,12 +175,13 @@ class PagedStateStore:
         sizes_on_drive = (form.stored_bytes(chunk.numel, len(names)) for chunk in chunks[num_in_memory:])
         in_memory = list(itertools.accumulate(sizes_in_memory, initial=0))
         on_drive = list(itertools.accumulate(sizes_on_drive, initial=0))
+        owner = f"optimizer state of {unit.name}"
         extent: Extent | None = None
         if on_drive[-1]:
             if self._swapper is None:
                 raise RuntimeError(f"unit {unit.name} has records that rest nowhere")
             name_of = record_contents(chunks[num_in_memory:], on_drive, names, form)
-            extent = self._swapper.allocate(on_drive[-1], f"optimizer state of {unit.name}", name_of=name_of)
+            extent = self._swapper.allocate(on_drive[-1], owner, name_of=name_of)
         memory: torch.Tensor | None = None
         if num_in_memory:
             # An anonymous mapping: zeros, which take no memory until they are written. Initial states are zeros.
@@ -175,6 +189,7 @@ class PagedStateStore:
             self._regions[unit.index] = region
             memory = torch.from_numpy(region.array())
         self._records[unit.index] = _UnitRecords(
+            owner=owner,
             names=tuple(names),
             main_bytes=[form.main_bytes(chunk.numel) for chunk in chunks],
             num_in_memory=num_in_memory,
@@ -221,8 +236,13 @@ class PagedStateStore:
                 if lease is not None and not reads:
                     clear(lease.workspace.record)
             elif lease is None:
-                staging_buffer = self._buffer_for(unit, is_blocking=is_blocking)
-                lease = None if staging_buffer is None else self._begin(records, chunk, staging_buffer, reads=reads)
+                staging_buffer = None
+                if self.free_buffers:
+                    staging_buffer = self._staging_pool.try_lease(owner=records.owner)
+                if staging_buffer is None and is_blocking:
+                    staging_buffer = self._wait_for_buffer(records)
+                if staging_buffer is not None:
+                    lease = self._begin(records, chunk, staging_buffer, reads=reads)
         except BaseException:
             self._open.discard(key)
             raise
@@ -239,38 +259,39 @@ class PagedStateStore:
     ) -> Lease:
         """Start to read a record of the extent into ``staging_buffer``, which this lease owns from now on."""
         layout = staging_buffer.index, chunk.stop - chunk.start, records.names
+        extent, swapper = records.extent, self._swapper
         try:
             workspace = self._layouts.get(layout)
             if workspace is None:
                 workspace = self._layouts[layout] = self._format.lay_out(
                     staging_buffer.tensor, chunk.numel, records.names
                 )
-            record, read = workspace.raw_record, None
+            record = workspace.raw_record
             valid_bytes = records.valid_bytes[chunk.index] if reads else 0
             # The read brings only what was stored. Everything behind it, states that are still blank, has to be zeros.
             if valid_bytes < record.size:
                 record[valid_bytes:] = 0
-            if valid_bytes and records.extent is not None and self._swapper is not None:
+            if extent is None or swapper is None:
+                return Lease(staging_buffer, workspace)
+            lease = Lease(staging_buffer, workspace, None, (swapper, extent, records, chunk.index, record))
+            if valid_bytes:
                 target, offset = record[:valid_bytes], records.offsets[chunk.index]
-                read = self._swapper.read(records.extent, target, offset=offset, priority=Priority.PREFETCH)
+                lease.read = swapper.read(extent, target, offset=offset, priority=Priority.PREFETCH)
+            return lease
         except BaseException:
             staging_buffer.release()
             raise
-        return Lease(staging_buffer, workspace, read, functools.partial(self._write, records, chunk.index, record))
 
-    def _buffer_for(self, unit: Unit, *, is_blocking: bool) -> StagingBuffer | None:
-        owner = f"optimizer state of {unit.name}"
-        if not is_blocking:
-            return self._staging_pool.try_lease(owner=owner)
+    def _wait_for_buffer(self, records: _UnitRecords) -> StagingBuffer:
         if self._ahead:
             # As a rule the other buffers are being written, and are free in a moment.
             with contextlib.suppress(StagingExhaustedError):
-                return self._staging_pool.lease(_TIMEOUT_SECONDS, owner=owner)
+                return self._staging_pool.lease(_TIMEOUT_SECONDS, owner=records.owner)
             with self._lock:
                 if self._ahead:
                     # The youngest entry: it will be needed last.
                     self._ahead.popitem()[1].discard()
-        return self._staging_pool.lease(owner=owner)
+        return self._staging_pool.lease(owner=records.owner)
 
     def read_ahead(self, unit: Unit, chunk: Chunk) -> bool:
         """Start to read a record that will be opened soon, if enough staging buffers are left.
@@ -287,7 +308,7 @@ class PagedStateStore:
                 return True  # it is being read, or nothing is stored yet
             if key in self._open or len(self._ahead) >= self._staging_pool.num_buffers - _BUFFERS_FOR_OTHERS:
                 return False
-            staging_buffer = self._staging_pool.try_lease(owner=f"optimizer state of {unit.name}")
+            staging_buffer = self._staging_pool.try_lease(owner=records.owner)
             if staging_buffer is None:
                 return False
             lease = self._begin(records, chunk, staging_buffer)
@@ -312,24 +333,17 @@ class PagedStateStore:
         if records.memory is None:
             raise RuntimeError("the record is not in memory")
         if weight is None or needs_scratch:
-            staging_buffer = self._buffer_for(unit, is_blocking=is_blocking)
+            staging_buffer = self._staging_pool.try_lease(owner=records.owner)
             if staging_buffer is None:
-                return None
+                if not is_blocking:
+                    return None
+                staging_buffer = self._wait_for_buffer(records)
         # Empty scratch gives an empty gradient: allowed, since the weight has memory and no gradient is needed.
         scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if staging_buffer is None else staging_buffer.tensor
         offset = records.offsets[chunk.index]
         record = records.memory[offset : offset + self._format.record_bytes(chunk.numel, len(records.names))]
         workspace = self._format.over_scratch(record, chunk.numel, records.names, scratch, weight)
         return Lease(staging_buffer, workspace, takes_memory=staging_buffer is not None)
-
-    def _write(self, records: _UnitRecords, index: int, record: NDArray, main_only: bool) -> Handle | None:
-        if main_only:
-            record = record[: records.main_bytes[index]]
-        # Set when the write is submitted: a later read is ordered behind it, and raises if the write has failed.
-        records.valid_bytes[index] = record.size
-        if records.extent is None or self._swapper is None or not record.size:
-            return None
-        return self._swapper.write(records.extent, record, offset=records.offsets[index])
 
     def valid_bytes(self) -> dict[int, list[int]]:
         """By unit index, the stored bytes of each record. A durable run saves them with its commits."""
@@ -396,6 +410,7 @@ class ResidentStateStore:
     """Records in the memory of a GPU: ``offload_optimizer.device`` "none". Same interface as `PagedStateStore`."""
 
     is_on_device = True
+    free_buffers: Sequence[int] = ()
 
     def __init__(self, device: torch.device, record_format: ChunkFormat) -> None:
         self._device = device

@@ -3,7 +3,7 @@
 For packed weights see `infinity.tiers.packed_weights`.
 
     stored on      compute on   way of a fetch
-    drives         CPU          read straight into the flat buffer (`ReadArrival`)
+    drives         CPU          read straight into the flat buffer
     drives         GPU          read into pinned staging buffers, copied from there (`Uploader`)
     host memory    GPU          one copy from the pinned block (`HostWeights`)
     host memory    CPU          only packed weights: unpacked from the block into the flat buffer (`Unpacker`)
@@ -11,6 +11,7 @@ For packed weights see `infinity.tiers.packed_weights`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import threading
@@ -31,24 +32,12 @@ from swapper import AlignedRegion, Extent, Handle, Latch, Priority, StagingBuffe
 from swapper.sync.limits import start_threads
 
 
-class ReadArrival:
-    """A read straight into a flat buffer of host memory."""
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-
-    def wait(self) -> None:
-        self._handle.wait()
-
-    def done(self) -> bool:
-        return self._handle.done()
-
-    def promote(self) -> None:
-        self._handle.promote(Priority.DEMAND)
-
-
 class LandedRead:
     """A read into host memory (``landing``), from which `wait` copies to a target on a GPU."""
+
+    # As attributes of a `Handle`: it is not over without `wait`.
+    is_finished = False
+    failure = None
 
     def __init__(self, handle: Handle, landing: torch.Tensor, target: torch.Tensor) -> None:
         self._handle = handle
@@ -265,33 +254,38 @@ class WeightStore:
     def _read(self, unit: Unit, target: torch.Tensor, offset: int, *, is_demand: bool) -> Arrival:
         """Start to read bytes of the unit's extent, from ``offset`` on, into host memory."""
         priority = Priority.DEMAND if is_demand else Priority.PREFETCH
-        return ReadArrival(self.swapper.read(extent_of(unit), target, offset=offset, priority=priority))
+        return self.swapper.read(extent_of(unit), target, offset=offset, priority=priority)
 
     def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead | None:
         """Start to read a chunk's model weights: ``target`` has the compute dtype and ``chunk.numel`` elements.
 
         Returns None if they were copied at once.
         """
+        offset = chunk.start * target.element_size()  # the trainable segment is the first one
         if unit.index in self._blocks:
-            offset = chunk_offset(unit, chunk)
             source = self._blocks[unit.index].present[offset : offset + target.numel() * target.element_size()]
             target.copy_(source.view(target.dtype))
             return None
-        read = functools.partial(self.swapper.read, extent_of(unit), offset=chunk_offset(unit, chunk))
-        return landed(lambda memory: read(memory, priority=Priority.PREFETCH), target)
+        if unit.extent is None or self._swapper is None:
+            raise RuntimeError(f"the weights of unit {unit.name} rest elsewhere")
+        if target.is_cpu:
+            raw = target.view(torch.uint8).numpy()  # as the swapper takes it with the fewest steps
+            return self._swapper.read(unit.extent, raw, offset=offset, priority=Priority.PREFETCH)
+        read = functools.partial(self._swapper.read, unit.extent, offset=offset, priority=Priority.PREFETCH)
+        return landed(read, target)
 
     def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle | None:
         """Start to write a chunk's new model weights. ``source`` is host memory, unchanged until the handle is done.
 
         Returns None if they were copied at once.
         """
-        offset = chunk_offset(unit, chunk)
+        offset = chunk.start * source.element_size()
         if unit.index in self._blocks:
             self._blocks[unit.index].write(offset, source)
             return None
         if unit.extent is None or self._swapper is None:
             raise RuntimeError(f"the weights of unit {unit.name} rest elsewhere")
-        return self._swapper.write(unit.extent, source, offset=offset)
+        return self._swapper.write(unit.extent, source.view(torch.uint8).numpy(), offset=offset)
 
     def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Handle | Written | None:
         """Start to write bytes of a flat buffer, from ``offset`` on, from host memory. Returns None if copied at once.
@@ -339,13 +333,6 @@ def extent_of(unit: Unit) -> Extent:
     if unit.extent is None:
         raise RuntimeError(f"unit {unit.name} has no extent: its weights rest elsewhere, or on other ranks")
     return unit.extent
-
-
-def chunk_offset(unit: Unit, chunk: Chunk) -> int:
-    segment = unit.layout.trainable
-    if segment is None:
-        raise RuntimeError(f"unit {unit.name} is frozen")
-    return segment.start_bytes + chunk.start * segment.dtype.itemsize
 
 
 Read = Callable[..., Arrival]
@@ -519,8 +506,9 @@ class Uploader:
             upload.finish(None)
 
     def _retire_oldest(self) -> None:
-        staging_buffer, fence = self._copying.popleft()
-        self._device.synchronize(fence)
+        staging_buffer, fence = self._copying[0]
+        self._device.synchronize(fence)  # if it raises, `_fail` finds the buffer
+        self._copying.popleft()
         staging_buffer.release()
 
     def _drain(self) -> None:
@@ -540,6 +528,15 @@ class Uploader:
                 upload = self._queue.get()
                 if upload is not None:
                     waiting.append(upload)
+        # The pool may have other users, and waits for its buffers before it releases its memory.
+        for _, staging_buffer, *_ in self._reading:
+            staging_buffer.release()  # the pool leases it to nobody until its read has ended
+        for staging_buffer, fence in self._copying:
+            with contextlib.suppress(Exception):  # of a device that runs no copy any more
+                self._device.synchronize(fence)
+            staging_buffer.release()
+        self._reading.clear()
+        self._copying.clear()
         for upload in waiting:
             if not upload.issued.is_set():  # one upload may be in `_reading` several times
                 upload.finish(error)

@@ -5,11 +5,12 @@ Where no kernel takes split main weights as they are, they are joined, updated b
 [Note: one call a chunk] A chunk has as many slices as parameters with elements in it, often hundreds. Handing each to
 torch costs 20 us and 40 Python calls. So slices that `FusedAdam` takes go there as a table, one row each, in a compiled
 loop that does not hold the GIL. Torch treats a row's last elements, fewer than a vector of its kernel, by other code:
-they go to torch.
+they go to torch, those of all rows as one list of tensors.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
@@ -42,7 +43,11 @@ class _Table(NamedTuple):
     where: npt.NDArray[np.int64]
     """The same as an array, which the kernel's table is computed from."""
     rest: Sequence[ParameterSlice]
-    """The last elements of the slices, fewer than a vector each. They are updated one slice after the other."""
+    """The last elements of the slices, fewer than a vector each."""
+    rest_at: torch.Tensor
+    """Where these elements are in the chunk: int64, 1-D, one slice after the other."""
+    rest_sizes: list[int]
+    """How many of them each slice has."""
 
 
 class _Numbers(NamedTuple):
@@ -107,16 +112,37 @@ class ChunkUpdater:
             slices = [param_slice for param_slice in slices if param_slice.slot.index in job.slots]
         if not slices:
             return
-        dtype = job.gradients.dtype
-        # Where gradients are put that are not in memory: fp32 into the fp32 scratch, bf16 beside it, to be widened
-        # later.
-        scratch = workspace.gradient if dtype == torch.float32 else workspace.landing(dtype)
-        gradient = job.gradients.of_chunk(chunk, slices, scratch)
-        if self.fused is not None and self._uses_tables:
+        values, fused = job.gradients.values, self.fused
+        if values is not None and values.device == workspace.gradient.device:
+            gradient = values[chunk.start : chunk.stop]
+        else:
+            dtype = job.gradients.dtype
+            # Where gradients are put that are not in memory: fp32 into the fp32 scratch, bf16 beside it, to be widened
+            # later.
+            scratch = workspace.gradient if dtype == torch.float32 else workspace.landing(dtype)
+            gradient = job.gradients.of_chunk(chunk, slices, scratch)
+        if fused is not None and self._uses_tables:
             if job.numbers is None:  # two workers may come here at a time, and find the same
-                job.numbers = self._numbers_of(job, self.fused)
+                job.numbers = self._numbers_of(job, fused)
             if job.numbers is not _TAKES_NOT_ALL:
-                slices = self._update_by_table(self.fused, job, chunk, slices, workspace, gradient)
+                table = self._tables.get((job.unit.index, chunk.index))
+                if table is None or table.slices is not slices:
+                    table = self._table_of(fused, job, chunk, slices)
+                numbers: _Numbers = job.numbers
+                for start, numel, index in table.places:  # hundreds in a chunk: no call of Python in here
+                    if index in numbers.fresh:
+                        # The staging buffer has another unit's bytes: the optimizer's first step expects zeros.
+                        for name in STATES:
+                            workspace.states[name][start : start + numel].zero_()
+                    # The same for all slices of a parameter, so it does not matter which chunk writes it last.
+                    job.advanced[index] = numbers.after[index]
+                # With split main weights the kernel reads model weight and remainder, and writes both.
+                main = workspace.weight if workspace.main is None else workspace.main
+                which, states = numbers.rows[table.where[:, 2]], workspace.states
+                fused.update_slices(main, workspace.remainder, gradient, states, table.where, which, numbers.values)
+                if table.rest:
+                    self._update_rest(fused, job, table, workspace, gradient)
+                return
         for param_slice in slices:
             self._update_slice(job, param_slice, workspace, gradient)
 
@@ -156,41 +182,43 @@ class ChunkUpdater:
             for param_slice, body in zip(slices, bodies, strict=True)
             if body < param_slice.numel
         ]
-        table = _Table(slices, places, np.array(places, dtype=np.int64).reshape(-1, 3), rest)
+        spans = (range(param_slice.offset, param_slice.offset + param_slice.numel) for param_slice in rest)
+        rest_at = torch.tensor([*itertools.chain(*spans)], dtype=torch.int64, device="cpu")
+        where = np.array(places, dtype=np.int64).reshape(-1, 3)
+        table = _Table(slices, places, where, rest, rest_at, [param_slice.numel for param_slice in rest])
         # A job that does not update all parameters makes its list of slices anew, so a kept table would never match it.
         if job.updates_all:
             self._tables[job.unit.index, chunk.index] = table
         return table
 
-    def _update_by_table(
-        self,
-        fused: FusedAdam,
-        job: UpdateJob,
-        chunk: Chunk,
-        slices: Sequence[ParameterSlice],
-        workspace: ChunkBuffer,
-        gradient: torch.Tensor,
-    ) -> Sequence[ParameterSlice]:
-        """Update the whole vectors of all slices in one call: see [Note: one call a chunk].
-
-        Returns slices of the elements that are left over.
-        """
-        table = self._tables.get((job.unit.index, chunk.index))
-        if table is None or table.slices is not slices:
-            table = self._table_of(fused, job, chunk, slices)
-        numbers: _Numbers = job.numbers
-        for start, numel, index in table.places:  # hundreds in a chunk: no call of Python in here
+    def _update_rest(
+        self, fused: FusedAdam, job: UpdateJob, table: _Table, workspace: ChunkBuffer, gradient: torch.Tensor
+    ) -> None:
+        """Update the last elements of all slices, in copies: by one call of torch for each parameter group."""
+        rest, at, numbers = table.rest, table.rest_at, job.numbers
+        slope = gradient.index_select(0, at).float()
+        if job.clip_coefficient is not None:
+            slope.mul_(job.clip_coefficient)
+        main = workspace.main_at(at)
+        states = [workspace.states[name].index_select(0, at) for name in STATES]
+        parts = [values.split(table.rest_sizes) for values in (main, slope, *states)]
+        steps: list[torch.Tensor] = []
+        members: dict[int, list[int]] = {}  # places in `rest` by group
+        for place, param_slice in enumerate(rest):
+            index = param_slice.slot.index
+            step = self.states[job.unit.index, index].scalars.get("step", 0.0)
+            steps.append(torch.as_tensor(step, dtype=torch.float32, device="cpu").clone())  # torch counts in place
+            members.setdefault(id(job.groups[index]), []).append(place)
             if index in numbers.fresh:
-                # The staging buffer has another unit's bytes: the optimizer's first step expects zeros.
-                for name in STATES:
-                    workspace.states[name][start : start + numel].zero_()
-            # The same for all slices of a parameter, so it does not matter which chunk writes it last.
+                for values in parts[2:]:
+                    values[place].zero_()
             job.advanced[index] = numbers.after[index]
-        # With split main weights the kernel reads model weight and remainder, and writes both.
-        main = workspace.weight if workspace.main is None else workspace.main
-        which = numbers.rows[table.where[:, 2]]
-        fused.update_slices(main, workspace.remainder, gradient, workspace.states, table.where, which, numbers.values)
-        return table.rest
+        for places in members.values():
+            tensors = [[each[place] for place in places] for each in (*parts, steps)]
+            fused.update_whole(job.groups[rest[places[0]].slot.index], *tensors)
+        workspace.write_main_at(at, main)
+        for name, values in zip(STATES, states, strict=True):
+            workspace.states[name].index_copy_(0, at, values)
 
     def _update_slice(
         self, job: UpdateJob, param_slice: ParameterSlice, workspace: ChunkBuffer, gradients: torch.Tensor

@@ -133,8 +133,8 @@ class UpdateJob:
             ]
         self.numbers: Any = None
         """`ChunkUpdater`'s numbers for all chunks of the job; None until a worker has computed them."""
-        self._weights: torch.Tensor | None = None
-        """The view of `flat` that `weights_of` cuts; until `finish`."""
+        self.weights: torch.Tensor | None = None
+        """The unit's trained weights in `flat`, if there is one: 1-D, compute dtype. From `begin` to `finish`."""
         self.advanced: dict[int, tuple[tuple[str, ...], dict[str, Any]]] = {}
         """Slot index -> the parameter's states and scalars after the update, from the end of its last slice on."""
         self.flat = unit.flat if uses_flat else None
@@ -169,11 +169,13 @@ class UpdateJob:
         self._on_release = on_release
 
     def begin(self) -> None:
-        """Begin the job: no buffer can be attached any more."""
+        """Begin the job: no buffer can be attached any more. For the worker that takes it."""
         # Locked, or `attach` on the training thread could give a buffer to a job whose first chunk is already under
         # way.
         with self._lock:
             self.has_begun = True
+        if self.flat is not None and self.chunks:
+            self.weights = self.unit.trainable_view(self.flat.tensor())
 
     def await_flat(self, device: ComputeDevice) -> None:
         """Wait for the arrival of weights that the job will overwrite. The thread's stream has waited for `after`."""
@@ -209,20 +211,11 @@ class UpdateJob:
         self.release()
         return True
 
-    def weights_of(self, chunk: Chunk) -> torch.Tensor | None:
-        """The chunk's model weights in the flat buffer, if there is one: 1-D, compute dtype. For workers, after `begin`."""
-        if self.flat is None:
-            return None
-        # Two workers may come here at a time, and create the same view.
-        if self._weights is None:
-            self._weights = self.unit.trainable_view(self.flat.tensor())
-        return self._weights[chunk.start : chunk.stop]
-
     def finish(self, error: BaseException | None) -> None:
         """End the job: all that it launched on the device has run, or it has failed with ``error``."""
         self._error = error
         # The flat buffer's memory is not freed while a view of it exists.
-        self.flat = self._weights = None
+        self.flat = self.weights = None
         self.flat_arrival = None
         # Last: whoever waits may look at everything above.
         self.is_finished = True

@@ -57,7 +57,7 @@ class StepRules:
     checks_overflow: bool = False
     """Whether a step whose gradients are not finite updates nothing."""
 
-    @property
+    @functools.cached_property
     def updates_in_backward(self) -> bool:
         """Whether a unit is updated as soon as its gradients are complete."""
         return self.update == "in_backward"

@@ -15,6 +15,7 @@ what is stored, and a staging buffer if he waits for one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
@@ -174,10 +175,15 @@ class UpdateStream:
         """Chunks in hand, each from the start of its reads until it and all before it are updated."""
         self._num_taking = 0
         """How many of these take working memory. The others are updated where they are stored."""
-        self._current: tuple[UpdateJob, Iterator[Chunk]] | None = None
-        """The job that was taken last, and its chunks to come."""
-        self._next: tuple[UpdateJob, Chunk, bool] | None = None
-        """A chunk that was taken from those, and waits for working memory."""
+        self._next: tuple[UpdateJob, Chunk] | None = None
+        """The next chunk, which waits for working memory."""
+        self._coming: Iterator[tuple[UpdateJob, Chunk]] = iter(())
+        """The chunks behind it, of the same job."""
+        self._is_short = False
+        """Whether there was no staging buffer for `_next`."""
+        self._num_submitted, self._num_begun = 0, 0
+        """Jobs so far, the first number under `_lock` and the second under `_order`. While they are equal, there is none to
+        be taken."""
         self._expected = _ExpectedUpdates(records)
         # Records on the device need no staging buffers, so nothing is read ahead: two per worker, see `_update_all`.
         self._most_ahead = 2 * num_workers if records.is_on_device else max(_MOST_AHEAD, 2 * num_workers)
@@ -201,6 +207,7 @@ class UpdateStream:
                 job.finish(self._error)
                 raise self._error
             self._pending[job] = None
+            self._num_submitted += 1
         self._work.ring()
 
     def expect_again(self) -> None:
@@ -300,7 +307,8 @@ class UpdateStream:
                 found = None
                 for item in self._window:
                     if not item.is_taken and found is not None:
-                        self._work.ring()  # for the next worker
+                        if len(self._threads) > 1:
+                            self._work.ring()  # for the next worker
                         break
                     if not item.is_taken:
                         found, item.is_taken = item, True
@@ -328,16 +336,18 @@ class UpdateStream:
     def _update(self, item: _Item) -> None:
         # The record, spilled gradients, and model weights, as far as each is not in memory.
         for read in item.reads:
-            read.wait()
+            if not read.is_finished or read.failure is not None:  # as a rule it is over: that costs no call
+                read.wait()
         begin = time.perf_counter()
         job, chunk, workspace = item.job, item.chunk, item.lease.workspace
-        # In place, `workspace.weight` is the flat buffer itself: nothing is downloaded from it, or uploaded to it.
-        flat = None if item.is_in_place or job.flat is None else job.weights_of(chunk)
+        # In place, `workspace.weight` is the flat buffer itself: nothing is copied from it, or to it.
+        flat = None if item.is_in_place or job.weights is None else job.weights[chunk.start : chunk.stop]
         # The unit is resident: its weights are copied from the flat buffer, not read from the drive.
         if job.flat_is_current and flat is not None and workspace.needs_weight:
-            arrived = self._device.download(workspace.weight, flat, job.after)
-            if arrived is not None:
-                self._device.synchronize(arrived)
+            if self._is_apart:
+                self._device.synchronize(self._device.download(workspace.weight, flat, job.after))
+            else:
+                workspace.weight.copy_(flat)
         # As many threads as the training thread has, for the bits of plain torch; afterwards the OpenMP workers of this
         # thread are ended, or they would compete with the model's.
         if self._updater.mixes_elements:  # bits of a norm depend on the number of threads
@@ -349,12 +359,19 @@ class UpdateStream:
         # The update wrote an fp32 main weight; the model weight is its cast. (With a remainder both were written.)
         if not workspace.needs_weight:
             workspace.cast_main()
-        # Behind `after`: the model may still compute with the old weights there.
-        if flat is not None:
+        if flat is not None and self._is_apart:
+            # Behind `after`: the model may still compute with the old weights there.
             item.upload = self._device.upload(flat, workspace.weight, job.after)
+        elif flat is not None:
+            flat.copy_(workspace.weight)
         # Persistent units have no extent for weights: their flat buffer is where they rest.
         if self._weights is not None and not job.unit.is_persistent:
-            self._write_weights(self._weights, item)
+            weight = workspace.weight
+            written = self._weights.write_chunk(
+                job.unit, chunk, weight if weight.is_cpu else self._in_host_memory(weight)
+            )
+            if written is not None:
+                item.writes.append(written)
         end = time.perf_counter()
         self._spans.append((begin, end))
         if self._timeline is not None:
@@ -384,7 +401,7 @@ class UpdateStream:
                 # The job's gradient memory is freed up to this chunk, while later ones are still in use.
                 if first.is_last:
                     self._finish(first.job)
-                else:
+                elif first.job.gradients.on_release is not None:
                     first.job.gradients.on_used(first.chunk)
 
     def _fill(self) -> None:
@@ -398,12 +415,17 @@ class UpdateStream:
             if self._expected.are_due:
                 self._expected.begin()
             if self._next is None:
-                self._next = self._take()
+                self._next = next(self._coming, None)
+                if self._next is None and self._num_begun < self._num_submitted:
+                    self._next = self._take()
                 if self._next is None:
                     if self._expected.left:
                         self._expected.read()
                     return
-            job, chunk, is_last = self._next
+            # As a rule nothing has changed since the last look; where the window is empty, it waits.
+            if self._is_short and self._window and not self._records.free_buffers:
+                return
+            job, chunk = self._next
             for item in self._window:
                 if item.job.unit is job.unit and item.job is not job:
                     return  # an earlier update of this unit has not written yet: a read now would be stale
@@ -426,11 +448,12 @@ class UpdateStream:
                 weight=weight,
                 needs_scratch=gradients.needs_scratch or gradients.dtype not in self._updater.used_as_they_are,
             )
+            self._is_short = lease is None
             if lease is None:
                 return
             self._next = None
             reads: list[Handle | LandedRead] = [] if lease.read is None else [lease.read]
-            item = _Item(job, chunk, lease, reads, is_last, is_in_place=weight is not None)
+            item = _Item(job, chunk, lease, reads, chunk is job.chunks[-1], is_in_place=weight is not None)
             self._window.append(item)
             self._num_taking += lease.takes_memory
             if gradients.needs_scratch:
@@ -449,16 +472,11 @@ class UpdateStream:
         is_taken = job.gradients.needs_scratch and job.gradients.dtype not in self._updater.used_as_they_are
         if is_taken or (self._is_apart and not self._records.is_on_device):
             return None
-        return job.weights_of(chunk)
+        return None if job.weights is None else job.weights[chunk.start : chunk.stop]
 
-    def _take(self) -> tuple[UpdateJob, Chunk, bool] | None:
+    def _take(self) -> tuple[UpdateJob, Chunk] | None:
+        """Begin the next job, and return its first chunk."""
         while True:
-            if self._current is not None:
-                job, chunks = self._current
-                chunk = next(chunks, None)
-                if chunk is not None:
-                    return job, chunk, chunk is job.chunks[-1]
-                self._current = None
             # A copy first: when a tuple is made, garbage may be collected, and other threads come in between.
             pending = tuple(self._pending.copy())
             first: UpdateJob | None = None
@@ -473,21 +491,19 @@ class UpdateStream:
                 if not job.has_begun and job.unit is first.unit:  # updates of one unit keep their order
                     break
             job.begin()
+            self._num_begun += 1
             self._expected.on_update(job.unit, job.chunks)
             if not job.chunks:
                 self._finish(job)
                 continue
-            self._current = job, iter(job.chunks)
+            self._coming = zip(itertools.repeat(job), job.chunks, strict=False)
+            return next(self._coming)
 
-    def _write_weights(self, weights: WeightStore, item: _Item) -> None:
-        source = item.lease.workspace.weight
-        # Records and weights of a GPU: the write to the drive needs them in host memory.
-        if source.device.type != "cpu":
-            source = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-            self._device.synchronize(self._device.download(source, item.lease.workspace.weight, self._device.mark()))
-        handle = weights.write_chunk(item.job.unit, item.chunk, source)
-        if handle is not None:
-            item.writes.append(handle)
+    def _in_host_memory(self, weight: torch.Tensor) -> torch.Tensor:
+        """A copy of a model weight that is on a GPU, as its record is: a write to the drive needs it in host memory."""
+        copied = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+        self._device.synchronize(self._device.download(copied, weight, self._device.mark()))
+        return copied
 
     def _finish(self, job: UpdateJob) -> None:
         if len(job.advanced) < len(job.slots):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from swapper.backend import NO_MEMORY, Direction, IORequest, as_os_error
+from swapper.backend import NO_MEMORY, Batch, Direction, IORequest, as_os_error
 from swapper.config import ALIGNMENT, round_up
 from swapper.memory.region import AlignedRegion
 from swapper.volumes.volume import FileRange, Volume
@@ -43,7 +43,10 @@ class FileTransfer:
         self.num_bounced = 0
 
     def __call__(
-        self, request: IORequest, file_ranges: Sequence[FileRange], then: Callable[[int, OSError | None], object]
+        self,
+        request: IORequest,
+        file_ranges: Sequence[FileRange],
+        then: Callable[[int, OSError | None], object] | Batch,
     ) -> None:
         """Carry out the file ranges of a request, one after the other.
 
@@ -51,7 +54,8 @@ class FileTransfer:
             request: What to do.
             file_ranges: Where some of its bytes lie, in their order.
             then: Called at the end with the first byte of the request that is not moved (its length if all are), and
-                with the error if nothing was moved at all.
+                with the error if nothing was moved at all. Or the batch of which these file ranges are a part, named by
+                their first byte.
         """
         memory, address, step = request.memory, request.address, self._step_bytes
         move = os.preadv if request.direction is Direction.READ else os.pwritev
@@ -81,7 +85,14 @@ class FileTransfer:
             if not has_moved:  # else this counts as short; the next attempt begins here and meets the same error
                 failure = as_os_error(error)
         view = memory = NO_MEMORY  # before `then`: a buffer of the user with views cannot be resized, and may be reused
-        then(done, failure)
+        if not isinstance(then, Batch):
+            then(done, failure)
+        elif done < num_bytes:
+            then.on_over(file_ranges[0][2], done, failure)
+        else:  # as `on_over`, whose call only the last part needs
+            then.left.discard(file_ranges[0][2])
+            if not next(then.countdown):
+                then.end()
 
     def _through_bounce(self, request: IORequest, memory: memoryview, fd: int, offset: int) -> int:
         """A piece of a request. See [Note: bounced transfers]."""

@@ -67,22 +67,23 @@ class ThreadsBackend(VolumeBackend):
         offset = request.offset
         file_ranges = [(0, offset, 0, num_bytes)] if self._is_one_file else self.volume.file_ranges(offset, num_bytes)
         parts: list[Sequence[FileRange]] = [file_ranges]
-        then, batch = partial(request.on_complete, request), None
+        complete = partial(request.on_complete, request)
+        then: partial[None] | Batch = complete
         if len(file_ranges) > 1 or num_bytes > self._request_bytes:
             parts = self._spread(file_ranges)
             starts = set[int]()  # a part is named by its first byte, counted in the request
             for part in parts:
                 starts.add(part[0][2])
-            batch = Batch(starts, num_bytes, then, request)
+            then = Batch(starts, num_bytes, complete, request)
         for part in parts:
             column, _, start, _ = part[0]
-            if batch is not None:
-                then = partial(batch.on_over, start)
             workers = self._workers[column][request.direction]
-            if workers.is_closed:
-                then(start, ended("the worker threads have"))
-            else:
+            if not workers.is_closed:
                 workers.jobs.put(partial(self._transfer, request, part, then))  # Workers.submit, less its call
+            elif isinstance(then, Batch):
+                then.on_over(start, start, ended("the worker threads have"))
+            else:
+                then(0, ended("the worker threads have"))
 
     def _spread(self, file_ranges: Sequence[FileRange]) -> list[Sequence[FileRange]]:
         """Deal the ranges to the threads of each file; a range that is alone on its file is cut."""

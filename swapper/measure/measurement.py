@@ -31,7 +31,6 @@ from swapper.memory.region import AlignedRegion
 from swapper.scheduling.handle import Handle
 from swapper.scheduling.operation import Operation
 from swapper.scheduling.scheduler import IOScheduler
-from swapper.sync.interrupts import uninterrupted
 from swapper.uncopyable import Closable
 from swapper.volumes.directory import DirectoryLike, as_directories
 from swapper.volumes.volume import Volume
@@ -281,8 +280,7 @@ class _Window:
         priority = Priority.DEMAND if direction is Direction.READ else Priority.WRITE_BACK
         chosen = memory[:num_bytes]
         handle = Operation(self._scheduler, direction, self._extent, offset, chosen, priority, self._block_bytes)
-        with uninterrupted():
-            self._scheduler.submit(handle)
+        self._scheduler.submit(handle)
         self._under_way[handle] = memory
         handle.add_done_callback(self._over.put)
 

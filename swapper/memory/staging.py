@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import weakref
@@ -19,6 +18,7 @@ from swapper.config import ALIGNMENT, bounded_seconds, whole_number
 from swapper.errors import ArgumentError, StagingExhaustedError, SwapperClosedError
 from swapper.memory.held import tenants
 from swapper.memory.region import AlignedRegion
+from swapper.sync import interrupts
 from swapper.sync.reentry import refuse_owned
 from swapper.uncopyable import Closable, Uncopyable, closed_unless_made
 
@@ -67,12 +67,19 @@ class StagingBuffer(Uncopyable):
 
     __slots__ = ("_staging_pool", "_tensor", "index", "num_bytes", "owner")
 
-    def __init__(self, staging_pool: StagingPool, index: int, tensor: torch.Tensor, owner: str) -> None:
+    def __init__(self, staging_pool: StagingPool, owner: str) -> None:
+        """Take the buffer that was released last. The caller holds the lock of the pool, which has a free one."""
         self._staging_pool = staging_pool
-        self._tensor: torch.Tensor | None = tensor
-        self.index = index
-        self.num_bytes = tensor.numel()
+        self.index = index = staging_pool.free[-1]
+        self.num_bytes = num_bytes = staging_pool.buffer_bytes
         self.owner = owner
+        # An array of its own for each lease: views of it refer to it, so it dies with the last of them.
+        array = staging_pool._whole[index * num_bytes : (index + 1) * num_bytes]
+        self._tensor: torch.Tensor | None = torch.from_numpy(array)
+        staging_pool._leased[index] = _Lease(weakref.ref(array), owner)
+        staging_pool.free.remove(index)  # a finalizer may have given another one back in between
+        staging_pool._num_leases += 1
+        staging_pool._most_leased = max(staging_pool._most_leased, staging_pool.num_buffers - len(staging_pool.free))
 
     def __repr__(self) -> str:
         state = "released" if self._tensor is None else "leased"
@@ -118,7 +125,7 @@ class StagingBuffer(Uncopyable):
             # A request still uses it: then it is in neither list, and _look_again() finds it when the request has
             # ended.
             if not tenants(staging_pool._address + self.index * staging_pool.buffer_bytes, staging_pool.buffer_bytes):
-                staging_pool._free.append(self.index)
+                staging_pool.free.append(self.index)
                 staging_pool._available.notify()
 
 
@@ -150,7 +157,7 @@ class StagingPool(Closable):
             raise ArgumentError(f"buffer_bytes must be a positive multiple of {ALIGNMENT}, got {buffer_bytes}")
         if num_buffers <= 0:
             raise ArgumentError(f"a staging pool needs at least one buffer, got num_buffers={num_buffers}")
-        self._pid = os.getpid()
+        self._pid = interrupts.pid
         self.buffer_bytes = buffer_bytes
         self.num_buffers = num_buffers
         self._deadline_seconds = bounded_seconds(deadline_seconds, "deadline_seconds")
@@ -159,8 +166,9 @@ class StagingPool(Closable):
         self._unregister: list[Callable[[], None]] = []
         self._map()
         # A stack: the buffer released last is leased first. The kernel has backed it already, and it may still be in
-        # the cache. A buffer in neither _free nor _leased was released while a transfer used it.
-        self._free = list(range(num_buffers - 1, -1, -1))
+        # the cache. A buffer in neither free nor _leased was released while a transfer used it.
+        self.free = list(range(num_buffers - 1, -1, -1))
+        """Which buffers can be leased now: always the same list. Changed under the lock; anybody may look at it."""
         self._leased: dict[int, _Lease] = {}
         # Guards all but the region; see [Note: coming in between] in swapper.sync.reentry.
         self._lock = threading.RLock()
@@ -202,7 +210,7 @@ class StagingPool(Closable):
 
     def check_process(self) -> None:
         """Raise `SwapperClosedError` in a forked child, which does not have the memory."""
-        if os.getpid() != self._pid:
+        if interrupts.pid != self._pid:
             raise SwapperClosedError(
                 f"this staging pool belongs to process {self._pid}; a forked child must make its own"
             )
@@ -232,13 +240,13 @@ class StagingPool(Closable):
             if self._is_closed or not self._has_memory:
                 return
             ends_seconds = time.monotonic() + self._deadline_seconds
-            while len(self._free) < self.num_buffers:
+            while len(self.free) < self.num_buffers:
                 self._look_again()
-                if len(self._free) < self.num_buffers:
+                if len(self.free) < self.num_buffers:
                     if time.monotonic() > ends_seconds:
                         raise StagingExhaustedError(self.num_buffers, self._deadline_seconds, self._owners())
                     self._available.wait(_HELD_SECONDS)
-            self._free.clear()
+            self.free.clear()
             self._has_memory = False
         self._unmap()
 
@@ -249,7 +257,7 @@ class StagingPool(Closable):
         with closed_unless_made(self._unmap):
             self._map()
         with self._lock:
-            self._free = list(range(self.num_buffers - 1, -1, -1))
+            self.free[:] = range(self.num_buffers - 1, -1, -1)
             self._available.notify_all()
 
     def lease(self, timeout_seconds: float | None = None, *, owner: str = "") -> StagingBuffer:
@@ -270,33 +278,44 @@ class StagingPool(Closable):
         with self._lock:
             if not self._has_buffer():
                 self._wait(timeout_seconds)
-            return self._lease_free(owner)
+            if self._is_refusing:
+                raise self._refusal()
+            return StagingBuffer(self, owner)
 
     def try_lease(self, *, owner: str = "") -> StagingBuffer | None:
         """Return a buffer if one is free now."""
-        if os.getpid() != self._pid:
+        if interrupts.pid != self._pid:
             self.check_process()
         if self._lock._is_owned():  # type: ignore[attr-defined]
             refuse_owned(self._lock, "leasing a buffer")
         with self._lock:
-            return self._lease_free(owner) if self._free or self._has_buffer() else None
+            if self._is_refusing:
+                raise self._refusal()
+            if not self.free:
+                self._look_again()
+            return StagingBuffer(self, owner) if self.free else None
+
+    @staticmethod
+    def _refusal() -> SwapperClosedError:
+        return SwapperClosedError("the staging pool has been closed; no buffer can be leased from it any more")
 
     def _has_buffer(self) -> bool:
         """Whether a lease need not wait."""
-        if not self._free and not self._is_refusing:  # closed: a lease raises at once
+        if not self.free and not self._is_refusing:  # closed: a lease raises at once
             self._look_again()
-        return bool(self._free) or self._is_refusing
+        return bool(self.free) or self._is_refusing
 
     def _look_again(self) -> None:
         """Find buffers that came free without a notification."""
         if not self._has_memory:
             return
         # The last view of a leased buffer is gone, and with it every way to release the buffer.
-        for index in [index for index, lease in self._leased.items() if lease.array() is None]:
-            del self._leased[index]
-        if len(self._free) + len(self._leased) < self.num_buffers:
-            known = {*self._free, *self._leased}
-            self._free += [index for index in range(self.num_buffers) if index not in known and not self._held(index)]
+        for index, lease in tuple(self._leased.items()):
+            if lease.array() is None:
+                del self._leased[index]
+        if len(self.free) + len(self._leased) < self.num_buffers:
+            known = {*self.free, *self._leased}
+            self.free += [index for index in range(self.num_buffers) if index not in known and not self._held(index)]
 
     def _held(self, index: int) -> bool:
         return bool(tenants(self._address + index * self.buffer_bytes, self.buffer_bytes))
@@ -317,22 +336,9 @@ class StagingPool(Closable):
         if not has_buffer:
             raise StagingExhaustedError(self.num_buffers, timeout_seconds, self._owners())
 
-    def _lease_free(self, owner: str) -> StagingBuffer:
-        if self._is_refusing:
-            raise SwapperClosedError("the staging pool has been closed; no buffer can be leased from it any more")
-        index = self._free[-1]
-        # An array of its own for each lease: views of it refer to it, so it dies with the last of them.
-        array = self._whole[index * self.buffer_bytes : (index + 1) * self.buffer_bytes]
-        buffer = StagingBuffer(self, index, torch.from_numpy(array), owner)
-        self._leased[index] = _Lease(weakref.ref(array), owner)
-        self._free.remove(index)  # a finalizer may have given another one back in between
-        self._num_leases += 1
-        self._most_leased = max(self._most_leased, self.num_buffers - len(self._free))
-        return buffer
-
     def _owners(self) -> list[tuple[str, int]]:
         owners = Counter(lease.owner for lease in self._leased.values())
-        num_held = self.num_buffers - len(self._free) - len(self._leased)
+        num_held = self.num_buffers - len(self.free) - len(self._leased)
         if num_held:
             owners["transfers that have not ended, although nobody waits for them any more"] = num_held
         return owners.most_common()
@@ -345,7 +351,7 @@ class StagingPool(Closable):
             return StagingStatistics(
                 self.buffer_bytes,
                 self.num_buffers,
-                self.num_buffers - len(self._free),
+                self.num_buffers - len(self.free),
                 self._most_leased,
                 self._num_leases,
                 self._wait_seconds,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ from swapper.backend import Direction
 
 _EITHER = len(Direction)  # the index of the union, behind those of the directions
 _BEGIN = itemgetter(1)
-_MOST_SPANS = 4096  # then they are added up, also if nobody asks: it bounds their memory
+MOST_SPANS = 4096
+"""So many spans of a worker are added up, also if nobody asks: it bounds their memory."""
 
 
 class BusySeconds(NamedTuple):
@@ -23,6 +25,25 @@ class BusySeconds(NamedTuple):
     either: float
 
 
+class BusySpans:
+    """When one worker was busy, as far as it is not added up. The worker writes it, under a lock of its own.
+
+    It writes by hand and without a call, for each busy period of a queue: `TransferQueue` says how.
+
+    Attributes:
+        begun: When the present period began, by ``time.perf_counter``; empty while the worker is idle.
+        ended: Begin and end of periods that are over.
+        add_up: Empties ``ended``: for a worker that finds `MOST_SPANS` in it.
+    """
+
+    __slots__ = ("add_up", "begun", "ended")
+
+    def __init__(self, add_up: Callable[[], object]) -> None:
+        self.begun: list[float] = []
+        self.ended: deque[tuple[float, float]] = deque()
+        self.add_up = add_up
+
+
 class BusyTimes:
     """The time in which reads, writes, or either of them were running. Thread safe.
 
@@ -30,35 +51,19 @@ class BusyTimes:
     would count drives that work side by side several times.
     """
 
-    # begin() and end() run for each busy period of a queue, so they take no lock: a dict and a deque change in single
-    # steps. seconds() adds the spans up.
-
     def __init__(self, total: BusyTimes | None = None) -> None:
         self._total = total
         # Held while spans are added up; see [Note: coming in between] in swapper.sync.reentry.
         self._lock = threading.RLock()
-        self._since: dict[tuple[Direction, int], float] = {}  # (direction, id of a worker) -> when it began
-        self._spans: deque[tuple[Direction, float, float]] = deque()  # direction, begin, end: not added up yet
+        self._workers: list[tuple[Direction, BusySpans]] = []
         self._counted_until = 0.0  # all time before is in _seconds
         self._seconds = [0.0] * (_EITHER + 1)
 
-    def begin(self, direction: Direction, worker: object = None) -> None:
-        """Note that ``worker`` is busy in this direction; a second call does nothing."""
-        times: BusyTimes | None = self  # then its total, whose worker it is
-        while times is not None:
-            times._since.setdefault((direction, id(worker)), time.perf_counter())
-            worker, times = times, times._total
-
-    def end(self, direction: Direction, worker: object = None) -> None:
-        """Note that ``worker`` is idle in this direction."""
-        times: BusyTimes | None = self
-        while times is not None:
-            since = times._since.pop((direction, id(worker)), None)
-            if since is not None:
-                times._spans.append((direction, since, time.perf_counter()))
-                if len(times._spans) > _MOST_SPANS:
-                    times.seconds()
-            worker, times = times, times._total
+    def watch(self, direction: Direction) -> tuple[BusySpans, ...]:
+        """Return what a new worker has to write to, in all of them alike: one for each total."""
+        own = BusySpans(self.seconds)
+        self._workers.append((direction, own))
+        return (own, *(self._total.watch(direction) if self._total is not None else ()))
 
     def seconds(self) -> BusySeconds:
         """Return the times until now, all of the same moment."""
@@ -66,9 +71,12 @@ class BusyTimes:
         # end of those before: read 4 + 2 = 6, write 2, either 4 + 2 + 1 = 7.
         with self._lock:
             now = time.perf_counter()
-            # Spans that are still open end now; the next call counts their rest, from _counted_until on.
-            spans = [(direction, since, now) for (direction, _), since in tuple(self._since.items())]
-            spans += [self._spans.popleft() for _ in range(len(self._spans))]
+            spans: list[tuple[Direction, float, float]] = []
+            for direction, worker in self._workers:
+                # Spans that are still open end now; the next call counts their rest, from _counted_until on. This look
+                # comes first: a period that ends meanwhile may be found twice, which adds nothing, but not missed.
+                spans += [(direction, begun, now) for begun in worker.begun.copy()]
+                spans += [(direction, *worker.ended.popleft()) for _ in range(len(worker.ended))]
             spans.sort(key=_BEGIN)
             for counted in (*Direction, _EITHER):
                 until = self._counted_until

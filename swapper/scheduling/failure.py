@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from swapper.backend import CorruptedDataError, IOBackend, IORequest
 from swapper.errors import ChecksumMismatchError, StallError, TransferError, refusal
-from swapper.scheduling.operation import Operation
+from swapper.scheduling.operation import Operation, Transfer
 
 _Error = TypeVar("_Error", bound=TransferError)
 
@@ -44,14 +44,14 @@ def os_error(operation: Operation, request: IORequest, backend: IOBackend, error
 
 
 def short_error(
-    operation: Operation, request: IORequest, backend: IOBackend, transferred_bytes: int, num_attempts: int
+    operation: Operation, transfer: Operation | Transfer, backend: IOBackend, transferred_bytes: int
 ) -> TransferError:
     """Return the error of a transfer that was short at each attempt."""
     detail = (
-        f"stopped after {transferred_bytes} bytes at the last of {num_attempts} attempts: the file has become "
+        f"stopped after {transferred_bytes} bytes at the last of {transfer.num_retries + 1} attempts: the file has become "
         "shorter or its drive is going away"
     )
-    return _error(TransferError, operation, backend, request.offset, len(request.memory), detail)
+    return _error(TransferError, operation, backend, transfer.offset, len(transfer.memory), detail)
 
 
 def behind_error(operation: Operation, hung: Operation, backend: IOBackend) -> StallError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
@@ -12,6 +11,7 @@ from swapper.backend import Direction
 from swapper.config import Priority, as_priority
 from swapper.errors import SwapperError
 from swapper.extents.extent import Extent
+from swapper.sync import interrupts
 from swapper.sync.callbacks import log_raised
 from swapper.uncopyable import Uncopyable
 
@@ -82,7 +82,7 @@ class Handle(Uncopyable):
         It runs on a backend thread: it must be quick and must not wait for I/O. What it raises is only logged. A thread
         in :meth:`wait` may return before it has run.
         """
-        if os.getpid() != self.scheduler.pid:
+        if interrupts.pid != self.scheduler.pid:
             self.scheduler.check_process()
         # The class has one empty list for all operations: the first callback gives this one a list of its own. No lock:
         # setdefault, append and the pop in announce() are single steps under the interpreter's lock.

@@ -14,58 +14,40 @@ from operator import attrgetter
 
 from swapper.backend import Direction
 from swapper.errors import ExtentError
-from swapper.extents.extent import Extent
+from swapper.extents.extent import Extent, ExtentState
 from swapper.extents.intervals import IntervalSet
 from swapper.scheduling.operation import Operation
 
 _NUMBER = attrgetter("number")
 
 
-class Overlaps:
-    """Operations in the order of the first byte that they touch. The scheduler's lock guards it.
-
-    Thousands of small operations may be unfinished at once, so `of` must not look at each of them.
-    """
-
-    __slots__ = ("longest", "rows")
-
-    def __init__(self) -> None:
-        # First byte, number, operation. Numbers differ, so that bisect never compares two operations.
-        self.rows: list[tuple[int, int, Operation]] = []
-        self.longest = 0  # bytes; only grows, until no row is left
-
-    def pop(self, operation: Operation) -> None:
-        """Leave an operation out, if it is there."""
-        rows = self.rows
-        index = bisect_left(rows, (operation.hazard_start, operation.number))
-        if index < len(rows) and rows[index][2] is operation:
-            del rows[index]
-            if not rows:
-                self.longest = 0
-
-    def of(self, operation: Operation) -> list[Operation]:
-        """Return the operations that overlap with this one, in the order of their submission."""
-        rows, start = self.rows, operation.hazard_start
-        # What overlaps begins before this one's end, and less than `longest` bytes before its start. Example:
-        # rows [0, 4096), [4096, 12288) and [20480, 24576), so longest = 8192. For [8192, 16384), only rows can overlap
-        # that begin from 8192 - 8192 + 1 = 1 up to 16383: the second one.
-        near = rows[bisect_left(rows, (start - self.longest + 1,)) : bisect_left(rows, (operation.hazard_stop,))]
-        found: list[Operation] = []
-        for _, _, other in near:
-            if start < other.hazard_stop:  # a short row may end before `start`
-                found.append(other)
-        if len(found) > 1:
-            found.sort(key=_NUMBER)
-        return found
-
-
 class Ledger:
     """One extent's state: which bytes are written or broken, and its unfinished operations.
 
-    The scheduler has one for each extent in use, and its lock guards them.
+    The scheduler has one for each extent in use, and its lock guards them. Thousands of small operations may be
+    unfinished at once, so nothing here looks at each of them.
+
+    Attributes:
+        is_plain: Any bytes may be read or written: all are written, none is broken, the extent is not being freed.
+        rows: Operations that are unfinished or stalled, in the order of the first byte that they touch: that byte,
+            number, operation. Numbers differ, so that bisect never compares two operations.
+        longest: Bytes of the longest of them; only grows, until no row is left.
+        num_admitted: Operations so far.
     """
 
-    __slots__ = ("_broken", "_is_written", "_next", "_written", "extent", "has_broken", "working")
+    # Where `is_plain` and nothing overlaps, `IOScheduler` adds and removes rows by hand.
+
+    __slots__ = (
+        "_broken",
+        "_is_written",
+        "_written",
+        "extent",
+        "has_broken",
+        "is_plain",
+        "longest",
+        "num_admitted",
+        "rows",
+    )
 
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
@@ -75,13 +57,14 @@ class Ledger:
         # Bytes whose last finished write failed.
         self._broken = IntervalSet()
         self.has_broken = False  # whether _broken has any bytes
-        self.working = (Overlaps(), Overlaps())  # unfinished or stalled reads, and writes; indexed by Direction
-        self._next = 0
+        self.is_plain = self._is_written
+        self.rows: list[tuple[int, int, Operation]] = []
+        self.longest = self.num_admitted = 0
 
     @property
     def operations(self) -> list[Operation]:
         """All operations that are unfinished or stalled."""
-        return [operation for overlaps in self.working for _, _, operation in overlaps.rows]
+        return [operation for _, _, operation in self.rows]
 
     def admit(self, operation: Operation) -> None:
         """Add an operation, and put those it must wait for into its ``blockers``: see [Note: order on the same bytes].
@@ -89,7 +72,6 @@ class Ledger:
         Raises:
             ExtentError: A read of bytes that are known to be unreadable.
         """
-        reads, writes = self.working
         written, first, stop = self._written, operation.first, operation.stop
         is_read = operation.direction is Direction.READ
         if not self._is_written:
@@ -104,20 +86,39 @@ class Ledger:
                     or (stop < operation.hazard_stop and written.first_overlap(stop, operation.hazard_stop))
                 )
         # A write on its way may heal them: checked when it has ended.
-        if is_read and self.has_broken and not writes.rows:
+        if is_read and self.has_broken and not any(each.direction is Direction.WRITE for each in self.operations):
             self.check_broken(operation)
-        self._next = operation.number = self._next + 1
-        if writes.rows:
-            operation.blockers = dict.fromkeys(writes.of(operation))
-        if not is_read:  # reads do not wait for reads
-            if reads.rows:
-                operation.blockers = {**operation.blockers, **dict.fromkeys(reads.of(operation))}
-            if not self._is_written:
-                written.add(first, stop)
-                self._is_written = written.first_gap(0, self.extent.num_bytes) is None
-        among = self.working[operation.direction]
-        insort(among.rows, (operation.hazard_start, operation.number, operation))
-        among.longest = max(among.longest, operation.hazard_stop - operation.hazard_start)
+        self.num_admitted = operation.number = self.num_admitted + 1
+        if self.rows:
+            earlier = self.overlaps(operation)
+            if is_read:  # reads do not wait for reads
+                earlier = [each for each in earlier if each.direction is Direction.WRITE]
+            operation.blockers = dict.fromkeys(earlier)
+        if not is_read and not self._is_written:
+            written.add(first, stop)
+            self._is_written = written.first_gap(0, self.extent.num_bytes) is None
+            self.is_plain = self._is_written and not self.has_broken and self.extent.state is ExtentState.LIVE
+        insort(self.rows, (operation.hazard_start, operation.number, operation))
+        self.longest = max(self.longest, operation.hazard_stop - operation.hazard_start)
+
+    def overlaps(self, operation: Operation) -> list[Operation]:
+        """Return the operations that touch the same bytes as this one, in the order of their submission."""
+        rows, start = self.rows, operation.hazard_start
+        # What overlaps begins before this one's end, and less than `longest` bytes before its start. Example:
+        # rows [0, 4096), [4096, 12288) and [20480, 24576), so longest = 8192. For [8192, 16384), only rows can overlap
+        # that begin from 8192 - 8192 + 1 = 1 up to 16383: the second one.
+        near = rows[bisect_left(rows, (start - self.longest + 1,)) : bisect_left(rows, (operation.hazard_stop,))]
+        # A short row may end before `start`.
+        return sorted((each for _, _, each in near if start < each.hazard_stop), key=_NUMBER)
+
+    def remove(self, operation: Operation) -> None:
+        """Leave an operation out, if it is there."""
+        rows = self.rows
+        index = bisect_left(rows, (operation.hazard_start, operation.number))
+        if index < len(rows) and rows[index][2] is operation:
+            del rows[index]
+            if not rows:
+                self.longest = 0
 
     def check_broken(self, operation: Operation) -> None:
         """Raise for a read of bytes whose last write failed. Final only when the operation has no blockers left."""
@@ -135,3 +136,4 @@ class Ledger:
             else:
                 self._broken.remove(operation.first, operation.stop)
             self.has_broken = bool(self._broken)
+            self.is_plain = self._is_written and not self.has_broken and self.extent.state is ExtentState.LIVE

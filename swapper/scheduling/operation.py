@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from numpy import ndarray
 
 from swapper.backend import Direction, IORequest
-from swapper.config import ALIGNMENT, Priority
-from swapper.errors import SwapperError
+from swapper.config import ALIGNMENT, Priority, as_priority, whole_number
+from swapper.errors import ArgumentError, SwapperError
 from swapper.extents.extent import Extent
+from swapper.memory.buffer import BYTE, Buffer, bytes_of
 from swapper.scheduling.handle import Handle
 
 _as_character = c_char.from_buffer  # with `addressof` the cheapest way to a buffer's address
@@ -89,17 +89,51 @@ class Operation(IORequest, Handle):
         direction: Direction,
         extent: Extent,
         first: int,
-        array: npt.NDArray[np.uint8],
+        buffer: Buffer,
         priority: Priority,
         block_bytes: int,
+        num_bytes: int | None = None,
+        then: Callable[[Handle], None] | None = None,
     ) -> None:
+        """
+        Args:
+            scheduler: Who runs it.
+            direction, extent, priority: See above.
+            first: First byte in the extent.
+            buffer: See `Swapper.read`.
+            block_bytes: See `IOBackend`.
+            num_bytes: So many bytes of the buffer; all by default.
+            then: The first of its ``callbacks``.
+
+        Raises:
+            ArgumentError: They are not all inside the extent, or the memory cannot be used.
+        """
+        # This runs for each request: checks are comparisons here, and calls are made only for what fails them.
+        if first.__class__ is not int:
+            first = whole_number("offset", first)
+        if priority.__class__ is not Priority:
+            priority = as_priority(priority)
+        array, is_read = buffer, direction is Direction.READ
+        # numpy has one dtype object for uint8, so `is` is enough; by another one, bytes_of() only makes a new view.
+        is_flat = buffer.__class__ is ndarray and buffer.dtype is BYTE and buffer.ndim == 1 and buffer.size
+        if not (is_flat and buffer.flags.c_contiguous and (buffer.flags.writeable or not is_read)):
+            array = bytes_of(buffer, for_read=is_read)
+        if num_bytes is not None and whole_number("num_bytes", num_bytes) != array.size:
+            if not 0 <= num_bytes <= array.size:
+                raise ArgumentError(f"the buffer has {array.size} bytes, fewer than num_bytes={num_bytes}")
+            array = array[:num_bytes]
+        self.num_bytes = size = array.size
+        self.stop = stop = first + size
+        if first < 0 or stop > extent.num_bytes:
+            raise ArgumentError(
+                f"extent {extent.name!r} has {extent.num_bytes} bytes: {size} bytes at offset {first} are not inside it; "
+                "pass a smaller num_bytes or allocate a larger extent"
+            )
         self.scheduler = scheduler
         self.direction = direction
         self.extent = extent
         self.first = first
         self.priority = priority
-        self.num_bytes = num_bytes = array.size
-        self.stop = stop = first + num_bytes
         self.offset = extent.start + first
         self.memory = memory = array.data
         try:
@@ -109,6 +143,8 @@ class Operation(IORequest, Handle):
         # Rounded out to whole blocks, which a write rewrites: bytes [100, 5100) and blocks of 4096 give [0, 8192).
         self.hazard_start = first - first % block_bytes
         self.hazard_stop = -(-stop // block_bytes) * block_bytes
+        if then is not None:
+            self.callbacks = [then]
         self.on_complete = _nothing  # until it is handed over
         self.may_pad = False  # see `IORequest`; `Ledger.admit` decides
         self.batch = None

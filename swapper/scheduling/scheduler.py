@@ -3,7 +3,8 @@
 [Note: the usual case is cheap]
 Dependencies and deadline of an operation are fixed once, at its submission. It reaches the backend in as few
 transfers as keep that busy. Python touches it once more, when the last transfer ends. Code for retries and errors
-runs only when they occur.
+runs only when they occur. `IOScheduler.submit` and ``_on_complete`` do by hand what the usual operation needs, without a
+call: it is one transfer, nothing has to be waited for, the backend has room, and its extent has been written and is in order.
 
 [Note: hung transfers]
 A transfer that misses its deadline fails its operation with a ``StallError``, but the kernel may still move the bytes
@@ -22,62 +23,42 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import threading
+import time
 import weakref
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
 from typing import Any
 
 from swapper.backend import NO_MEMORY, Direction, IOBackend
-from swapper.config import Priority, SwapperConfig, bounded_seconds
+from swapper.config import ALIGNMENT, Priority, SwapperConfig, bounded_seconds
 from swapper.errors import ExtentError, ReentryError, SwapperClosedError, SwapperError
 from swapper.extents.extent import Extent, ExtentState
 from swapper.memory.held import watch_requests
-from swapper.meters.busy import BusyTimes
+from swapper.meters.busy import MOST_SPANS, BusyTimes
 from swapper.meters.observer import Observers
+from swapper.scheduling import waiting
 from swapper.scheduling.failure import behind_error, os_error, short_error, stall_error
 from swapper.scheduling.handle import announce, observe
 from swapper.scheduling.ledger import Ledger
 from swapper.scheduling.operation import Operation, OperationState, Transfer
 from swapper.scheduling.statistics import Statistics, take_snapshot
 from swapper.scheduling.transfer_queue import TransferQueue
-from swapper.scheduling.waiting import TICKS_PER_DEADLINE, PendingErrors, tick_seconds
+from swapper.sync import interrupts
 from swapper.sync.bell import Bell
-from swapper.sync.callbacks import call_back
-from swapper.sync.interrupts import uninterrupted
 from swapper.sync.lifetimes import call_when_collected
 from swapper.sync.limits import start_threads
 from swapper.sync.reentry import refuse_owned
-from swapper.sync.timeouts import wait_in_parts
 from swapper.uncopyable import Uncopyable
 
 logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 10.0  # idle threads get at least this long to end in close(), also with timeout_seconds=0
 _TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})  # a repeated transfer may succeed
-# 1, 2, 4, ... ms: the 8 attempts of the default max_retries wait 255 ms in all.
-_FIRST_DELAY_SECONDS = 0.001
-_MOST_DELAY_SECONDS = 0.25
-_QUEUED, _STALLED, _DONE = OperationState.QUEUED, OperationState.STALLED, OperationState.DONE
-
-
-def delay_seconds(num_retries: int, *, has_moved: bool) -> float:
-    """Return the pause before the ``num_retries``-th retry of a transfer."""
-    # Bytes have moved: a signal, or the end of a file system's extent, made the transfer short. No pause helps there.
-    # min(..., 16): a large max_retries would make 2.0 ** 1024, which raises OverflowError.
-    return 0.0 if has_moved else min(_FIRST_DELAY_SECONDS * 2.0 ** min(num_retries - 1, 16), _MOST_DELAY_SECONDS)
-
-
-def _watch(reference: weakref.ref[IOScheduler], stop: Bell, seconds: float) -> None:
-    # A weak reference: this thread must not keep alive a scheduler that nobody closed.
-    while not stop.wait(seconds):
-        scheduler = reference()
-        if scheduler is None:
-            return
-        call_back(scheduler._on_tick, "looking for transfers that hang")
-        del scheduler  # else it would live until the next tick
+_, _QUEUED, _RUNNING, _STALLED, _DONE = OperationState
+_UNGUARDED = contextlib.nullcontext()
 
 
 class _Thread(threading.local):
@@ -98,7 +79,7 @@ class IOScheduler(Uncopyable):
         free: Callable[[Extent], None] = lambda extent: None,
     ) -> None:
         """``free``: called with a freed extent when its last request has ended."""
-        self.pid = os.getpid()
+        self.pid = interrupts.pid
         self._backend = backend
         self._free_extent = free
         self._config = config
@@ -112,71 +93,125 @@ class IOScheduler(Uncopyable):
         self._ledgers: dict[Extent, Ledger] = {}
         self.requests = self._active = dict[Operation, Ledger]()  # unfinished or stalled, in submission order
         watch_requests(self)
-        self._delayed: dict[Transfer, threading.Timer] = {}  # to be tried again, but not at once
-        self._tick = 0
+        self._delayed = waiting.DelayedTransfers(self._try_again)
+        self._tick = self._num_errors = 0
         self._closed_because = ""
         self._thread = _Thread()
-        self._num_errors = 0
-        self.pending = PendingErrors()
-        self._tick_seconds = tick_seconds(config.deadline_seconds)
+        self.pending = waiting.PendingErrors()
+        self._tick_seconds = waiting.tick_seconds(config.deadline_seconds)
         self._stop = Bell()
         call_when_collected(self, self._stop.ring)
-        arguments = (weakref.ref(self), self._stop, self._tick_seconds)
-        self._watchdog = threading.Thread(target=_watch, args=arguments, name="swapper-watchdog", daemon=True)
+        arguments = (weakref.WeakMethod(self._on_tick), self._stop, self._tick_seconds)
+        self._watchdog = threading.Thread(target=waiting.watch, args=arguments, name="swapper-watchdog", daemon=True)
         start_threads(self._watchdog)
 
     def check_process(self) -> None:
         """Raise `SwapperClosedError` in a forked child: it has none of the threads, and locks may be taken for ever."""
-        if os.getpid() != self.pid:
+        if interrupts.pid != self.pid:
             raise SwapperClosedError(f"this swapper belongs to process {self.pid}; a forked child must open its own")
 
     # -- submission --------------------------------------------------------------------------------------------------
 
     def submit(self, operation: Operation) -> None:
-        """Start a new operation. On the main thread, call it inside `uninterrupted`.
+        """Start a new operation.
 
         Raises:
             ExtentError: A read of bytes that were never written, or whose last write failed, if that is known already;
                 or the extent has been freed.
-            SwapperClosedError: The scheduler has been closed.
+            SwapperClosedError: The scheduler has been closed, or belongs to the parent of this process.
+            SwapperError: An earlier operation failed, and nobody waited for it.
             ReentryError: A signal handler calls, in the middle of a change.
         """
+        if interrupts.pid != self.pid:
+            self.check_process()
+        if self.pending.operations:
+            self.pending.raise_first()
         if self._lock._is_owned():
             refuse_owned(self._lock, "a read or a write")
+        queue, num_bytes, offset = self.queues[operation.direction], operation.num_bytes, operation.offset
         finished: list[Operation] = []
-        to_submit: deque[Operation | Transfer] = deque()
-        with self._lock:
-            if self._closed_because:
-                raise SwapperClosedError(self._closed_because)
-            extent, queue = operation.extent, self.queues[operation.direction]
-            if extent.state is not ExtentState.LIVE:
-                raise ExtentError(extent.name, f"extent {extent.name!r} has been freed; allocate it again to use it")
-            ledger = self._ledgers.get(extent)
-            if ledger is None:
-                ledger = self._ledgers[extent] = Ledger(extent)
-            ledger.admit(operation)
-            self._active[operation] = ledger
-            try:
-                if operation.blockers:
-                    self._block(operation, finished)
-                elif ledger.has_broken or not operation.num_bytes:  # it may be over at once
-                    if not self._make_ready(operation, ledger):
-                        self._finish(operation, finished)
-                elif queue.begin(operation, self._tick):
-                    to_submit.append(operation)
-            except BaseException:
-                # admit() counts a write as written already. Its failure marks these bytes as broken.
-                operation.failure = SwapperClosedError("an error came before it started")
-                queue.withdraw(operation)
-                if operation in self._active:
-                    self._finish(operation, finished)
-                raise
-            if queue.num_queued:
-                queue.pop_ready(self._tick, to_submit)
-        if to_submit:
-            self._submit_all(to_submit)
+        # Only the main thread gets KeyboardInterrupt.
+        with interrupts.uninterrupted() if get_ident() == interrupts.main else _UNGUARDED:
+            with self._lock:
+                ledger, num_inflight = self._ledgers.get(operation.extent), len(queue.inflight)
+                # See [Note: the usual case is cheap].
+                if (
+                    ledger is None
+                    or not ledger.is_plain
+                    or self._closed_because
+                    or queue.num_queued  # their priorities decide
+                    # The backend has no room: see `TransferQueue.is_full`.
+                    or queue.inflight_bytes > queue.most_bytes
+                    or (num_inflight >= queue.limit and queue.inflight_bytes >= queue.few_bytes)
+                    or num_inflight >= queue.most_inflight
+                    # It is none, or several transfers: see `TransferQueue._cut`.
+                    or not 0 < num_bytes <= queue.longest_bytes - offset % ALIGNMENT
+                    or (queue.boundary_bytes and offset % queue.boundary_bytes + num_bytes > queue.boundary_bytes)
+                    # Others may touch the same bytes: see `Ledger.overlaps`.
+                    or bisect_left(ledger.rows, (operation.hazard_start - ledger.longest + 1,))
+                    != (place := bisect_left(ledger.rows, (operation.hazard_stop,)))
+                ):
+                    to_submit = self._admit(operation, finished)
+                else:
+                    to_submit = None
+                    ledger.num_admitted = operation.number = ledger.num_admitted + 1
+                    ledger.rows.insert(place, (operation.hazard_start, operation.number, operation))
+                    ledger.longest = max(ledger.longest, operation.hazard_stop - operation.hazard_start)
+                    self._active[operation] = ledger
+                    operation.state = _RUNNING
+                    operation.cursor, operation.outstanding, operation.submitted_tick = num_bytes, 1, self._tick
+                    operation.on_complete = queue.on_complete
+                    if self.observers.present:  # else no clock is read
+                        operation.ready_seconds = operation.began_seconds = time.perf_counter()
+                    for spans in queue.busy_spans:
+                        if not spans.begun:
+                            spans.begun.append(time.perf_counter())
+                    queue.inflight[operation] = num_bytes
+                    queue.inflight_bytes += num_bytes
+                    queue.num_taken += 1
+            thread = self._thread
+            if to_submit is None and thread.backlog is None:  # as `_submit_all`
+                thread.backlog = to_submit = deque()
+                try:
+                    self._backend.submit(operation)
+                except BaseException as error:
+                    self._on_raised(operation, error)
+                finally:
+                    thread.backlog = None
+            elif to_submit is None and thread.backlog is not None:
+                thread.backlog.append(operation)
+            if to_submit:
+                self._submit_all(to_submit)
         if finished:
             announce(finished)
+
+    def _admit(self, operation: Operation, finished: list[Operation]) -> deque[Operation | Transfer]:
+        """As `submit`, in any case; the lock is held. Returns what is to be submitted."""
+        extent, queue = operation.extent, self.queues[operation.direction]
+        if self._closed_because:
+            raise SwapperClosedError(self._closed_because)
+        if extent.state is not ExtentState.LIVE:
+            raise ExtentError(extent.name, f"extent {extent.name!r} has been freed; allocate it again to use it")
+        ledger = self._ledgers.get(extent)
+        if ledger is None:
+            ledger = self._ledgers[extent] = Ledger(extent)
+        ledger.admit(operation)
+        self._active[operation] = ledger
+        try:
+            if operation.blockers:
+                self._block(operation, finished)
+            elif not self._make_ready(operation, ledger):  # it is over at once
+                self._finish(operation, finished)
+        except BaseException:
+            # admit() counts a write as written already. Its failure marks these bytes as broken.
+            operation.failure = SwapperClosedError("an error came before it started")
+            queue.withdraw(operation)
+            if operation in self._active:
+                self._finish(operation, finished)
+            raise
+        to_submit: deque[Operation | Transfer] = deque()
+        queue.pop_ready(self._tick, to_submit)
+        return to_submit
 
     def _block(self, operation: Operation, finished: list[Operation]) -> None:
         """Have an operation wait for its blockers, or fail if one of them hangs."""
@@ -237,11 +272,15 @@ class IOScheduler(Uncopyable):
                 transfer = to_submit.popleft()
                 try:
                     self._backend.submit(transfer)
-                except BaseException as error:  # of a user's IOBackend, say: the transfer would wait for its deadline
-                    logger.exception("the backend raised instead of completing a transfer with an error")
-                    self._on_complete(transfer, 0, OSError(None, f"{type(error).__name__}: {error}"))
+                except BaseException as error:
+                    self._on_raised(transfer, error)
         finally:
             thread.backlog = None
+
+    def _on_raised(self, transfer: Operation | Transfer, error: BaseException) -> None:
+        """End a transfer that a backend did not take: a user's IOBackend, say. Else it would wait for its deadline."""
+        logger.error("the backend raised instead of completing a transfer with an error", exc_info=error)
+        self._on_complete(transfer, 0, OSError(None, f"{type(error).__name__}: {error}"))
 
     def _on_complete(self, request: Any, transferred_bytes: int, error: OSError | None) -> None:
         """Update queues and operation after a transfer; the backend calls it on any thread."""
@@ -249,25 +288,46 @@ class IOScheduler(Uncopyable):
         to_submit: deque[Operation | Transfer] = deque()
         queue = self.queues[request.direction]
         with self._lock:
-            is_whole = queue.end(request, transferred_bytes, error)
-            if is_whole is None:
+            num_bytes = queue.inflight.pop(request, None)
+            if num_bytes is None:
                 logger.warning("a transfer of bytes from %d on was completed twice, or is unknown", request.offset)
                 return
+            queue.inflight_bytes -= num_bytes
             # By class: a call of the property `Operation.operation` costs more, and this runs for each transfer.
             operation: Operation = request if request.__class__ is Operation else request.operation
             operation.outstanding -= 1
             is_again = False
-            if not is_whole and operation.failure is None:
+            if error is None and transferred_bytes == num_bytes:
+                queue.num_bytes += num_bytes
+                queue.num_transfers += 1
+                if self.observers.present:
+                    queue.add_record(request, num_bytes)
+            elif operation.failure is None:
                 is_again = self._on_trouble(request, queue, transferred_bytes, error)
             if not is_again and request is not operation:
                 request.memory = NO_MEMORY  # the backend may keep the request: the user's buffer would stay exported
             if not operation.outstanding and operation.state is not _QUEUED:  # queued: pieces are still to be cut
-                self._finish(operation, finished)
+                ledger = self._active[operation]
+                if operation.failure is not None or operation.dependents or not ledger.is_plain:
+                    self._finish(operation, finished)
+                else:  # as `_finish`, by hand: see [Note: the usual case is cheap]
+                    operation.memory, operation.batch = NO_MEMORY, None
+                    del self._active[operation]
+                    operation.is_finished, operation.state = True, _DONE
+                    del ledger.rows[bisect_left(ledger.rows, (operation.hazard_start, operation.number))]
+                    if not ledger.rows:
+                        ledger.longest = 0
+                    finished.append(operation)
             for each in self.queues:  # both: what has ended may have blocked operations of the other direction
                 if each.num_queued:
                     each.pop_ready(self._tick, to_submit)
             if not queue.inflight:
-                queue.on_idle()
+                for spans in queue.busy_spans:
+                    if spans.begun:
+                        spans.ended.append((spans.begun[0], time.perf_counter()))  # first: see `BusyTimes.seconds`
+                        spans.begun.clear()
+                        if len(spans.ended) > MOST_SPANS:
+                            spans.add_up()
         if to_submit:
             self._submit_all(to_submit)
         if finished and (len(finished) > 1 or finished[0].waiters or finished[0].callbacks):
@@ -281,7 +341,9 @@ class IOScheduler(Uncopyable):
         """Whether the transfer is tried again; if not, its operation has failed."""
         operation = transfer.operation
         is_transient = error is None or error.errno in _TRANSIENT  # no error: the transfer was short
-        is_late = self._tick - transfer.submitted_tick >= TICKS_PER_DEADLINE  # retries do not extend the deadline
+        is_late = (
+            self._tick - transfer.submitted_tick >= waiting.TICKS_PER_DEADLINE
+        )  # retries do not extend the deadline
         has_attempts = transfer.num_retries < self._config.max_retries and not is_late and not self._closed_because
         if is_transient and has_attempts:
             if isinstance(transfer, Operation):  # what is left of it is a piece
@@ -289,8 +351,8 @@ class IOScheduler(Uncopyable):
                 transfer.submitted_tick, transfer.began_seconds = operation.submitted_tick, operation.began_seconds
             num_bytes = transfer.advance(0 if error is not None else transferred_bytes)
             queue.count_part(transfer, num_bytes, is_again=True)
-            seconds = delay_seconds(transfer.num_retries, has_moved=num_bytes > 0)
-            if seconds and self._delay(transfer, seconds):
+            seconds = waiting.delay_seconds(transfer.num_retries, has_moved=num_bytes > 0)
+            if seconds and self._delayed.add(transfer, seconds):
                 operation.outstanding += 1  # until its turn comes
             else:
                 queue.enqueue_again(transfer)
@@ -298,27 +360,16 @@ class IOScheduler(Uncopyable):
         if error is not None:
             operation.failure = os_error(operation, transfer, self._backend, error)
         else:
-            num_attempts = transfer.num_retries + 1
-            operation.failure = short_error(operation, transfer, self._backend, transferred_bytes, num_attempts)
+            operation.failure = short_error(operation, transfer, self._backend, transferred_bytes)
         queue.count_part(transfer, 0, is_again=False)
         queue.withdraw(operation)
         return False
-
-    def _delay(self, transfer: Transfer, seconds: float) -> bool:
-        """Queue a transfer again after a pause; return false if no timer thread can be started."""
-        timer = threading.Timer(seconds, self._try_again, (transfer,))
-        try:
-            timer.start()
-        except RuntimeError:  # too many threads, or the interpreter ends
-            return False
-        self._delayed[transfer] = timer
-        return True
 
     def _try_again(self, transfer: Transfer) -> None:
         """Queue a delayed transfer again; runs on its timer's thread."""
         operation = transfer.operation
         with self._change() as finished:
-            if self._delayed.pop(transfer, None) is None:  # all is being closed
+            if not self._delayed.remove(transfer):  # all is being closed
                 return
             operation.outstanding -= 1
             if operation.failure is None:
@@ -341,7 +392,7 @@ class IOScheduler(Uncopyable):
                     self._fix_outcome(operation, ledger)
                 finished.append(operation)
             operation.state = _DONE
-            ledger.working[operation.direction].pop(operation)
+            ledger.remove(operation)
             if ledger.extent.state is ExtentState.FREEING:
                 self._retire(ledger.extent)
             for later in operation.dependents:
@@ -365,7 +416,7 @@ class IOScheduler(Uncopyable):
             self._tick += 1
             for queue in self.queues:
                 for transfer in queue.inflight:
-                    is_late = self._tick - transfer.submitted_tick >= TICKS_PER_DEADLINE
+                    is_late = self._tick - transfer.submitted_tick >= waiting.TICKS_PER_DEADLINE
                     if is_late and transfer.operation.state is not _STALLED:
                         self._stall(transfer, queue, finished)
                 if (hung := queue.blocked_by) is not None:  # queued operations have no deadline of their own
@@ -400,7 +451,7 @@ class IOScheduler(Uncopyable):
         """Block until the operation is over and raise its error; see ``Handle.wait``."""
         if not operation.is_finished:
             # Without the lock: a state that changes now costs at most a promotion without effect.
-            if operation.priority > Priority.DEMAND and operation.state is not OperationState.RUNNING:
+            if operation.priority > Priority.DEMAND and operation.state is not _RUNNING:
                 self.promote(operation, Priority.DEMAND)
             self.sleep(operation, timeout_seconds, observes=True)
         if operation.failure is not None:
@@ -420,46 +471,16 @@ class IOScheduler(Uncopyable):
             StallError: It is not over.
             ReentryError: A signal handler or finalizer waits, in the middle of a change that must be completed first.
         """
-        if os.getpid() != self.pid:
+        if interrupts.pid != self.pid:
             self.check_process()
         if self._lock._is_owned() or self._thread.backlog is not None:
             self._refuse_between("waiting")
         left_seconds = None if timeout_seconds is None else bounded_seconds(timeout_seconds)
-        # A bare lock is the cheapest thing that one thread can sleep on and another can wake.
-        waiter = threading.Lock()
-        waiter.acquire()
-        with self._lock:  # is_finished is set under it too, and announce() reads the waiters after that
-            if operation.is_finished:
-                return
-            operation.waiters = (*operation.waiters, waiter)
-            operation.num_observers += observes
-        is_woken = False
-        try:
-            is_woken = self._sleep(operation, waiter, left_seconds)
-        finally:
-            with self._lock:
-                operation.num_observers -= observes
-                if operation.waiters:  # else it is over
-                    operation.waiters = [each for each in operation.waiters if each is not waiter]
-                if observes and not is_woken and _is_over(operation) and operation.failure is not None:
-                    self.pending.add(operation)  # it failed when the only one who wanted to know had gone
-        if not is_woken and not _is_over(operation):
+        pending = self.pending if observes else None
+        if not waiting.sleep(operation, left_seconds, self._lock, self._tick_seconds, self.queues, pending):
             limit = self._config.deadline_seconds if timeout_seconds is None else timeout_seconds
             detail = f"is not over after a wait of {limit:g} seconds ({operation.state.value})"
             raise stall_error(operation, None, self._backend, detail)
-
-    def _sleep(self, operation: Operation, waiter: threading.Lock, timeout_seconds: float | None) -> bool:
-        if timeout_seconds is not None:
-            return wait_in_parts(lambda seconds: waiter.acquire(timeout=seconds), timeout_seconds)
-        # One tick longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
-        num_idle, num_completed = 0, -1
-        while num_idle <= TICKS_PER_DEADLINE + 1:
-            if waiter.acquire(timeout=self._tick_seconds) or _is_over(operation):
-                return True
-            before, num_completed = num_completed, sum(queue.num_taken - len(queue.inflight) for queue in self.queues)
-            # A long queue on a slow drive is no stall: any completed transfer restarts the count.
-            num_idle = num_idle + 1 if num_completed == before else 1
-        return False
 
     def _wait_for_all(self, operations: Iterable[Operation]) -> None:
         """Block until all of them are over; their errors stay pending."""
@@ -480,12 +501,13 @@ class IOScheduler(Uncopyable):
         Its space is freed when the backend has completed all of them, also if this wait is cut off.
         """
         self._refuse_between("freeing an extent")
-        with uninterrupted(), self._lock:
+        with interrupts.uninterrupted(), self._lock:
             if extent.state is ExtentState.FREED:
                 raise ExtentError(extent.name, f"extent {extent.name!r} was freed twice")
             extent.state = ExtentState.FREEING
-            ledger = self._ledgers.get(extent)
-            operations = ledger.operations if ledger is not None else []
+            operations = list[Operation]()
+            if (ledger := self._ledgers.get(extent)) is not None:
+                ledger.is_plain, operations = False, ledger.operations
             self._retire(extent)
         self._wait_for_all(operations)
 
@@ -528,9 +550,7 @@ class IOScheduler(Uncopyable):
         timeout_seconds = bounded_seconds(timeout_seconds, "timeout_seconds")
         with self._change() as finished:
             self._closed_because = self._closed_because or because
-            delayed = dict(self._delayed)
-            self._delayed.clear()  # a timer that fires from now on finds its transfer gone: see _try_again
-            for transfer in delayed:
+            for transfer in self._delayed.clear():
                 transfer.operation.outstanding -= 1
             has_hung = any(operation.state is _STALLED for operation in self._active)
             for operation in list(self._active):
@@ -539,8 +559,6 @@ class IOScheduler(Uncopyable):
                     self.queues[operation.direction].withdraw(operation)
                     if not operation.outstanding:
                         self._finish(operation, finished)
-        for timer in delayed.values():
-            timer.cancel()
         if not any(queue.inflight for queue in self.queues):  # idle threads end at once, but not in no time
             timeout_seconds = max(timeout_seconds, _IDLE_SECONDS)
         try:
@@ -573,8 +591,3 @@ class IOScheduler(Uncopyable):
         self.check_process()
         with self._lock:
             return take_snapshot(self.queues, self._active, self._backend, self._num_errors, capacity_bytes, free_bytes)
-
-
-def _is_over(operation: Operation) -> bool:
-    # A call, because other threads change the attribute: mypy would narrow its type after the first look.
-    return operation.is_finished

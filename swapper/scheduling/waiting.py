@@ -1,13 +1,25 @@
-"""Ticks of the watchdog, and errors that nobody has waited for."""
+"""What waits: transfers for another attempt, errors for somebody who sees them, the watchdog for its next tick."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from swapper.errors import SwapperError
 from swapper.scheduling.handle import observe
-from swapper.scheduling.operation import Operation
+from swapper.scheduling.operation import Operation, Transfer
+from swapper.scheduling.transfer_queue import TransferQueue
+from swapper.sync.bell import Bell
+from swapper.sync.callbacks import call_back
+from swapper.sync.timeouts import wait_in_parts
+
+# 1, 2, 4, ... ms: the 8 attempts of the default max_retries wait 255 ms in all.
+_FIRST_DELAY_SECONDS = 0.001
+_MOST_DELAY_SECONDS = 0.25
 
 # A transfer is late after so many ticks of the watchdog. A clock would go on in a stopped process (SIGSTOP, a
 # debugger), and its transfers would all be late when it continues. The watchdog stops together with the process.
@@ -19,6 +31,126 @@ def tick_seconds(deadline_seconds: float) -> float:
     # 120 s: a tick is 7.27 s. The 16th tick after a moment comes 15 to 16 intervals later, after 109 to 116 s. So at
     # least 7/8 of the deadline (105 s) has passed, and a watchdog that wakes up late is still within it.
     return deadline_seconds / (TICKS_PER_DEADLINE + 0.5)
+
+
+def sleep(
+    operation: Operation,
+    timeout_seconds: float | None,
+    lock: Any,
+    tick_seconds: float,
+    queues: Iterable[TransferQueue],
+    pending: PendingErrors | None,
+) -> bool:
+    """Block until an operation is over; return whether it is.
+
+    Args:
+        operation: What to wait for.
+        timeout_seconds: How long at most; by default, until nothing has completed for the deadline.
+        lock: The scheduler's.
+        tick_seconds: See `tick_seconds`.
+        queues: Those in which transfers complete.
+        pending: Where the operation's error is kept if this wait is cut off; None if it is kept there in any case.
+    """
+    # A bare lock is the cheapest thing that one thread can sleep on and another can wake.
+    waiter = threading.Lock()
+    waiter.acquire()
+    with lock:  # is_finished is set under it too, and announce() reads the waiters after that
+        if operation.is_finished:
+            return True
+        operation.waiters = (*operation.waiters, waiter)
+        operation.num_observers += pending is not None
+    is_woken = False
+    try:
+        # As a rule it is over within the first tick.
+        is_woken = timeout_seconds is None and waiter.acquire(timeout=tick_seconds)
+        is_woken = is_woken or _acquire(waiter, operation, timeout_seconds, tick_seconds, queues)
+    finally:
+        if not is_woken:
+            with lock:
+                operation.num_observers -= pending is not None
+                if operation.waiters:  # else it is over
+                    operation.waiters = [each for each in operation.waiters if each is not waiter]
+                if pending is not None and _is_over(operation) and operation.failure is not None:
+                    pending.add(operation)  # it failed when the only one who wanted to know had gone
+    return is_woken or _is_over(operation)
+
+
+def _is_over(operation: Operation) -> bool:
+    # A call, because other threads change the attribute: mypy would narrow its type after the first look.
+    return operation.is_finished
+
+
+def _acquire(
+    waiter: threading.Lock,
+    operation: Operation,
+    timeout_seconds: float | None,
+    tick_seconds: float,
+    queues: Iterable[TransferQueue],
+) -> bool:
+    """Return whether the waiter was released, or the operation is over, in time."""
+    if timeout_seconds is not None:
+        return wait_in_parts(lambda seconds: waiter.acquire(timeout=seconds), timeout_seconds)
+    # One tick longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
+    num_idle, num_completed = 0, -1
+    while num_idle <= TICKS_PER_DEADLINE + 1:
+        if waiter.acquire(timeout=tick_seconds) or operation.is_finished:
+            return True
+        before, num_completed = num_completed, sum(queue.num_taken - len(queue.inflight) for queue in queues)
+        # A long queue on a slow drive is no stall: any completed transfer restarts the count.
+        num_idle = num_idle + 1 if num_completed == before else 1
+    return False
+
+
+def watch(on_tick: weakref.WeakMethod[Callable[[], None]], stop: Bell, seconds: float) -> None:
+    """Call a scheduler's method at each tick, until the scheduler is gone or ``stop`` rings."""
+    # A weak reference: this thread must not keep alive a scheduler that nobody closed.
+    while not stop.wait(seconds):
+        function = on_tick()
+        if function is None:
+            return
+        call_back(function, "looking for transfers that hang")
+        del function  # else the scheduler would live until the next tick
+
+
+def delay_seconds(num_retries: int, *, has_moved: bool) -> float:
+    """Return the pause before the ``num_retries``-th retry of a transfer."""
+    # Bytes have moved: a signal, or the end of a file system's extent, made the transfer short. No pause helps there.
+    # min(..., 16): a large max_retries would make 2.0 ** 1024, which raises OverflowError.
+    return 0.0 if has_moved else min(_FIRST_DELAY_SECONDS * 2.0 ** min(num_retries - 1, 16), _MOST_DELAY_SECONDS)
+
+
+class DelayedTransfers:
+    """Transfers that are tried again after a pause, with a timer for each. The scheduler's lock guards it.
+
+    Args:
+        then: Called with the transfer when its pause is over, on the timer's thread.
+    """
+
+    def __init__(self, then: Callable[[Transfer], None]) -> None:
+        self._then = then
+        self._timers: dict[Transfer, threading.Timer] = {}
+
+    def add(self, transfer: Transfer, seconds: float) -> bool:
+        """Begin the pause of a transfer; return false if no timer thread can be started."""
+        timer = threading.Timer(seconds, self._then, (transfer,))
+        try:
+            timer.start()
+        except RuntimeError:  # too many threads, or the interpreter ends
+            return False
+        self._timers[transfer] = timer
+        return True
+
+    def remove(self, transfer: Transfer) -> bool:
+        """Forget a transfer; return false if it was not there."""
+        return self._timers.pop(transfer, None) is not None
+
+    def clear(self) -> list[Transfer]:
+        """Forget all transfers, and return them. A timer that fires from now on finds its transfer gone."""
+        for timer in self._timers.values():
+            timer.cancel()
+        found = list(self._timers)
+        self._timers.clear()
+        return found
 
 
 class PendingErrors:

@@ -27,11 +27,12 @@ POLL_SECONDS = 1.0
 
 
 main = threading.main_thread().ident  # the only thread in which Python runs signal handlers
+pid = os.getpid()  # kept, because requests look at it, and it is a system call
 
 
 def _find_main() -> None:
-    global main  # in a forked child, the thread that called fork() is the main thread
-    main = threading.main_thread().ident
+    global main, pid  # in a forked child, the thread that called fork() is the main thread
+    main, pid = threading.main_thread().ident, os.getpid()
 
 
 os.register_at_fork(after_in_child=_find_main)

@@ -25,7 +25,8 @@ from infinity.units.unit import Unit
 from infinity.updates import stream as update_module
 from infinity.updates.stepper import Stepper
 from swapper import Swapper, SwapperConfig, SwapperError
-from swapper.scheduling.transfer_queue import TransferQueue
+from swapper.scheduling.ledger import Ledger
+from swapper.scheduling.scheduler import IOScheduler
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch, with_smallest_budget
 from tests.waiting import wait_until
 
@@ -74,8 +75,13 @@ _MOMENTS: dict[str, tuple[type, str]] = {
     "backward": (ParameterCoordinator, "_save_in_backward"),
     "gradients": (Stepper, "deliver"),
     "step": (Stepper, "_submit"),
-    "request": (TransferQueue, "begin"),
+    "request": (Ledger, "admit"),
 }
+
+
+def _call_for_each_request(patch: pytest.MonkeyPatch) -> None:
+    """Let the scheduler call its own functions, where it does without for the usual request."""
+    patch.setattr(Ledger, "is_plain", property(lambda _: False, lambda *_: None))
 
 
 @contextlib.contextmanager
@@ -96,6 +102,7 @@ def _signals(moment: str, handler: Callable[[], None]) -> Iterator[list[str]]:
         return real(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, _handling(lambda number, frame: handler()):
+        _call_for_each_request(patch)
         patch.setattr(owner, name, method)
         yield came
 
@@ -177,7 +184,7 @@ def _collect_in(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> li
     ("owner", "name", "thread"),
     [
         pytest.param(update_module, "flush_denormals", "infinity-update", id="update thread"),
-        pytest.param(TransferQueue, "end", "swapper-", id="worker under the scheduler's lock"),
+        pytest.param(IOScheduler, "_finish", "swapper-", id="worker under the scheduler's lock"),
     ],
 )
 def test_an_engine_dropped_while_it_works_is_collected_on_any_thread(
@@ -186,6 +193,7 @@ def test_an_engine_dropped_while_it_works_is_collected_on_any_thread(
     gc.collect()
     before = set(threading.enumerate())
     monkeypatch.setattr(gc, "garbage_is_there", False, raising=False)
+    _call_for_each_request(monkeypatch)
     threads = _collect_in(monkeypatch, owner, name)
     gc.disable()
     try:

@@ -18,6 +18,7 @@ from tests.faults import FaultInjectingBackend, FaultRule
 from tests.lazy_device import LazyDevice
 from tests.separate_host import SeparateHostDevice
 from tests.unit.stage import frozen_unit
+from tests.waiting import wait_until
 
 _PAGE = 4096
 _WAIT_SECONDS = 20
@@ -114,6 +115,31 @@ def test_a_copy_that_fails_fails_its_own_unit_only(num_staging_buffers: int, fai
     for unit, arrival in zip(bench.units[1:], arrivals[1:], strict=True):
         arrival.wait()
         bench.require_there(unit)
+    bench.close()
+
+
+@pytest.mark.parametrize("num_staging_buffers", [1, 2, 8])
+def test_a_device_that_fails_ends_all_and_no_buffer_stays_leased(num_staging_buffers: int) -> None:
+    class Lost(SeparateHostDevice):
+        is_lost = False
+
+        def synchronize(self, fence: object) -> None:
+            if self.is_lost:
+                raise RuntimeError("the device is lost")
+            super().synchronize(fence)
+
+    device = Lost()
+    bench = _Bench(device, num_staging_buffers)
+    device.is_lost = True
+    arrivals = [bench.store.fetch(unit, is_demand=False) for unit in bench.units]
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        for _ in range(3):  # copies that are launched are no error of their units
+            for unit, arrival in zip(bench.units, arrivals, strict=True):
+                arrival.wait()
+                arrivals[unit.index] = bench.store.fetch(unit, is_demand=True)
+    wait_until(lambda: not bench.staging_pool.statistics().num_leased)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        bench.store.fetch(bench.units[0], is_demand=True).wait()
     bench.close()
 
 

@@ -100,7 +100,9 @@ class _Rig:
                 None, remainder, states, torch.empty(weight.shape), weight, torch.empty(0), StateFormat.FP32
             )
             part = gradient[span]
-            job.gradients = SimpleNamespace(dtype=gradient.dtype, is_kept=False, of_chunk=lambda *_, part=part: part)
+            job.gradients = SimpleNamespace(
+                dtype=gradient.dtype, is_kept=False, values=None, of_chunk=lambda *_, part=part: part
+            )
             chunk: Any = SimpleNamespace(index=0, slices=[ParameterSlice(slot, span.start, span.stop, 0)])
             self.updater.update(job, chunk, workspace)
         advance({(0, 0): self.kept}, job)

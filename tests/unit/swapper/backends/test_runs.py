@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +16,10 @@ import pytest
 import swapper as package
 from swapper import AlignedRegion, Swapper, SwapperConfig
 from swapper.backends import file_transfer
+from tests.calls import call_counter
 
 _REQUEST = 64 << 10
 _NUM_REQUESTS = 64
-_FOLDER = str(Path(package.__file__).parent) + os.sep
 
 
 def _opened(directory: Path, num_threads: int = 4, num_files: int = 1) -> Swapper:
@@ -36,40 +34,17 @@ def _random(num_bytes: int) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
 
 
-class _Counter:
-    def __init__(self) -> None:
-        self.is_on = False
-        self.num_calls = 0
-
-    def profile(self, frame: FrameType, event: str, _: Any) -> None:
-        self.num_calls += event == "call" and self.is_on and frame.f_code.co_filename.startswith(_FOLDER)
-
-
-@pytest.fixture
-def counter() -> Iterator[_Counter]:
-    """Counts calls of the package in threads that are started from now on, and in this one."""
-    counter, before = _Counter(), sys.getprofile()
-    threading.setprofile(counter.profile)
-    sys.setprofile(counter.profile)
-    yield counter
-    sys.setprofile(before)
-    threading.setprofile(None)
-
-
 @pytest.mark.parametrize("num_files", [1, 2])
-def test_an_operation_of_64_requests_takes_half_as_many_calls_again_as_one(
-    num_files: int, tmp_path: Path, counter: _Counter
-) -> None:
+def test_an_operation_of_64_requests_takes_half_as_many_calls_again_as_one(num_files: int, tmp_path: Path) -> None:
     memory = AlignedRegion(_NUM_REQUESTS * _REQUEST).array()
-    with _opened(tmp_path, num_files=num_files) as opened:
+    with call_counter() as counter, _opened(tmp_path, num_files=num_files) as opened:
         extent = opened.allocate(memory.size, "x")
         opened.write(extent, memory).wait()
 
         def count(start: Callable[..., Any], num_requests: int) -> int:
-            counter.num_calls, counter.is_on = 0, True
-            start(extent, memory[: num_requests * _REQUEST]).wait()
-            opened.flush()
-            counter.is_on = False
+            with counter.counting():
+                start(extent, memory[: num_requests * _REQUEST]).wait()
+                opened.flush()
             return counter.num_calls
 
         for start in (opened.read, opened.write):

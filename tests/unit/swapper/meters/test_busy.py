@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import swapper.meters.busy
 from swapper import ALIGNMENT, BusyTimes, Direction, Statistics, Swapper, SwapperConfig, TransferRecord
+from swapper.meters import busy
+from swapper.scheduling import scheduler, transfer_queue
 from tests.manual_backend import ManualBackend
 
 pytestmark = pytest.mark.off_main_thread
@@ -32,9 +33,10 @@ class _Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Clock]:
-    """The clock that `swapper.meters.busy` sees."""
+    """The clock that busy times go by."""
     clock = _Clock()
-    monkeypatch.setattr(swapper.meters.busy, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    for module in (busy, scheduler, transfer_queue):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     yield clock
 
 
@@ -45,18 +47,23 @@ _EVENTS = st.lists(st.tuples(st.sampled_from(_WORKERS), st.sampled_from(Directio
 def test_against_counting_every_second(events: list[tuple[str, Direction, bool, int]]) -> None:
     clock = _Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(swapper.meters.busy, "time", SimpleNamespace(perf_counter=clock.perf_counter))
-        times = BusyTimes()
-        busy: set[tuple[str, Direction]] = set()
+        patch.setattr(busy, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+        times = BusyTimes(total := BusyTimes())
+        workers = {(worker, direction): times.watch(direction) for worker in _WORKERS for direction in Direction}
+        at_work: set[tuple[str, Direction]] = set()
         expected = [0, 0, 0]
         for worker, direction, begins, seconds in events:
-            (times.begin if begins else times.end)(direction, worker)
-            (busy.add if begins else busy.discard)((worker, direction))
+            for spans in workers[worker, direction]:
+                if begins and not spans.begun:
+                    spans.begun.append(clock.now)
+                elif not begins and spans.begun:
+                    spans.ended.append((spans.begun.pop(), clock.now))
+            (at_work.add if begins else at_work.discard)((worker, direction))
             clock.now += seconds
             for one in Direction:
-                expected[one] += seconds * any(other is one for _, other in busy)
-            expected[2] += seconds * bool(busy)
-            assert list(times.seconds()) == expected
+                expected[one] += seconds * any(other is one for _, other in at_work)
+            expected[2] += seconds * bool(at_work)
+            assert list(times.seconds()) == list(total.seconds()) == expected
 
 
 def test_statistics_give_the_union_at_any_moment(clock: _Clock) -> None:

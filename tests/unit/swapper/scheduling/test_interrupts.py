@@ -71,11 +71,11 @@ def test_a_write_that_was_never_queued_leaves_its_bytes_unreadable(monkeypatch: 
 
     backend = ManualBackend(64 * _BLOCK)
     with Swapper(backend, _CONFIG) as swapper:
-        extent = swapper.allocate(2 * _BLOCK, "x")
+        extent = swapper.allocate(3 * _BLOCK, "x")  # the last one is never written: so the write is queued
         swapper.write(extent, _bytes(2, 1))
         backend.complete_all()
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(TransferQueue, "begin", interrupted)
+            patched.setattr(TransferQueue, "enqueue", interrupted)
             swapper.write(extent, _bytes(1, 2))
         with pytest.raises(ExtentError, match="at bytes 0 to 4096"):
             swapper.read(extent, _bytes(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,25 @@ def _ledger() -> Ledger:
     return Ledger(Extent("x", 0, _SPACE * 256, None, is_prewritten=True))
 
 
+@pytest.mark.parametrize("block_bytes", [1, 4096])
+@pytest.mark.parametrize("seed", range(5))
+def test_they_are_those_that_a_look_at_all_finds(seed: int, block_bytes: int) -> None:
+    chance = random.Random(seed)
+    ledger, known = _ledger(), list[Operation]()
+    for _ in range(400):
+        num_bytes = chance.choice([0, 1, chance.randrange(64), chance.randrange(5000), chance.randrange(_SPACE)])
+        new = _write(ledger, chance.randrange(_SPACE - num_bytes + 1), num_bytes, block_bytes)
+        expected = [e for e in known if e.hazard_start < new.hazard_stop and new.hazard_start < e.hazard_stop]
+        assert list(new.blockers) == expected
+        known.append(new)
+        if chance.random() < 0.4:
+            ledger.remove(known.pop(chance.randrange(len(known))))
+    for operation in known:
+        ledger.remove(operation)
+        ledger.remove(operation)
+    assert not ledger.rows
+
+
 @pytest.mark.parametrize("num_bytes", [1, 16, 4096])
 def test_small_operations_are_not_compared_with_all_others(num_bytes: int) -> None:
     looked_at = list[object]()
@@ -40,7 +60,7 @@ def test_small_operations_are_not_compared_with_all_others(num_bytes: int) -> No
             return found
 
     ledger, num = _ledger(), 2000
-    ledger.working[Direction.WRITE].rows = Rows()
+    ledger.rows = Rows()
     for index in range(num):
         assert not _write(ledger, index * num_bytes, num_bytes).blockers
     assert len(looked_at) < 10 * num

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from swapper import ALIGNMENT, Swapper, SwapperClosedError, SwapperConfig, TransferError
-from swapper.scheduling.scheduler import delay_seconds
-from swapper.scheduling.waiting import TICKS_PER_DEADLINE
+from swapper.scheduling.waiting import TICKS_PER_DEADLINE, delay_seconds
 from tests.manual_backend import ManualBackend
 
 pytestmark = pytest.mark.off_main_thread
