@@ -172,7 +172,7 @@ class InterBlockGraph:
                         # Nodes of torch.autograd.Function subclasses in Python have `_forward_cls`.
                         if hasattr(node, "_forward_cls") and not self._is_call(node):
                             raise UnsupportedSchedule(
-                                "blocks are skipped by a value that a function of the user's own has computed"
+                                "a function of your own computes the value that decides which blocks are skipped"
                             )
                         stack += [edge[0] for edge in node.next_functions if edge[0] is not None]
 
