@@ -201,7 +201,7 @@ def _earlier(model: nn.Module, *, trains: bool) -> Engine | None:
     if not trains:
         return earlier
     if earlier.optimizer is None:
-        logger.info("the engine that has evaluated this model is closed: the one that trains it takes over")
+        logger.info("the engine that evaluated this model was closed; a new one trains it")
         earlier.close_for_next()
     return None
 
@@ -218,7 +218,7 @@ def _out_of_memory_in_words(config: InfinityConfig, device: ComputeDevice, model
             budget_bytes=config.infinity.device_memory_budget or free,
             minimum_bytes=free,
             reason=f"{device.torch_device} ran out of memory in initialize: {error}",
-            cure="Lower it below what is free, free memory of the device, or put more elsewhere (offload_param, "
+            cure="Set it below the free memory, free memory on the device, or offload more (offload_param, "
             "offload_optimizer)",
         ) from error
 
@@ -332,7 +332,9 @@ def _wrapped_optimizer(
 
 
 def _left_open(key: str, argument: str) -> ConfigError:
-    problem = "transformers, accelerate and InfinityTrainer put a number in its place, and here nobody has"
+    problem = (
+        'transformers, accelerate and InfinityTrainer replace "auto" by a number, and this script uses none of them'
+    )
     return ConfigError.value(key, "auto", problem, cure=f"Write a number, or pass {argument}= to initialize")
 
 

@@ -14,7 +14,7 @@
     ├── EngineClosedError (RuntimeError)       a call after `close()`, or in a forked child
     └── LibraryError (ImportError)             another version of a library is needed, or it was imported too early
 
-    NonFiniteLossWarning (UserWarning)         the loss is NaN or infinite, and training goes on
+    NonFiniteLossWarning (UserWarning)         the loss is NaN or infinite, and training continues
     OtherNumbersWarning (UserWarning)          a dtype, a layout or a sparse gradient is not kept as torch keeps it
 
 Reads and writes that fail raise the errors of `swapper`, which name file, offset, bytes and errno.
@@ -128,7 +128,7 @@ class StorageError(ConfigError):
 
 
 class BudgetTooSmallError(ConfigError):
-    """A memory budget is below what the model needs at the least.
+    """A memory budget is below the minimum that the model needs.
 
     Args:
         cure: what to do; by default, to set the budget to the minimum.
@@ -161,7 +161,7 @@ class ModelError(InfinityError, ValueError):
         """A trainable parameter is in two parameter groups, or twice in one."""
         others = f" (and {num_others} more)" if num_others else ""
         where = " and ".join(map(str, group_indices))
-        problem = f"trainable parameter '{fqn}'{others} stands in parameter groups {where}"
+        problem = f"trainable parameter '{fqn}'{others} is in parameter groups {where}"
         return cls(problem, cure="Put each parameter into one group only", fqn=fqn)
 
     @classmethod
@@ -231,10 +231,10 @@ class AccessError(InfinityError, RuntimeError):
         """A paged-out parameter was read or written outside forward and backward."""
         during = f" in {operation}" if operation else ""
         cure = cure or (
-            "Use it inside `with infinity.GatheredParameters(parameter):`, one module after the other where not all fit, or "
-            "copy its values with .detach().clone()"
+            "Use it inside `with infinity.GatheredParameters(parameter):`, one module after the other if not all "
+            "fit, or copy its values with .detach().clone()"
         )
-        return cls(f"parameter '{fqn}' was touched{during} while it is paged out. {cure}", fqn=fqn)
+        return cls(f"parameter '{fqn}' was used{during} while its values are not in memory. {cure}", fqn=fqn)
 
     @classmethod
     def of_gradient(cls, fqn: str, *, reason: str, cure: str) -> AccessError:
@@ -245,7 +245,7 @@ class AccessError(InfinityError, RuntimeError):
     def of_state(cls, fqn: str, name: str, problem: str) -> AccessError:
         """An optimizer's state was written to in a way that would be lost."""
         return cls(
-            f"optimizer.state of '{fqn}', '{name}': {problem}. Assign what it is to be: "
+            f"optimizer.state of '{fqn}', '{name}': {problem}. Assign the new value: "
             f"optimizer.state[parameter]['{name}'] = tensor; or use infinity.safe_set_full_optimizer_state or "
             "optimizer.load_state_dict",
             fqn=fqn,
@@ -255,8 +255,8 @@ class AccessError(InfinityError, RuntimeError):
     def of_data(cls, fqn: str) -> AccessError:
         """A tensor was changed after it had been assigned to a parameter's ``.data``."""
         return cls(
-            f"'{fqn}': the tensor t of an assignment p.data = t was written to after it. The engine holds a copy of what t was "
-            "then, so the weight would miss that. Write to p.data instead, or assign t once more",
+            f"'{fqn}': the tensor t was written to after the assignment p.data = t. The engine copied t when it was "
+            "assigned, so the weight would miss this write. Write to p.data instead, or assign t again",
             fqn=fqn,
         )
 
@@ -265,7 +265,7 @@ class AccessError(InfinityError, RuntimeError):
 
 
 class StepError(InfinityError, RuntimeError):
-    """A step cannot be made, or not go on. `step` counts from 0, as `engine.global_steps` does."""
+    """A step cannot be made or continued. `step` counts from 0, as `engine.global_steps` does."""
 
     def __init__(self, message: str, *, step: int | None = None) -> None:
         self.step = step
@@ -281,8 +281,8 @@ class StepError(InfinityError, RuntimeError):
     def late_gradient(cls, fqn: str, *, unit: str, step: int) -> StepError:
         """A parameter got a gradient after the update that should have contained it began."""
         return cls(
-            f"parameter '{fqn}' got a gradient after the update of its unit '{unit}' began in step {step}: the update "
-            "lacks it. Set config key 'infinity.update' to \"step\" when a model is used several times before "
+            f"parameter '{fqn}' got a gradient after the update of its unit '{unit}' began in step {step}: the "
+            "update lacks it. Set config key 'infinity.update' to \"step\" if the model is used several times before "
             "engine.step()",
             step=step,
         )
@@ -291,8 +291,8 @@ class StepError(InfinityError, RuntimeError):
     def not_vertical(cls, reason: str, *, step: int) -> StepError:
         """A step that goes unit by unit over all micro-batches met something in backward that forbids it."""
         return cls(
-            f"step {step} cannot go on unit by unit over all micro-batches: {reason}. Earlier steps could, and some units "
-            "have been updated already. Set config key 'infinity.schedule' to \"ordinary\"",
+            f"step {step} cannot go on unit by unit over all micro-batches: {reason}. Earlier steps could, and some "
+            "units are already updated. Set config key 'infinity.schedule' to \"ordinary\"",
             step=step,
         )
 
@@ -301,8 +301,9 @@ class StepError(InfinityError, RuntimeError):
         """Some units hold the weights of the next step and others those of this one."""
         cure = cure or "To be able to skip steps, set config key 'infinity.update' to \"step\""
         return cls(
-            f"step {step}: {problem}, after {num_updated} of {num_units} units had been updated in backward. The weights "
-            f"are a mixture of two steps: load saved ones, or accept them with engine.reset(). {cure}",
+            f"step {step}: {problem}, after {num_updated} of {num_units} units had been updated in backward. The "
+            "weights are a mixture of two steps: load a checkpoint, or accept the mixture with engine.reset(). "
+            f"{cure}",
             step=step,
         )
 
@@ -313,15 +314,15 @@ class StepError(InfinityError, RuntimeError):
         ``cure``: what to do before the script is started again.
         """
         return cls(
-            f"step {step} could not be committed to '{directory}': {problem}. {cure}, and start the script again: it goes on "
-            "from the commit before",
+            f"step {step} could not be committed to '{directory}': {problem}. {cure}, and start the script again: it "
+            "resumes from the commit before",
             step=step,
         )
 
 
 class OtherNumbersWarning(UserWarning):
-    """Training goes on, with numbers that are not torch's: a dtype is cast, a weight has other strides than in torch, or a
-    sparse gradient is made dense."""
+    """Training continues with numbers that differ from torch's: a dtype is cast, a weight has other strides than in
+    torch, or a sparse gradient is made dense."""
 
     __reduce__ = _reduced
 
@@ -338,14 +339,14 @@ class OtherNumbersWarning(UserWarning):
     def of_sparse_gradient(cls, fqn: str) -> OtherNumbersWarning:
         """A gradient is sparse, and is made dense."""
         return cls(
-            f"the gradient of parameter '{fqn}' is sparse; it is used as a dense one, so that the last bits differ from torch's. "
+            f"the gradient of parameter '{fqn}' is sparse; it is made dense, so the last bits differ from torch's. "
             "Make the embedding with sparse=False",
             fqn=fqn,
         )
 
 
 class NonFiniteLossWarning(UserWarning):
-    """The loss is NaN or infinite, and training goes on."""
+    """The loss is NaN or infinite. Training continues."""
 
     __reduce__ = _reduced
 
@@ -362,7 +363,7 @@ class NonFiniteLossWarning(UserWarning):
 
 
 class RankError(InfinityError, RuntimeError):
-    """Processes that train together cannot go on together: one has ended, did not come, or came with something else."""
+    """Processes that train together cannot continue: one has ended, did not reach a call, or made another call."""
 
     def __init__(self, what: str, problem: str, *, rank: int, cure: str) -> None:
         self.what = what
@@ -371,7 +372,8 @@ class RankError(InfinityError, RuntimeError):
 
 
 class EngineBusyError(InfinityError, RuntimeError):
-    """A call comes while another one is inside the engine: one of another thread, or one that a signal handler came into."""
+    """A call was made while another one is inside the engine: by another thread, or by a signal handler that
+    interrupted it."""
 
     def __init__(self, what: str, problem: str, *, cure: str) -> None:
         self.what = what
@@ -379,14 +381,14 @@ class EngineBusyError(InfinityError, RuntimeError):
 
 
 class EngineClosedError(InfinityError, RuntimeError):
-    """A call to an engine after `close()`, or in a forked child to that of its parent."""
+    """A call to a closed engine, or in a forked child to the engine of its parent."""
 
     @classmethod
     def after_close(cls, call: str, *, is_by_library: bool = False) -> EngineClosedError:
         """``is_by_library``: `destroy` was called."""
         # transformers and accelerate call destroy() after training, so the script that comes here never closed an
         # engine.
-        told = "Call infinity.initialize again to train on"
+        told = "Call infinity.initialize again to continue"
         if is_by_library:
             told = (
                 "For a second trainer.train(), or one after trainer.evaluate(), make another Trainer with trainer.model and "
@@ -394,24 +396,26 @@ class EngineClosedError(InfinityError, RuntimeError):
                 "model and optimizer to accelerator.prepare again; without a library, to infinity.initialize"
             )
         return cls(
-            f"{call}: the engine is closed. {told}; weights that were neither saved nor "
-            "given back by engine.close(restore_weights=True) went with it"
+            f"{call}: the engine is closed. {told}; weights that were neither saved nor restored by "
+            "engine.close(restore_weights=True) are lost"
         )
 
     @classmethod
     def at_exit(cls, call: str) -> EngineClosedError:
         """The interpreter ends, and has closed it."""
         return cls(
-            f"{call}: the interpreter ends, and the engine has ended before. Call atexit.register after "
-            "infinity.initialize, and what it registers comes first; or save at the end of the script"
+            f"{call}: the interpreter is shutting down and has closed the engine. Call atexit.register after "
+            "infinity.initialize, so that your function runs before the engine closes; or save at the end of the "
+            "script"
         )
 
     @classmethod
     def in_fork(cls, call: str) -> EngineClosedError:
         """A forked child uses the model that an engine of its parent holds."""
         return cls(
-            f"{call}: this process was forked, and the weights belong to its parent. Copy what it needs before the fork, e.g. "
-            "with model.state_dict() or copy.deepcopy, or start it with multiprocessing's 'spawn'"
+            f"{call}: this process was forked, and the weights belong to its parent. Copy the weights that the child "
+            "needs before the fork, with model.state_dict() or copy.deepcopy, or start it with multiprocessing's "
+            "'spawn'"
         )
 
 

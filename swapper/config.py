@@ -33,7 +33,7 @@ def bounded_seconds(seconds: float, name: str = "timeout_seconds") -> float:
     given: object = seconds
     is_number = isinstance(given, SupportsFloat) and not isinstance(given, bool)
     if not is_number or math.isnan(seconds):
-        raise ArgumentError(f"{name} must be a number of seconds, got {seconds!r}; math.inf is for ever")
+        raise ArgumentError(f"{name} must be a number of seconds, got {seconds!r}; math.inf waits forever")
     return min(max(0.0, float(seconds)), _MOST_SECONDS)
 
 

@@ -59,7 +59,7 @@ _WRITE_CURES = {
     errno_codes.EACCES: "Give this user write access to the directory",
     errno_codes.EPERM: "Give this user write access to the directory",
     errno_codes.EIO: "Replace the drive",
-    errno_codes.ETIMEDOUT: "See that the drive answers",
+    errno_codes.ETIMEDOUT: "Check that the drive responds",
 }
 
 
@@ -171,7 +171,8 @@ class DurableRunError(VolumeError):
     def damaged(cls, path: Path, problem: str) -> DurableRunError:
         """A commit is not what was written."""
         message = (
-            f"{str(path)!r} is damaged: {problem}; do not trust the drive. Start from a checkpoint in another directory"
+            f"{str(path)!r} is damaged: {problem}; do not use this drive any more. Start from a checkpoint in "
+            "another directory"
         )
         return cls(path.parent, message, "damaged")
 
@@ -294,7 +295,7 @@ class ExtentError(SwapperError):
 
 
 class TransferError(SwapperError):
-    """The drive did not do what it was asked.
+    """A drive failed to read or write.
 
     Attributes:
         operation: ``"read"`` or ``"write"``.
@@ -356,7 +357,7 @@ _CURES = {
     errno_codes.EFAULT: "the memory of the buffer was released while the transfer ran: keep it until then",
     errno_codes.EAGAIN: "the kernel was out of resources for longer than max_retries attempts: lower num_threads "
     "(in a training, config key aio.intra_op_parallelism)",
-    errno_codes.ESHUTDOWN: "the process is ending: wait for transfers before",
+    errno_codes.ESHUTDOWN: "the process is ending: wait for transfers before it does",
     errno_codes.ENOMEM: "the kernel was out of memory for the transfer: lower num_threads or request_bytes (in "
     "a training, config keys aio.intra_op_parallelism and aio.block_size)",
 }
@@ -396,7 +397,7 @@ class SwapperClosedError(SwapperError):
 
 
 class ReentryError(SwapperError, RuntimeError):
-    """A signal handler or a finalizer asks for something in the midst of work on the same thread, which it would spoil.
+    """A signal handler or a finalizer made a call that would damage the call that it interrupted on the same thread.
 
     Attributes:
         what: What was asked for.
@@ -407,6 +408,6 @@ class ReentryError(SwapperError, RuntimeError):
         self.what = what
         self.interrupted = interrupted
         super().__init__(
-            f"{what} cannot be done here: a signal handler or finalizer came into {interrupted} on this thread, which has to "
-            "go on first; set a flag in the handler, and act on it between two steps"
+            f"{what} cannot be done here: a signal handler or finalizer interrupted {interrupted} on this thread, "
+            "which has to finish first; set a flag in the handler, and act on it between two steps"
         )

@@ -15,8 +15,8 @@ class Uncopyable:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Raise for ``copy.copy``, ``copy.deepcopy`` and ``pickle``, which all call this."""
         raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled: it owns files, memory or threads, and a copy would release "
-            "them a second time; share the object itself, or make another one"
+            f"a {type(self).__name__} cannot be copied or pickled: it owns files, memory or threads, and a copy "
+            "would release them a second time; share the object, or make another one"
         )
 
 

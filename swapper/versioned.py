@@ -133,7 +133,7 @@ class Versions:
                 except DurableRunError as error:
                     if error.kind != "damaged":  # of another version: writes could overwrite its slots, unknown here
                         raise
-                    logger.warning("commit %d cannot be gone back to: %s", old, error)
+                    logger.warning("commit %d cannot be restored: %s", old, error)
         self._kept = kept
         self._slots.retain(kept)
 

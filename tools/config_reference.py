@@ -151,9 +151,7 @@ def reference() -> str:
     ]
     parts += ["### Older and other spellings\n", "\n".join(renamed) + "\n"]
     parts += ["### Refused when switched on\n", "\n".join(_grouped(Refused)) + "\n"]
-    both = (
-        "What stands here of `zero_optimization.offload_param` holds for `zero_optimization.offload_optimizer` as well."
-    )
+    both = "Items about `zero_optimization.offload_param` apply to `zero_optimization.offload_optimizer` as well."
     parts += ["### Accepted without effect\n", f"{both}\n", "\n".join(_grouped(NoEffect)) + "\n"]
     return "\n".join(parts)
 

@@ -282,9 +282,10 @@ class HostActivations(SavedActivations):
                 "infinity.host_memory_budget",
                 budget_bytes=self._budget_bytes,
                 minimum_bytes=self._budget_bytes + 2 * (held - capacity),
-                reason=f'infinity.activations is "cpu": {format_bytes(capacity)} of the budget are for what autograd saves, '
-                f'which takes {format_bytes(held)} so far. "nvme" writes what exceeds its share to the drives, and '
-                "infinity.activation_checkpointing keeps less",
+                reason=f'infinity.activations is "cpu": the tensors that autograd saves take {format_bytes(held)} so '
+                f"far, and {format_bytes(capacity)} of the budget are reserved for them. Set "
+                'infinity.activations to "nvme" to write the rest to the drives, or set '
+                "infinity.activation_checkpointing to true to save fewer tensors",
             )
         # From the right: the storage that `pack` has just admitted. Older ones were brought to the host before.
         stored = self._oldest_first.pop() if self._oldest_first else None

@@ -77,7 +77,8 @@ class SpillSpace:
                 swapper = self._open_swapper(rounded)  # little room is better than none
         except BudgetTooSmallError as error:
             raise UnsupportedSchedule(
-                "the inputs of units need more memory than infinity.host_memory_budget leaves, and no NVMe tier takes them"
+                "the inputs of units need more memory than infinity.host_memory_budget leaves, and the config names "
+                "no drive for them"
             ) from error
         except StorageError as error:
             logger.warning("no room for the inputs of units: %s", error)

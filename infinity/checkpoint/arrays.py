@@ -93,7 +93,7 @@ class ArraySpec:
         """
         if name_of(dtype) not in STORED_AS:
             raise ModelError(
-                f"'{fqn}' is {dtype}, which a checkpoint has no form for", cure="Cast it to another dtype", fqn=fqn
+                f"'{fqn}' is {dtype}, which a checkpoint cannot store", cure="Cast it to another dtype", fqn=fqn
             )
         # An fp32 weight of shape (4096, 4096), from here to `file_bytes`:
         #   at most 524288 elements a chunk, so chunk = (128, 4096), grid = (32, 1), data_bytes = 2 MiB
@@ -468,7 +468,7 @@ def reading_from(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        cure = "Let this process read it, see that its drive is there, or load another checkpoint"
+        cure = "Give this process read permission, mount the drive, or load another checkpoint"
         raise CheckpointError(path, f"it cannot be read: {error.strerror or error}", cure=cure) from error
 
 

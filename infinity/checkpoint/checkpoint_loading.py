@@ -174,7 +174,8 @@ class Loading:
         if problems:
             raise ModelError(
                 f"the checkpoint's {group} are not the model's: {listed(problems, '; ')}",
-                cure="Make the model as it was, or pass load_module_strict=False to leave out what only one of them has",
+                cure="Build the model as it was when it was saved, or pass load_module_strict=False to skip names "
+                "that only one of the two has",
             )
 
     def _check_formats(self, fqns: Collection[str]) -> None:
@@ -189,7 +190,8 @@ class Loading:
             raise ModelError(
                 f"the checkpoint was trained over frozen weights{whose} that were stored as "
                 f"{formats.get(fqn, 'they are')} ('{fqn}'), and here they are stored as {now.get(fqn, 'they are')}",
-                cure="Set infinity.frozen_dtype as it was, or pass load_module_strict=False to train its adapters over these",
+                cure="Set infinity.frozen_dtype to the value of that run, or pass load_module_strict=False to train "
+                "its adapters over the present weights",
                 fqn=fqn,
             )
 
@@ -209,8 +211,8 @@ class Loading:
             shown = listed([f"'{fqn}'" for fqn in others])
             raise ModelError(
                 f"the checkpoint was written without frozen parameters, and those of the model have other values now: {shown}",
-                cure="Load the weights with which it was trained before infinity.initialize, or pass load_module_strict=False "
-                "to take those that are there",
+                cure="Load the weights with which it was trained before infinity.initialize, or pass "
+                "load_module_strict=False to keep the model's present values",
             )
         if casts:
             logger.warning(

@@ -173,5 +173,8 @@ def _required_access(param: nn.Parameter) -> Any:
     """As `_access_of`, but raises `ModelError` if no engine holds the parameter."""
     access = _access_of(param)
     if access is None:
-        raise ModelError("no engine holds this parameter, so nobody knows its optimizer state: look at optimizer.state")
+        raise ModelError(
+            "no engine holds this parameter, so its optimizer state is not known here. Read it from your optimizer: "
+            "optimizer.state[parameter]"
+        )
     return access

@@ -105,7 +105,7 @@ def read_manifest(folder: Path) -> tuple[list[SavedTensor], Files]:
     try:
         contents = json.loads(data)
     except (ValueError, RecursionError, MemoryError) as error:
-        raise CheckpointError(path, "it is damaged: no JSON of a manifest") from error
+        raise CheckpointError(path, "it is damaged: it does not hold the JSON of a manifest") from error
     if not isinstance(contents, dict) or contents.get("format") != _FORMAT:
         raise CheckpointError(path, "it is no manifest of a checkpoint")
     # Sealing the parsed contents again gives the same bytes only if no bit was flipped: blanks and the order of keys
@@ -118,7 +118,7 @@ def read_manifest(folder: Path) -> tuple[list[SavedTensor], Files]:
         files = {str(name): _facts(folder, str(name), facts) for name, facts in contents["files"].items()}
         unlisted = next((found for each in arrays if (found := unlisted_file(folder, each, files)) is not None), None)
         if unlisted is not None:
-            raise CheckpointError(folder / unlisted, "the manifest does not know it", cure=f"Remove it, or {_SEAL}")
+            raise CheckpointError(folder / unlisted, "the manifest does not list it", cure=f"Remove it, or {_SEAL}")
     except CheckpointError:
         raise
     except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
@@ -203,7 +203,7 @@ def _facts(folder: Path, name: str, facts: Any) -> tuple[int, int]:
     num_bytes, checksum = facts
     # A manifest may come from somebody else: no path in it may lead out of the checkpoint's directory.
     if name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
-        raise CheckpointError(folder / MANIFEST, f"it names a file {name!r} that lies elsewhere")
+        raise CheckpointError(folder / MANIFEST, f"it names a file {name!r} outside of the checkpoint")
     if type(num_bytes) is not int or not 0 <= num_bytes < 1 << 62:
         raise CheckpointError(folder / MANIFEST, f"'{name}' is to have {num_bytes} bytes")
     _check_size(folder / name, num_bytes)
@@ -223,7 +223,7 @@ def _check_size(path: Path, num_bytes: int) -> None:
         raise CheckpointError(path, f"it is missing: {error.strerror}", cure=_IF_CHANGED) from error
     # Reading a pipe would hang.
     if not stat.S_ISREG(file.st_mode):
-        raise CheckpointError(path, "it is no file, but a directory, a device or a pipe")
+        raise CheckpointError(path, "it is not a file, but a directory, a device or a pipe")
     found = file.st_size
     if found != num_bytes:
         raise CheckpointError(path, f"it has {found} bytes, not {num_bytes}", cure=_IF_CHANGED)
@@ -268,7 +268,7 @@ def read_checked(folder: Path, files: Files, name: str) -> bytes:
     if num_bytes > _SMALL_BYTES and num_bytes > (free := free_bytes()):
         raise CheckpointError(
             folder / name,
-            f"it has {format_bytes(num_bytes)}, and of memory {format_bytes(free)} are free",
+            f"it has {format_bytes(num_bytes)}, and {format_bytes(free)} of memory are free",
             cure="Load it with more free memory, or another checkpoint",
         )
     with reading_from(folder / name):

@@ -136,8 +136,8 @@ def _accept(unit: Unit, packed: PackedSlot, memory: torch.Tensor, weights: Weigh
         before = torch.zeros_like(written) if as_packed is None else as_packed
     written.copy_(before)
     return ModelError(
-        f"parameter '{spec.fqn}' is stored as {packed.format.name}, which has no room for what was written to it: it has its "
-        "values of before",
+        f"parameter '{spec.fqn}' is stored as {packed.format.name}, which cannot store the written values exactly: "
+        "the parameter keeps its old values",
         cure=MERGE_CURE,
         fqn=spec.fqn,
     )

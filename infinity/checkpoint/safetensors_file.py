@@ -106,7 +106,7 @@ def check_entries(entries: Sequence[Entry]) -> None:
             try:
                 name.encode()
             except UnicodeEncodeError:
-                refuse(ascii(name), "its name is no text that can be encoded")
+                refuse(ascii(name), "its name cannot be encoded as text")
         try:
             name_of(entry.dtype)
         except Exception:

@@ -173,7 +173,7 @@ class Checkpoint:
             found = from_json(text, raw)
             check_training_state(found)
         except UNREADABLE as error:
-            problem = f"it is not what a checkpoint has: {str(error)[:200] or type(error).__name__}"
+            problem = f"its contents are not those of a checkpoint: {str(error)[:200] or type(error).__name__}"
             raise CheckpointError(self.folder / TRAINING_STATE, problem) from error
         return found  # type: ignore[no-any-return]
 
@@ -212,7 +212,9 @@ def find(directory: Path, tag: str | None) -> Path | None:
         # `latest` is a text that anybody may edit: a tag with a slash would lead out of the directory.
         if not is_tag(tag) or not (directory / tag).is_dir():
             raise CheckpointError(
-                latest, f"it names {tag!r}, which is no checkpoint beside it", cure="Give the tag of one that is there"
+                latest,
+                f"it names {tag!r}, and there is no such checkpoint beside it",
+                cure="Give the tag of one that is there",
             )
         return directory / tag
 
@@ -357,11 +359,11 @@ def writing(
     needed = sum(each.file_bytes + _FILE_BYTES for each in specs)
     try:
         if os.path.lexists(directory / tag) and not (directory / tag).is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, f"'{tag}' in it is no directory")
+            raise NotADirectoryError(errno.ENOTDIR, f"'{tag}' in it is not a directory")
         if _is_foreign(directory / tag):
             raise StorageError(
                 directory,
-                f"has a directory '{tag}' that is no checkpoint of this package, and is not replaced",
+                f"has a directory '{tag}' that is not a checkpoint of this package, and is not replaced",
                 cure="Give another directory or tag, or remove it",
             )
         with Staging(directory, tag) as staging:

@@ -191,7 +191,10 @@ class StateAccess:
         state = self._states.get((unit.index, slot.index))
         if state is None:
             if values:
-                raise ValueError(f"'{slot.spec.fqn}' was frozen in infinity.initialize, so its state has no place")
+                raise ValueError(
+                    f"'{slot.spec.fqn}' was frozen in infinity.initialize, so no space was reserved for its state. "
+                    "Add it with optimizer.add_param_group"
+                )
             return
         self._stored.wait_for_save(unit)
         names = self._records.names_of(unit)
@@ -301,7 +304,11 @@ class StateAccess:
         # The caller gives weights back after a failure, maybe on this rank alone. A meeting of ranks might wait
         # forever, so it takes the model weight, which needs none.
         if self.is_divided and slot.spec.is_trainable:
-            logger.warning("'%s' is given back as its %s model weight", slot.spec.fqn, slot.spec.dtype)
+            logger.warning(
+                "'%s' is returned as its %s model weight, because reading its main weight needs the other ranks",
+                slot.spec.fqn,
+                slot.spec.dtype,
+            )
             return self._coordinator.copy_for_user(unit, slot)
         return self.main_weight(parameter) if slot.spec.is_trainable else self._coordinator.copy_for_user(unit, slot)
 

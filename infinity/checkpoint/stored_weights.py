@@ -255,8 +255,8 @@ class StoredWeights:
         if unknown:
             unit.forget_written(slot.index for slot in unknown)
             raise ModelError(
-                f"parameter '{unknown[0].spec.fqn}' was written to in forward in a way that is seen too late to tell which of "
-                "its fp32 main weights follow",
+                f"parameter '{unknown[0].spec.fqn}' was written to in forward in a way that the engine notices too "
+                "late to update its fp32 main weights",
                 cure="Write to it by its own methods or by .data (p.mul_(...), p.data.copy_(...)), or set config key "
                 "'infinity.main_weights' to \"fp32\"",
                 fqn=unknown[0].spec.fqn,

@@ -225,7 +225,8 @@ def _continued(before: int, values: torch.Tensor) -> int:
 def _whole(group: str, fqn: str, kind: str, value: torch.Tensor) -> _Planned:
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
         raise ModelError(
-            f"'{fqn}' is {'on the meta device' if value.is_meta else 'sparse or quantized'}, and has no form in a checkpoint",
+            f"'{fqn}' is {'on the meta device' if value.is_meta else 'sparse or quantized'}, and cannot be stored in "
+            "a checkpoint",
             cure="Make it a dense tensor, or register it with persistent=False",
             fqn=fqn,
         )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # torch's names. torch itself is imported inside the command, because `--help` imports this file.
 _DTYPES = ("float32", "bfloat16", "float16")
 _SOURCE = click.argument("source", metavar="CHECKPOINT", type=PathType())
-_TAG = click.option("--tag", help="Which checkpoint of the directory; the newest by default.")
+_TAG = click.option("--tag", help="Tag of the checkpoint in the directory. Default: the newest.")
 
 
 def size_in_bytes(text: str) -> int:
@@ -42,7 +42,7 @@ def _opened(source: Path, tag: str | None) -> Checkpoint:
 
 @click.group()
 def checkpoint() -> None:
-    """Look at a checkpoint, verify it, or export its weights: without its model, and in little memory.
+    """Inspect or verify a checkpoint, or export its weights, without its model and in bounded memory.
 
     CHECKPOINT is the directory that engine.save_checkpoint was given, or the one of a single tag in it.
     """
@@ -54,7 +54,7 @@ def checkpoint() -> None:
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @json_option
 def inspect(source: Path, tag: str | None, tensors: bool, as_json: bool) -> None:
-    """Say what is in a checkpoint. Reads its small files only.
+    """List what a checkpoint contains. Reads only its small files.
 
     \b
     Examples:
@@ -146,7 +146,7 @@ def _tensor(each: Any) -> dict[str, Any]:
 @checkpoint.command()
 @_SOURCE
 @_TAG
-@click.option("--all", "takes_all", is_flag=True, help="Every checkpoint of the directory.")
+@click.option("--all", "takes_all", is_flag=True, help="Verify every checkpoint of the directory.")
 @json_option
 def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int:
     """Read all of a checkpoint and compare every checksum. Exit status 1 if something is damaged.
@@ -189,10 +189,10 @@ def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int
 @_TAG
 @json_option
 def seal(source: Path, tag: str | None, as_json: bool) -> None:
-    """Take over what another program has written into tensors.zarr with zarr, in any chunks and compression.
+    """Accept arrays that another program wrote into tensors.zarr with zarr, in any chunks and compression.
 
-    Writes the checksums anew: before, such a checkpoint counts as damaged. All of its arrays are read by zarr from then on,
-    which takes longer.
+    Computes the checksums again: until then, the checkpoint counts as damaged. zarr reads all of its arrays from then
+    on, which takes longer.
 
     \b
     Examples:
@@ -221,16 +221,21 @@ def seal(source: Path, tag: str | None, as_json: bool) -> None:
 @click.option(
     "--dtype",
     type=click.Choice(_DTYPES),
-    help="Of all floating-point parameters, rounded to nearest; by default as they are: fp32 main weights.",
+    help="Dtype of floating-point parameters, rounded to nearest. Default: the fp32 main weights, unchanged.",
 )
 @click.option(
     "--config-from",
     type=PathType(),
     metavar="DIR",
-    help="A Hugging Face model's directory: its config and names are used.",
+    help="Directory of a Hugging Face model, whose config and tensor names are used.",
 )
 @click.option(
-    "--max-shard-size", type=size_in_bytes, default="50GB", show_default=True, metavar="SIZE", help="Of a file."
+    "--max-shard-size",
+    type=size_in_bytes,
+    default="50GB",
+    show_default=True,
+    metavar="SIZE",
+    help="Largest size of one file.",
 )
 @json_option
 def export(

@@ -21,17 +21,13 @@ from swapper.volumes.left_runs import LeftRun, LeftSave, left_runs, left_saves, 
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 @json_option
 def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> int:
-    """Remove what durable runs (infinity.durable) and killed saves have left in DIR, and in what lies below it.
+    """Remove files that durable runs (infinity.durable) and killed saves left behind in DIR and below it.
 
     Scratch files of other runs have no names and vanish with their process. Files that a process uses are kept. Removing a run
     is permanent. You are asked to confirm unless you pass --yes. Exit status 1 if something cannot be removed.
 
-    \b
-    Examples:
-      infinity clean /mnt/nvme
-      infinity clean /mnt/nvme0 /mnt/nvme1 --yes
-      infinity clean /mnt/nvme --json     (tells, and removes nothing)
-    """
+    \b Examples: infinity clean /mnt/nvme infinity clean /mnt/nvme0 /mnt/nvme1 --yes infinity clean /mnt/nvme --json
+    (lists, and removes nothing)"""
     # By resolved path: DIRs may overlap (/mnt and /mnt/nvme), and each run counts once.
     runs = list({run.path.resolve(): run for directory in directories for run in left_runs(directory)}.values())
     saves = list({save.path.resolve(): save for directory in directories for save in left_saves(directory)}.values())
@@ -42,7 +38,9 @@ def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> int:
     if (free or saves) and not yes and not as_json:
         # In a cron job or a pipe, a prompt would read EOF or wait for ever.
         if sys.stdin is None or sys.stdin.closed or not sys.stdin.isatty():
-            raise click.UsageError("nobody can be asked here; pass --yes to remove it.")
+            raise click.UsageError(
+                "stdin is not a terminal, so the command cannot ask you. Pass --yes to remove without asking."
+            )
         click.confirm(f"Remove {_counted(free, saves)}, for good?", abort=True)
     # --json alone only reports: a program cannot be asked.
     gone, tried = (free, saves) if yes or not as_json else ([], [])

@@ -14,7 +14,7 @@ _SHELLS = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
 @click.argument("shell", type=click.Choice(list(_SHELLS)))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print what makes a shell complete commands, options and paths of `infinity`.
+    """Print the completion script of a shell, for commands, options and paths of `infinity`.
 
     \b
     Examples:

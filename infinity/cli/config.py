@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 _FILE = click.argument("file", type=PathType())
 _WORLD = click.option(
-    "--processes", type=click.IntRange(min=1), default=1, show_default=True, help="That train together."
+    "--processes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of processes that train together.",
 )
 
 
@@ -50,16 +54,16 @@ def loaded_for_one(file: Path, overrides: Mapping[str, Any]) -> InfinityConfig:
 
 @click.group()
 def config() -> None:
-    """Check a config, show what it comes to, or print its JSON schema."""
+    """Check a config, show its resolved values, or print its JSON schema."""
 
 
 @config.command()
 @_FILE
-@click.option("--no-storage", is_flag=True, help="Do not look at the directories: the config is for another machine.")
+@click.option("--no-storage", is_flag=True, help="Do not check the directories: the config is for another machine.")
 @_WORLD
 @json_option
 def check(file: Path, no_storage: bool, processes: int, as_json: bool) -> None:
-    """Load a config as infinity.initialize does. Exit status 1 with the first thing that is wrong.
+    """Load a config as infinity.initialize does. Prints the first error, with exit status 1.
 
     \b
     Examples:
@@ -91,7 +95,7 @@ def check(file: Path, no_storage: bool, processes: int, as_json: bool) -> None:
 @_WORLD
 @json_option
 def show(file: Path, processes: int, as_json: bool) -> None:
-    """Show every value that FILE comes to, and who decided it.
+    """Show the resolved value of every key, and what decided it.
 
     \b
     Examples:

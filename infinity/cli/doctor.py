@@ -24,19 +24,21 @@ _SIGNS = {
     "directories",
     multiple=True,
     type=PathType(),
-    help="Where states would lie; once for each drive. By default the present directory.",
+    help="Directory on a drive for weights and states; repeat the option for each drive. Default: the current "
+    "directory.",
 )
-@click.option("--config", "file", type=PathType(), help="Take the directories of this config.")
+@click.option("--config", "file", type=PathType(), help="Check the directories that this config names.")
 @click.option(
     "--no-measure",
     is_flag=True,
-    help="Do not compare I/O backends, which writes about 100 MB, nor copy to and from the GPU.",
+    help="Skip the measurements: I/O backends (writes about 100 MB), and copies to and from the GPU.",
 )
 @json_option
 def doctor(directories: tuple[Path, ...], file: Path | None, no_measure: bool, as_json: bool) -> int:
-    """Say what this machine has for a training, and what would help.
+    """Check whether this machine can train, and name what would help.
 
-    Each line is good (ok), good to know (-), worth a change (!), or prevents a training (X): then the exit status is 1.
+    Each line is fine (ok), for information (-), worth a change (!), or prevents training (X). With an X, the exit
+    status is 1.
 
     \b
     Examples:
@@ -84,7 +86,7 @@ def _print(findings: list[Finding], *, is_ready: bool) -> None:
     num_cures = sum(bool(finding.cure) for finding in findings)
     text = "This machine can train." if is_ready else "This machine cannot train as it is: see the lines with an X."
     if num_cures:
-        many = "1 thing would help: the line" if num_cures == 1 else f"{num_cures} things would help: the lines"
+        many = "1 change would help: the line" if num_cures == 1 else f"{num_cures} changes would help: the lines"
         text += f" {many} with ->."
     console.print(f"\n{text}", markup=False)
 

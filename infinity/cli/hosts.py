@@ -24,20 +24,22 @@ def read_hostfile(path: Path) -> Hosts:
     try:
         lines = path.read_text().splitlines()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"hostfile '{path}': it is no text. Give lines like: worker-1 slots=8") from error
+        raise ConfigError(f"hostfile '{path}': it is not a text file. Give lines like: worker-1 slots=8") from error
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
         match = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
         if match is None:
-            raise ConfigError(f"{path}, line {number}: '{text}' is no host. Write it as: worker-1 slots=8")
+            raise ConfigError(f"{path}, line {number}: '{text}' is not a host. Write it as: worker-1 slots=8")
         if _HOST.fullmatch(match[1]) is None:
             raise ConfigError(
-                f"{path}, line {number}: {match[1]!r} is no name or address of a host. Write user@host or host"
+                f"{path}, line {number}: {match[1]!r} is not the name or address of a host. Write user@host or host"
             )
         if match[1] in found:
-            raise ConfigError(f"{path}, line {number}: {match[1]} stands there twice. Add its slots up in one line")
+            raise ConfigError(
+                f"{path}, line {number}: {match[1]} is listed twice. Write it once, with all of its slots"
+            )
         found[match[1]] = list(range(int(match[2])))
     if not found:
         raise ConfigError(f"{path}: there is no host in it. Write one in each line, as: worker-1 slots=8")
@@ -70,7 +72,7 @@ def chosen(hosts: Hosts, include: str, exclude: str) -> Hosts:
         host, _, slots = part.strip().partition(":")
         known = hosts.get(host)
         if known is None:
-            raise ConfigError(f"'{host}' is none of the hosts. They are: {', '.join(hosts)}")
+            raise ConfigError(f"'{host}' is not one of the hosts. They are: {', '.join(hosts)}")
         try:
             numbers = {int(slot) for slot in slots.split(",")} if slots else set(known)
         except ValueError:

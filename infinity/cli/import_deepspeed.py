@@ -13,19 +13,19 @@ from infinity.errors import format_bytes
 @click.command()
 @click.argument("source", type=PathType())
 @click.argument("target", type=PathType(), required=False)
-@click.option("--tag", help="Which checkpoint of the source; by default the one that 'latest' names.")
+@click.option("--tag", help="Tag of the checkpoint in SOURCE. Default: the one that the file 'latest' names.")
 @click.option(
     "--skip-unknown",
     is_flag=True,
-    help="Leave out what the script had added, where it is of classes that are neither torch's nor DeepSpeed's.",
+    help="Leave out objects of the script whose classes are neither torch's nor DeepSpeed's.",
 )
 @json_option
 def import_deepspeed(source: Path, target: Path | None, tag: str | None, skip_unknown: bool, as_json: bool) -> None:
-    """Turn a checkpoint of DeepSpeed (ZeRO stage 1 to 3, or universal) into one for engine.load_checkpoint.
+    """Convert a DeepSpeed checkpoint (ZeRO stage 1 to 3, or universal) into one for engine.load_checkpoint.
 
     SOURCE is a directory that DeepSpeed's save_checkpoint wrote to, or one tag's. TARGET is made if it is missing; by
-    default it stands beside SOURCE, with "-infinity" behind its name. DeepSpeed need not be installed, and no object in
-    the source is run. Memory: a few MiB besides the page cache.
+    default it is SOURCE with "-infinity" appended. DeepSpeed need not be installed, and no object in the source is run.
+    It needs a few MiB of memory besides the page cache.
 
     \b
     Examples:

@@ -43,22 +43,22 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # Options after SCRIPT are the script's own.
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("-H", "--hostfile", type=PathType(), help="Hosts, in lines like: worker-1 slots=8.")
+@click.option("-H", "--hostfile", type=PathType(), help="File with one host per line, such as: worker-1 slots=8.")
 @click.option("-i", "--include", default="", help="Use only these hosts or slots: worker-1@worker-2:0,2.")
 @click.option("-e", "--exclude", default="", help="Do not use these hosts or slots.")
-@click.option("--num_nodes", type=int, help="Use only the first hosts of the hostfile, so many.")
-@click.option("--num_gpus", type=int, help="Processes on each host, on its first slots.")
-@click.option("--master_addr", help="Where the processes meet; by default the first host.")
+@click.option("--num_nodes", type=int, help="Use only so many hosts of the hostfile, the first ones.")
+@click.option("--num_gpus", type=int, help="Number of processes on each host. They use its first slots.")
+@click.option("--master_addr", help="Address at which the processes meet. Default: the first host.")
 @click.option("--master_port", type=int, default=29500, show_default=True)
-@click.option("--ssh_port", type=int, help="By default ssh's own.")
+@click.option("--ssh_port", type=int, help="Port of ssh. Default: ssh's own.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(**options: Any) -> None:
     """Start a training on this host, or on the hosts of a DeepSpeed hostfile.
 
-    Without a hostfile, torchrun starts one process for each GPU of this host (--num_gpus for another number). With a hostfile,
-    torchrun starts on each host over ssh, in the present directory and with the same Python. Each process runs SCRIPT with its
-    ARGUMENTS. When one process ends with an error, the others are ended. SIGTERM and Ctrl-C end all of them.
+    Without a hostfile, torchrun starts one process for each GPU of this host (--num_gpus for another number). With a
+    hostfile, torchrun starts on each host over ssh, in the current directory and with the same Python. Each process
+    runs SCRIPT with its ARGUMENTS. When one process fails, the others are stopped. SIGTERM and Ctrl-C stop all of them.
     Other hosts get PYTHONPATH, OMP_NUM_THREADS and all NCCL_, GLOO_ and HF_ variables, but no secrets such as HF_TOKEN.
 
     \b
@@ -76,10 +76,13 @@ def _hosts(arguments: SimpleNamespace) -> Hosts:
             raise ConfigError(f"{arguments.script}: there is no such script. Give the path of one")
         if arguments.num_gpus is not None and arguments.num_gpus < 1:
             raise ConfigError(
-                f"--num_gpus {arguments.num_gpus}: one process is the least. Give 1 or more, or leave it out"
+                f"--num_gpus {arguments.num_gpus}: at least one process is needed. Give 1 or more, or leave the "
+                "option out"
             )
         if (arguments.num_nodes or 1) > 1:
-            raise ConfigError(f"--num_nodes {arguments.num_nodes}: there is this host alone. Pass --hostfile")
+            raise ConfigError(
+                f"--num_nodes {arguments.num_nodes}: without a hostfile there is only this host. Pass --hostfile"
+            )
         import torch  # here, because `--help` needs it not
 
         # Without a hostfile, --include and --exclude select among the GPUs of this host: localhost:0,2.
@@ -93,14 +96,18 @@ def _hosts(arguments: SimpleNamespace) -> Hosts:
         found = read_hostfile(arguments.hostfile)
     found = chosen(found, arguments.include, arguments.exclude)
     if arguments.num_nodes is not None and not 0 < arguments.num_nodes <= len(found):
-        raise ConfigError(f"--num_nodes {arguments.num_nodes}: there are {len(found)} hosts. Take as many at most")
+        raise ConfigError(
+            f"--num_nodes {arguments.num_nodes}: there are {len(found)} hosts. Give a number from 1 to {len(found)}"
+        )
     # None takes all of them.
     found = dict(islice(found.items(), arguments.num_nodes))
     if arguments.num_gpus is None:
         return found
     for host, slots in found.items():
         if not 0 < arguments.num_gpus <= len(slots):
-            raise ConfigError(f"--num_gpus {arguments.num_gpus}: {host} has {len(slots)} slots. Take as many at most")
+            raise ConfigError(
+                f"--num_gpus {arguments.num_gpus}: {host} has {len(slots)} slots. Give a number from 1 to {len(slots)}"
+            )
     return {host: slots[: arguments.num_gpus] for host, slots in found.items()}
 
 
@@ -131,8 +138,8 @@ def commands_of(hosts: Hosts, arguments: SimpleNamespace, environment: Mapping[s
     # Every user of a host can read the command lines of all processes there (/proc/PID/cmdline).
     if secrets and not is_alone:
         logger.warning(
-            "%s: not passed to other hosts, where every user could read it in the command line. Set it there in the shell's "
-            "startup file, or store it in a file (hf auth login)",
+            "%s: not passed to other hosts, because every user there could read it in the command line. Set it in "
+            "the shell's startup file on those hosts, or store it in a file (hf auth login)",
             ", ".join(secrets),
         )
     for rank, (host, slots) in enumerate(hosts.items()):
@@ -185,7 +192,7 @@ def run_all(commands: Mapping[str, Sequence[str]]) -> None:
                 for host, process in started.items():
                     if status := process.poll():
                         how = f"by signal {-status}" if status < 0 else f"with status {status}"
-                        raise InfinityError(f"{host} ended {how}, and the others were ended. See its output")
+                        raise InfinityError(f"{host} ended {how}, and the other hosts were stopped. See its output")
                 time.sleep(_POLL_SECONDS)
         finally:
             # Also after an exception in Popen: hosts that were started are ended.

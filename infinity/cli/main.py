@@ -29,18 +29,18 @@ a shell shows after SIGINT and SIGPIPE."""
 
 
 COMMANDS = {
-    "doctor": "say what this machine can do for a training, and what would help",
-    "plan": "say whether a model trains here, how fast, and what makes it fit",
-    "config": "check a config, show what it comes to, or print its JSON schema",
-    "profile": "measure how fast drives are, and say which settings suit them",
+    "doctor": "check whether this machine can train, and name what would help",
+    "plan": "predict whether a model fits, how fast it trains, and what makes it fit",
+    "config": "check a config, show its resolved values, or print its JSON schema",
+    "profile": "measure how fast drives are, and find the settings that suit them",
     "report": "write one HTML page about a run, and what bound it",
-    "watch": "show a run in the terminal while it goes on",
+    "watch": "show a run in the terminal while it trains",
     "launch": "start a training on this host, or on those of a DeepSpeed hostfile",
     "checkpoint": "look at a checkpoint, verify it, or export its weights",
     "export": "the same as `checkpoint export`",
-    "import-deepspeed": "turn a checkpoint of DeepSpeed into one of ours",
-    "clean": "remove what durable runs and killed saves have left",
-    "completion": "print what makes a shell complete these commands",
+    "import-deepspeed": "convert a DeepSpeed checkpoint",
+    "clean": "remove files that durable runs and killed saves left behind",
+    "completion": "print the completion script of a shell",
 }
 """One line for each command: a `click.Command` of that name, with ``_`` for ``-``, in the module of that name."""
 # Commands whose module has another name.

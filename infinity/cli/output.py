@@ -29,7 +29,7 @@ class PathType(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         # "$DIR" with an unset DIR. Path("") would be the present directory.
         if value == "":
-            self.fail("it is empty; the present directory is '.'.", param, ctx)
+            self.fail("it is empty; the current directory is '.'.", param, ctx)
         return super().convert(value, param, ctx)
 
 

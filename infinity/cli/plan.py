@@ -29,7 +29,7 @@ _TOKENS = 2048
 def _positive(text: str) -> float:
     # click turns a ValueError of `float` into its own message.
     if not math.isfinite(found := float(text)):
-        raise click.BadParameter(f"{text} is no finite number.")
+        raise click.BadParameter(f"{text} is not a finite number.")
     if found <= 0:
         raise click.BadParameter(f"{text} is not above 0.")
     return found
@@ -37,43 +37,61 @@ def _positive(text: str) -> float:
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--params", metavar="NUMBER", help="A model of so many parameters in equal blocks: 7b, 374m, 1.2e9.")
-@click.option("--config", "file", type=PathType(), help="What is planned for; else bf16 with AdamW.")
+@click.option(
+    "--params", metavar="NUMBER", help="A model of equal blocks with this number of parameters: 7b, 374m, 1.2e9."
+)
+@click.option("--config", "file", type=PathType(), help="Config to plan for. Default: bf16 with AdamW.")
 @click.option(
     "--nvme-path",
     "directories",
     multiple=True,
     type=PathType(file_okay=False),
-    help="Where states would lie; once for each drive. By default the config's, or the present directory.",
+    help="Directory on a drive for weights and states; repeat the option for each drive. Default: the config's, or "
+    "the current directory.",
 )
-@click.option("--tokens", type=click.IntRange(min=1), default=_TOKENS, show_default=True, help="Of an optimizer step.")
-@click.option("--ram", type=size_in_bytes, metavar="SIZE", help="Free memory of a described machine, e.g. 64GB.")
-@click.option("--disk", type=size_in_bytes, metavar="SIZE", help="Free space of its drives.")
 @click.option(
-    "--drive-speed", type=size_in_bytes, metavar="SIZE", help="Bytes per second of its drives, both ways, e.g. 6GB."
+    "--tokens", type=click.IntRange(min=1), default=_TOKENS, show_default=True, help="Tokens of one optimizer step."
+)
+@click.option("--ram", type=size_in_bytes, metavar="SIZE", help="Describe a machine: its free host memory, e.g. 64GB.")
+@click.option("--disk", type=size_in_bytes, metavar="SIZE", help="Its free space on drives.")
+@click.option(
+    "--drive-speed",
+    type=size_in_bytes,
+    metavar="SIZE",
+    help="Bytes per second of its drives, reads and writes together, e.g. 6GB.",
 )
 @click.option("--gpu", type=size_in_bytes, metavar="SIZE", help="Memory of its GPU.")
 @click.option(
     "--link", type=size_in_bytes, metavar="SIZE", help="Bytes per second between memory and GPU, each way, e.g. 25GB."
 )
-@click.option("--tflops", type=_positive, metavar="NUMBER", help="10^12 operations per second that it reaches.")
 @click.option(
     "--updates",
     type=_positive,
     metavar="NUMBER",
-    help="10^9 parameters per second that its processors update with AdamW.",
+    help="10^9 parameters per second that its CPU updates with AdamW.",
 )
-@click.option("--tbw", type=_positive, metavar="NUMBER", help="Terabytes that its drives are rated to take.")
 @click.option(
-    "--lora", type=click.IntRange(min=1), metavar="RANK", help="Adapters on a frozen base, in place of all of it."
+    "--tflops",
+    type=_positive,
+    metavar="NUMBER",
+    help="TFLOP/s (10^12 operations per second) that your model reaches on it.",
+)
+@click.option("--tbw", type=_positive, metavar="NUMBER", help="Terabytes that its drives are rated to write (TBW).")
+@click.option(
+    "--lora",
+    type=click.IntRange(min=1),
+    metavar="RANK",
+    help="Train LoRA adapters of this rank on a frozen base, instead of all weights.",
 )
 @click.option(
     "--frozen-dtype",
     type=click.Choice(["nf4", "int8", "fp8_e4m3", "bf16"]),
-    help="How the frozen base is stored, in place of the config's infinity.frozen_dtype.",
+    help="Format of the frozen base, instead of the config's infinity.frozen_dtype.",
 )
-@click.option("--no-measure", is_flag=True, help="Do not try drive and compute for a second, which writes 32 MiB.")
-@click.option("--largest", is_flag=True, help="Also the largest model of this family that trains there.")
+@click.option(
+    "--no-measure", is_flag=True, help="Do not measure drive and compute, which takes a second and writes 32 MiB."
+)
+@click.option("--largest", is_flag=True, help="Also find the largest model of this family that fits.")
 @json_option
 def plan(
     model: str | None,
@@ -87,12 +105,13 @@ def plan(
     as_json: bool,
     **described: Any,
 ) -> int:
-    """Say whether MODEL trains here or on a described machine, for every offload choice: bytes of each tier, time of a step.
+    """Predict whether MODEL trains on this or a described machine: bytes and step time of every offload choice.
 
-    MODEL is a Hugging Face config.json or a directory with one; or give --params. Nothing is downloaded, and no weights are
-    made. Bytes are those of the engine's own plan. The time of a step is the longest of drives, copies to and from a GPU,
-    compute, and updates by the CPU, as far as their speeds are known: a step takes at least as long. Where the CPU does both,
-    updates and compute add up. Exit status 1 if it does not fit: then the smallest change that makes it fit is told.
+    MODEL is a Hugging Face config.json or a directory with one; or give --params. Nothing is downloaded, and no weights
+    are made. Bytes are those of the engine's own plan. The time of a step is the longest of drives, copies to and from
+    a GPU, compute, and updates by the CPU, as far as their speeds are known: a step takes at least as long. Where the
+    CPU does both, updates and compute add up. If it does not fit, the exit status is 1, and the command names the
+    smallest change that makes it fit.
 
     \b
     Examples:
@@ -155,7 +174,7 @@ def plan(
     _print_rungs(rungs, given, machine, is_given=config is not None)
     _print_verdict(given, change, machine, is_given=config is not None)
     if largest:
-        display(f"\nThe largest of this family that trains there: {_largest_words(most)}")
+        display(f"\nThe largest model of this family that fits: {_largest_words(most)}")
     return 0 if given.fits else 1
 
 
@@ -185,8 +204,8 @@ def _machine(paths: Sequence[Path], asked: SimpleNamespace) -> tuple[Machine, st
             link = min(copies.up, copies.down)
     except RuntimeError as error:  # torch's: another process has all of the GPU, or has it alone
         raise click.ClickException(
-            f"the GPU cannot be used: {str(error).strip().partition(chr(10))[0]}. End what has it (`nvidia-smi`), set "
-            "CUDA_VISIBLE_DEVICES, or describe it with --gpu"
+            f"the GPU cannot be used: {str(error).strip().partition(chr(10))[0]}. End the program that uses it "
+            "(`nvidia-smi` lists them), set CUDA_VISIBLE_DEVICES, or describe it with --gpu"
         ) from error
     # In this order: as given, as `infinity profile` measured, or a glance of a third of a second.
     bandwidth = machine.bandwidth if is_here else None
@@ -278,7 +297,7 @@ def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_g
     display("")
     display(shown)
     star = "the config" if is_given else "taken"
-    display(f"\nmemory, GPU, drives: what rests there. moved: read and written in a step. *: {star}.")
+    display(f"\nmemory, GPU, drives: bytes stored there. moved: read and written in a step. *: {star}.")
 
 
 def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, is_given: bool) -> None:
@@ -290,7 +309,7 @@ def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, 
         if life is not None:
             wear += f": {life:,} steps until {machine.drive_tbw or plan.drive_tbw:g} TB are written"
         elif written:
-            wear += "; --tbw says after how many steps the drives have taken what they are rated for"
+            wear += "; with --tbw, the number of steps until the drives' rated writes is shown"
         display(f"wear: {wear}")
         if plan.retention is not None:
             display(f"durable run: {size(plan.durable_bytes)} on the drives: {plan.retention}")
@@ -301,9 +320,9 @@ def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, 
         return
     display(f"\nIt does not fit: {given.problem}.")
     if change is None and not given.lacks_room:
-        display("Neither memory nor drives would help: change what is named there.")
+        display("More memory or larger drives would not help: change what this message names.")
     elif change is None:
-        display("No change of the config helps: it takes more memory or more space on the drives.")
+        display("No change of the config helps: more memory or more space on the drives is needed.")
     else:
         changes = change.beyond(given).items()
         keys = ", ".join(f"{key} = {value if isinstance(value, str) else json.dumps(value)}" for key, value in changes)

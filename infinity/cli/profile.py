@@ -35,15 +35,16 @@ _WHY = "Of the settings within 3 % of the fastest mix of an optimizer step, this
 @click.option(
     "--minutes",
     type=click.FloatRange(0, _LONGEST_MINUTES, min_open=True),
-    help="Then keep the best setting going so long: where the drive's cache ends, and its heat. Writes all the while.",
+    help="Then run the best setting for this many minutes: shows when the drive's cache is full or the drive gets "
+    "hot. It writes all that time.",
 )
 @json_option
 def profile(directories: tuple[Path, ...], quick: bool, minutes: float | None, as_json: bool) -> int:
-    """Measure how fast drives are under the engine's requests, and say which settings suit them.
+    """Measure how fast drives are under the engine's requests, and find the settings that suit them.
 
     DIR is one directory on each drive. Ctrl-C ends it at any time, with a report of what was measured by then. The test
-    files have no names, so that nothing is left in the directories, whatever ends the program. The result is kept: from then
-    on plans know the speed of these drives, and engines use the settings, unless a config has its own.
+    files have no names, so nothing is left in the directories even after a kill. The result is stored: from then on,
+    plans use the speed of these drives, and engines use the settings unless the config has its own.
 
     \b
     Examples:

@@ -13,7 +13,7 @@ _RUN = click.argument("run_dir", metavar="RUN_DIR", type=PathType())
 
 @click.command()
 @_RUN
-@click.option("--out", type=PathType(), help="The page; by default report.html in RUN_DIR.")
+@click.option("--out", type=PathType(), help="Path of the page. Default: report.html in RUN_DIR.")
 @json_option
 def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     """Write one HTML page about a run: loss, times, drives, memory, and what bound it.
@@ -49,9 +49,9 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
 
 @click.command()
 @_RUN
-@click.option("--once", is_flag=True, help="Show it as it is now, and end.")
+@click.option("--once", is_flag=True, help="Print the present state, and end.")
 def watch(run_dir: Path, once: bool) -> int:
-    """Show a run while it goes on. Ends with it, or with Ctrl-C.
+    """Show a run while it trains. Ends with the run, or with Ctrl-C.
 
     Exit status 1 if the process of the run is gone without having closed its engine.
 

@@ -81,7 +81,7 @@ def read_source(source: object) -> Mapping[str, Any]:
     if isinstance(source, str | os.PathLike):
         return read_file(Path(source))
     cure = "Give the path of a JSON file, a dict, or JSON text"
-    raise ConfigError.in_text("config", f"a {type(source).__name__} is none", cure=cure)
+    raise ConfigError.in_text("config", f"an object of type {type(source).__name__} is not a config", cure=cure)
 
 
 def _drop_unknown_scheduler_params(tidied: dict[str, Any], findings: Findings) -> None:

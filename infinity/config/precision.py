@@ -19,7 +19,7 @@ def resolve_precision(root: RootBlock) -> tuple[torch.dtype, LossScaling | None]
         ConfigError: two dtypes at once, one that contradicts `data_types`, or a scaling that makes no sense.
     """
     if root.fp16.enabled and root.bf16.enabled:
-        problem = "bf16 is switched on, too, and there is one compute dtype"
+        problem = "bf16 is enabled too, and a model has one compute dtype"
         raise ConfigError.value("fp16.enabled", True, problem, cure='Set "enabled" of one of them to false')
     # All parameters get one dtype. To accept another one here and ignore it would change the numbers silently.
     name = _compute_name(root)

@@ -209,7 +209,7 @@ def _needs_all_gradients(decisions: _Decisions) -> tuple[str, str] | None:
     if world_size > 1 and zero_stage(root) == 0:
         return f"the mean over {world_size} processes in stage 0", "zero_optimization.stage to 1, or start one process"
     if not root.managed_gradient_accumulation:
-        return "managed_gradient_accumulation = false, where only the step tells the last gradient,", "it to true"
+        return "managed_gradient_accumulation = false, where the last gradient is only known in the step,", "it to true"
     return None
 
 
@@ -229,7 +229,7 @@ def _resolve_optimizer(decisions: _Decisions) -> OptimizerSection | None:
     max_grad_norm = params.pop("max_grad_norm", None)
     if max_grad_norm:
         cure = f'Remove it and set "gradient_clipping": {max_grad_norm} at the top level'
-        problem = "clipping is not the optimizer's business"
+        problem = "the engine clips, not the optimizer"
         raise ConfigError.value("optimizer.params.max_grad_norm", max_grad_norm, problem, cure=cure)
     if isinstance(params.get("betas"), list):
         # JSON has no tuples.
@@ -251,7 +251,7 @@ def _resolve_scheduler(decisions: _Decisions) -> SchedulerSection | None:
         # Left to "auto" it is an error only where the schedule is built: the caller may bring a schedule along.
         if name not in params and name not in autos:
             key = f"scheduler.params.{name}"
-            raise ConfigError.value(key, None, "it is missing", cure=f"{block.type} cannot do without it: add it")
+            raise ConfigError.value(key, None, "it is missing", cure=f"{block.type} requires it: add it")
     return SchedulerSection(block.type, params, autos)
 
 
@@ -444,7 +444,7 @@ def _resolve_gradient_dtype(
     #   1 process, 4 micro-batches: "fp32": a sum of four bf16 numbers needs more bits than bf16 has
     #   2 processes:                "fp32": the mean of two bf16 numbers does not, either
     if chosen == "bf16" and compute_dtype != torch.bfloat16:
-        problem = "gradients come with more bits than bf16 has, and would be rounded"
+        problem = "gradients have more bits than bf16, and would be rounded"
         raise ConfigError.value(key, chosen, problem, cure='Remove it, or switch on "bf16": {"enabled": true}')
     if chosen != "auto":
         decisions.record(key, chosen)

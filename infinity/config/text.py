@@ -72,7 +72,7 @@ def read_text(text: str, *, source: str = "config text") -> dict[str, Any]:
             raise ConfigError.in_text(source, f"{error.msg} at {place}", cure=_CURE) from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
         raise ConfigError.in_text(
-            source, str(error), cure="Give a config: nothing in one is as long or as deep"
+            source, str(error), cure="Give a config: no config has a value that long, or objects nested that deep"
         ) from error
     if not isinstance(content, dict):
         raise ConfigError.in_text(source, f"it holds a {type(content).__name__}, not an object", cure="Begin it with {")
@@ -105,7 +105,7 @@ def _refuse_duplicates(value: object, path: str, source: str) -> None:
     if isinstance(value, _Object):
         if value.duplicates:
             key = path + value.duplicates[0]
-            raise ConfigError.in_text(source, f"key '{key}' stands there twice", cure="Keep one of them", key=key)
+            raise ConfigError.in_text(source, f"key '{key}' occurs twice", cure="Keep one of them", key=key)
         for name, item in value.items():
             _refuse_duplicates(item, f"{path}{name}.", source)
     elif isinstance(value, list):

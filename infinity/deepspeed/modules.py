@@ -58,7 +58,7 @@ def why_absent(name: str) -> str:
     own = [each for each in _MODULES.get(above, {}) if not each.startswith("_") and each.isupper() == last.isupper()]
     near = nearest(last, own)
     if near is not None:
-        return f"The nearest there is: {above}.{near}"
+        return f"Use instead: {above}.{near}"
     parts = name.split(".")
     prefixes = [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
     cure = next((REFUSED[prefix] for prefix in prefixes if prefix in REFUSED), None)
@@ -66,7 +66,7 @@ def why_absent(name: str) -> str:
         return cure
     near = nearest(last, list(there))
     if near is not None:
-        return f"The nearest there is: {there[near]}.{near}"
+        return f"Use instead: {there[near]}.{near}"
     return f"Of DeepSpeed's modules there are {', '.join(_MODULES)}"
 
 

@@ -141,7 +141,7 @@ class Causes:
             if rank not in self._heard or self._heard[rank][0] != at:
                 self._heard[rank] = at, now
             elif now - self._heard[rank][1] > _SILENT_SECONDS:
-                silent = f"nothing has been heard of rank {rank} for {_SILENT_SECONDS:.0f} s, whose last exchange was"
+                silent = f"rank {rank} has sent no sign of life for {_SILENT_SECONDS:.0f} s; its last exchange was"
                 return self._stopped() or (
                     f"{silent} '{json.loads(at)[1] if at else ''}'" if found is not None else self.doubt[2:]
                 )
@@ -184,8 +184,8 @@ class Causes:
         if not self._is_store_lost:
             return ""
         return (
-            ". The store in which the ranks have met does not answer: the network is cut, or the process that holds it (rank 0, "
-            "or the launcher) has ended or hangs"
+            ". The process group's store does not answer: the network is cut, or the process that runs the store "
+            "(rank 0, or the launcher) has ended or hangs"
         )
 
     def _ask(self, question: Callable[[], T]) -> T | None:
@@ -208,8 +208,8 @@ class Causes:
         for rank, pid, started in self._neighbours():
             if (members is None or rank in members) and _state(pid)[1] != started:
                 return (
-                    f"the process of rank {rank} ({pid}) is gone, and has not said why (see its output, or that of what "
-                    "started it): an error, killed, out of memory, or at its end"
+                    f"the process of rank {rank} ({pid}) has ended without giving a reason (see its output, or its "
+                    "launcher's): an error, a kill, no memory left, or the end of its script"
                 )
         return None
 
@@ -231,7 +231,7 @@ class Causes:
             self._is_to_end = True
             return
         if os.getpid() == self._pid:
-            why = (self.first() or "no rank has said why; the launcher may") + self.doubt
+            why = (self.first() or "no rank gave a reason; see the launcher's output") + self.doubt
             logger.error("rank %d is ended by its launcher (SIGTERM): %s", self._index, why)
         _end_by(number)
 

@@ -68,7 +68,9 @@ _LOOK = timedelta(seconds=2)
 _MEANWHILE_SECONDS = 0.005
 Place = tuple[int, int]
 """How many meetings a rank's script has been in, and how many exchanges of other threads it has asked for."""
-_CURE = "All ranks have to make the same calls in the same order: as many backwards and steps, each on its own data"
+_CURE = (
+    "All ranks must make the same calls in the same order: the same number of backwards and steps, each on its own data"
+)
 
 
 class Ranks:
@@ -210,8 +212,8 @@ class Ranks:
         others = [rank for rank, other in enumerate(found) if other[1:3] != (num, label)]
         if others:
             came = "; ".join(
-                f"rank {self.members[rank]} came with {_shown(found[rank], label)}, its meeting {found[rank][0]} (here, "
-                f"{self._place})"
+                f"rank {self.members[rank]} came with {_shown(found[rank], label)}, its exchange number "
+                f"{found[rank][0]} (here {self._place})"
                 for rank in others
             )
             raise RankError(what, came, rank=self.number, cure=_CURE)
@@ -449,7 +451,7 @@ class Ranks:
                 raise self.error.with_traceback(None)
             why = None if self.causes is None else self.causes.why_absent(self.members, issued)
             if why is not None:
-                raise RankError(what, f"another rank does not come: {why}", rank=self.number, cure=_CURE)
+                raise RankError(what, f"another rank does not reach this call: {why}", rank=self.number, cure=_CURE)
 
     def _is_over(self, what: str, begun: Any) -> bool:
         try:
@@ -469,7 +471,7 @@ class Ranks:
     def _failed(self, what: str, error: Exception) -> RankError:
         why = (self.causes.first() if self.causes is not None else None) or str(error).splitlines()[0]
         doubt = self.causes.doubt if self.causes is not None else ""
-        problem = f"another rank has ended, or did not come in time: {why}{doubt}"
+        problem = f"another rank has ended, or did not reach this call in time: {why}{doubt}"
         return RankError(what, problem, rank=self.number, cure=_CURE)
 
 

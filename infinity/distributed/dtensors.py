@@ -199,7 +199,7 @@ def _check(fqn: str, parameter: torch.Tensor, mesh: Mesh) -> None:
             fqn=fqn,
         )
     if any(placement.is_partial() for placement in placements):
-        raise ModelError(f"parameter '{fqn}' is a DTensor of sums", cure="Redistribute it first", fqn=fqn)
+        raise ModelError(f"parameter '{fqn}' is a DTensor of partial sums", cure="Redistribute it first", fqn=fqn)
 
 
 def _part_of(whole: Any) -> nn.Parameter:

@@ -27,8 +27,8 @@ _STAGE = frozenset({"pp", "pipe", "pipeline", "pipeline_parallel", "pipeline_mod
 _SERVICE = "mesh"
 _SAYING = "infinity.initialize with mpu or mesh_param"
 _CURE_OF_MPU = (
-    "Leave mpu out where each process has the whole model; else pass mesh_param=, a DeviceMesh of all processes whose dimensions "
-    "are named dp, tp and pp"
+    "If each process has the whole model, leave mpu out; otherwise pass mesh_param=, a DeviceMesh of all processes "
+    "whose dimensions are named dp, tp and pp"
 )
 
 
@@ -212,8 +212,8 @@ def _of_device_mesh(mesh: Any, number: int) -> _OfProcess:
             place = place._replace(tensor=index)
         elif ranks.shape[len(own)] > 1:
             raise ConfigError(
-                f"mesh_param is a DeviceMesh with a dimension '{name}', of which nothing is known here. Name those of the data "
-                'dp, those of tensor parallelism tp, and those of pipeline stages pp; others ("cp", "ep") are not supported'
+                f"mesh_param is a DeviceMesh with a dimension '{name}', which is not a known name. Name data "
+                'dimensions dp, tensor-parallel ones tp, and pipeline ones pp; others ("cp", "ep") are not supported'
             )
         own.append(index)
     return _OfProcess(tuple(sorted(ranks[tuple(own)].flatten().tolist())), place)

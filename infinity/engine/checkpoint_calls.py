@@ -129,8 +129,8 @@ class CheckpointCalls(ExportCalls):
         of_ranks = gather_results(self._mesh.data, what, self._begin_checkpoint)
         if self.counts.position:
             logger.warning(
-                "engine.save_checkpoint between the micro-batches of a step: the gradients so far are not saved. Call it at "
-                "engine.is_gradient_accumulation_boundary()"
+                "engine.save_checkpoint was called between the micro-batches of a step: the gradients so far are not "
+                "saved. Call it at engine.is_gradient_accumulation_boundary()"
             )
 
         def save() -> None:
@@ -283,8 +283,9 @@ class CheckpointCalls(ExportCalls):
             # A script that calls load_checkpoint at every start undoes what the durable run has just resumed.
             if durable.went_on_at == before and (load_module_only or self.global_steps < before):
                 logger.warning(
-                    "the durable run had gone on from its step %d, and engine.load_checkpoint has put '%s' in place of that. If "
-                    "this is for the first start alone, load only `if not engine.global_steps`",
+                    "the durable run had resumed at step %d, and engine.load_checkpoint replaced that state by '%s'. "
+                    "To load the checkpoint at the first start only, write `if not engine.global_steps:` before the "
+                    "call",
                     *(before, folder),
                 )
         return folder, client_state
@@ -461,7 +462,7 @@ def _cure_of_missing(directory: Path, tag: str | None) -> str:
     if tag is None and (directory / MANIFEST).is_file():
         found = f"It is a checkpoint itself: load '{directory.parent}' with tag='{directory.name}'"
     elif directory.is_dir() and (there := tags(directory)):
-        found = f"To load one that is there, give its tag: {', '.join(map(repr, there[-_MOST_TAGS:]))}"
+        found = f"To load an existing one, give its tag: {', '.join(map(repr, there[-_MOST_TAGS:]))}"
     else:
         found = "Give the directory that engine.save_checkpoint has written to"
     return f"{found}; or pass missing_ok=True to begin without one"

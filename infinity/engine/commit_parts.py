@@ -48,7 +48,7 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
                 problems.append(f"{word} {found[name]}, not {wanted[name]}")
     if problems:
         raise ModelError(
-            f"the durable run in '{where}' is of another training: {listed(problems, '; ', _MOST_SHOWN)}",
+            f"the durable run in '{where}' belongs to another training: {listed(problems, '; ', _MOST_SHOWN)}",
             cure="Make model, optimizer and config as they were, or name another infinity.durable_path",
         )
 

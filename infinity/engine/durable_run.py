@@ -228,8 +228,8 @@ class DurableRun:
         if self._header is not None:
             if self._header["places"] != self._places():
                 raise ModelError(
-                    f"the durable run in '{self._path}' has its tensors in other places than this config gives them",
-                    cure="Make the config as it was, but for budgets, keep_last and keep_every, or name another "
+                    f"the durable run in '{self._path}' was laid out with another config",
+                    cure="Use the config of that run (budgets, keep_last and keep_every may differ), or name another "
                     "infinity.durable_path",
                 )
             with self._reading():
@@ -252,7 +252,7 @@ class DurableRun:
         """
         if added := training.num_not_held:
             raise ModelError(
-                f"{added} parameters came after infinity.initialize, and a durable run does not have them",
+                f"{added} parameters were added after infinity.initialize, and a durable run does not store them",
                 cure="Add them before, or set infinity.durable to false",
             )
         # One commit at a time: a second one would change what the first one writes.
@@ -323,7 +323,7 @@ class DurableRun:
         """
         self._given = copy.deepcopy(_without_parameters(training.optimizer.param_groups))
         if self._header is None:
-            logger.info("durable run in '%s': begins", self._path)
+            logger.info("durable run in '%s': starts", self._path)
             return
         number = self._number
         # This rank's newest commit may be one step ahead of other ranks'.
@@ -336,7 +336,12 @@ class DurableRun:
         self.went_on_at = training.global_steps
         self._warn_of_changes(training, given)
         age = time.time() - self._header["time"]
-        logger.info("durable run in '%s': goes on from step %d, %.0f s old", self._path, training.global_steps, age)
+        logger.info(
+            "durable run in '%s': resumes after step %d, which was committed %.0f s ago",
+            self._path,
+            training.global_steps,
+            age,
+        )
 
     def _warn_of_changes(self, training: Any, before: Sequence[Mapping[str, Any]]) -> None:
         """Warn if the script sets other hyperparameters than at the start ``before``: the run's have precedence."""
@@ -350,8 +355,8 @@ class DurableRun:
         ]
         if changes:
             logger.warning(
-                "durable run in '%s': hyperparameters follow the run, and the script or config gives others since the last start "
-                "(%s). To change them, set optimizer.param_groups after infinity.initialize",
+                "durable run in '%s': keeps the run's hyperparameters, although the script or config has changed "
+                "them since the last start (%s). To change them, set optimizer.param_groups after infinity.initialize",
                 self._path,
                 "; ".join(changes),
             )
@@ -362,9 +367,9 @@ class DurableRun:
         if any("initial_lr" in group for group in training.optimizer.param_groups):
             self._has_warned_of_scheduler = True
             logger.warning(
-                "durable run in '%s': it does not have the lr scheduler that was made after infinity.initialize, so that "
-                "begins anew at each start. Pass it, or a function that makes one of the optimizer, as lr_scheduler= to "
-                "infinity.initialize",
+                "durable run in '%s': it does not store the lr scheduler that was made after infinity.initialize, so "
+                "the scheduler starts from the beginning at each start. Pass it, or a function that makes it from "
+                "the optimizer, as lr_scheduler= to infinity.initialize",
                 self._path,
             )
 
@@ -388,13 +393,13 @@ class DurableRun:
         if steps not in back or not self._versions.kept:
             there = ", ".join(f"{num} (to step {training.global_steps - num})" for num in sorted(back))
             keep_last = self._section.keep_last
-            more = f"set it to {steps + 1} or more before the run comes there"
+            more = f"set it to {steps + 1} or more before those steps are made"
             if not keep_last <= steps:
-                more = "no more were made since the run or, after a checkpoint was loaded, this part of it began"
+                more = "the run (or its part after a loaded checkpoint) has made no more steps"
             raise StepError.order(
                 f"engine.rollback({steps})",
-                f"commits kept: {len(kept)}, with which so many steps can be gone back: {there}",
-                cure=f"Give one of these. Config key 'infinity.keep_last' is {keep_last}: {more}",
+                f"{len(kept)} commits are kept. You can go back by these numbers of steps: {there}",
+                cure=f"Pass one of these numbers. Config key 'infinity.keep_last' is {keep_last}: {more}",
             )
         return back[steps]
 
@@ -520,10 +525,10 @@ class DurableRun:
             raise self._damaged(error) from error
 
     def _damaged(self, error: Exception) -> StorageError:
-        problem, cure = "that cannot be gone on from", "Name another directory, and load a checkpoint there"
+        problem, cure = "that cannot be resumed", "Name another directory, and load a checkpoint there"
         if isinstance(error, DurableRunError) and error.kind == "of another version":
             problem = "of another version of this package"
-            cure = "Or name another directory, and load a checkpoint there"
+            cure = "Read it with that version, or name another directory and load a checkpoint there"
         return StorageError(
             self._path, f"holds a durable run {problem}: {error}", cure=cure, key="infinity.durable_path"
         )

@@ -327,8 +327,9 @@ class Engine(Relayout):
         if self.counts.is_managed and self.counts.position and not self._has_warned_of_dropping:
             self._has_warned_of_dropping = True
             logger.warning(
-                "engine.zero_grad between the micro-batches of a step drops the gradients of those so far (%d), and the step "
-                "divides by all %d. Call it after the engine.step() that ends a step, or not at all: that drops them itself",
+                "engine.zero_grad between the micro-batches of a step drops the gradients of those so far (%d), and "
+                "the step divides by all %d. Call it after the engine.step() that ends a step, or not at all: "
+                "engine.step() drops them",
                 self.counts.position,
                 self.counts.num_micro_batches,
             )
@@ -351,9 +352,7 @@ class Engine(Relayout):
         if not self.counts.is_in_step and (is_durable or self._stepper.scaler.is_active) and not self._has_gradients():
             return  # a batch was skipped: as in torch nothing is updated, so there is nothing to commit, nor to scale
         if is_durable and not self.counts.is_in_step:
-            problem = (
-                "the run is durable, and a commit has to know when all of a step is over, the scheduler's part as well"
-            )
+            problem = "the run is durable, and a commit has to know when the step and its scheduler are complete"
             cure = "Call engine.backward(loss) and engine.step(), or set config key 'infinity.durable' to false"
             raise StepError.order("optimizer.step()", problem, cure=cure)
         self._guard.check_optimizer_step(is_engine_step=self.counts.is_in_step)
@@ -363,9 +362,9 @@ class Engine(Relayout):
         if self._style.changes_what_comes and self.loose.have_gradients:
             raise StepError.order(
                 "engine.step()",
-                "loss.backward() and engine.backward(loss) were both called for it, and what came of the first to parameters "
-                "that were added after infinity.initialize has not been divided by the accumulation steps",
-                cure="Call engine.reset(), and from then on engine.backward(loss) for all losses of a step",
+                "loss.backward() and engine.backward(loss) were both called in this step. Parameters that were added "
+                "after infinity.initialize got gradients that are not divided by the accumulation steps",
+                cure="Call engine.reset(), and then engine.backward(loss) for all losses of a step",
                 step=self.global_steps,
             )
         self._stepper.divide_by(self._style.divisor(is_engine_step=self.counts.is_in_step))
@@ -564,7 +563,9 @@ class Engine(Relayout):
         self._untile()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("an engine cannot be copied or pickled, its states lie in scratch files: copy engine.module")
+        raise TypeError(
+            "an engine cannot be copied or pickled, because its states are in scratch files. Copy engine.module instead"
+        )
 
     def __enter__(self) -> Engine:
         return self

@@ -94,7 +94,7 @@ class ExportCalls(LoopSettings):
             self._take_memory_back()
             raise
         after = AlignedRegion.mapped_bytes()
-        logger.info("asleep: of %s of host buffers, %s stay", format_bytes(before), format_bytes(after))
+        logger.info("asleep: host buffers shrank from %s to %s", format_bytes(before), format_bytes(after))
 
     @locked
     def wake(self) -> None:
@@ -319,5 +319,6 @@ def check_directory(directory: str | Path | None) -> None:
     # Path("s3://bucket") becomes "s3:/bucket", hence one slash in the pattern.
     if re.match(r"[a-z][a-z0-9]+:/", os.fspath(directory)):
         raise ValueError(
-            f"'{directory}' is an address, and no directory. Pass one, and copy from or to the store yourself"
+            f"'{directory}' is an address, not a directory. Pass a local directory, and copy from or to the store "
+            "yourself"
         )

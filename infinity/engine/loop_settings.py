@@ -54,7 +54,7 @@ class LoopSettings(ModuleFacade):
     skipped_steps: int = _counter("skipped_steps", "Steps that changed nothing, because gradients were not finite.")
     global_samples: int = _counter(
         "global_samples",
-        "Samples of all steps so far; where the config leaves the batch size open, those that were seen.",
+        "Samples of all steps so far, by the config's batch size, or else as the engine saw them.",
     )
 
     _parts: Parts
@@ -92,11 +92,11 @@ class LoopSettings(ModuleFacade):
         return self.counts.num_micro_batches
 
     def train_micro_batch_size_per_gpu(self) -> int | None:
-        """Samples per micro-batch; None: the config leaves it open."""
+        """Samples per micro-batch; None if the config does not set it."""
         return self.counts.micro_batch_size
 
     def train_batch_size(self) -> int | None:
-        """Samples per step; None: the config leaves it open."""
+        """Samples per step; None if the config does not set it."""
         return self.counts.batch_size
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -104,7 +104,7 @@ class LoopSettings(ModuleFacade):
         return self.counts.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the next backward is the last of its step, instead of counting; None counts again.
+        """Set whether the next backward is the last of its step, instead of counting; None counts again.
 
         Raises:
             StepError: with ``managed_gradient_accumulation: false`` every `step` is a boundary.
@@ -131,8 +131,8 @@ class LoopSettings(ModuleFacade):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do not average gradients of a ``loss.backward()`` inside with other processes, until the next one outside or
-        the step.
+        """Inside, ``loss.backward()`` does not average gradients with other processes: the next backward outside, or the
+        step, does.
 
         `step`, and another such block, are refused inside, as in DeepSpeed.
 
@@ -225,7 +225,7 @@ class LoopSettings(ModuleFacade):
         return [] if self.optimizer is None else self.optimizer.param_groups
 
     def get_model_parallel_rank(self) -> int:
-        """Number of this process's part of the model: by pipeline stage, then by tensor rank. 0 if it has all of the
+        """Number of this process's part of the model: by pipeline stage, then by tensor rank. 0 if it has the whole
         model."""
         return self._mesh.part
 

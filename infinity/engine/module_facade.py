@@ -93,29 +93,29 @@ class ModuleFacade(nn.Module):
     # A model may have methods of its own with fewer arguments, so only what is given is passed on.
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Those of the module, which is the first of them."""
+        """The modules of `module` with their names, `module` first."""
         found: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*args, **kwargs)
         return found
 
     def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
-        """The facade itself, where libraries look for an engine (Lightning's Fabric does), and those of the module."""
+        """The facade itself (Lightning's Fabric looks for an engine there), and all modules of `module`."""
         yield self
         yield from self.module.modules(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the module, with the module's names."""
+        """The parameters of `module` with their names."""
         return self.module.named_parameters(*args, **kwargs)
 
     def parameters(self, *args: Any, **kwargs: Any) -> Iterator[nn.Parameter]:
-        """Those of the module."""
+        """The parameters of `module`."""
         return self.module.parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the module, with the module's names."""
+        """The buffers of `module` with their names."""
         return self.module.named_buffers(*args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> ModuleFacade:
-        """``fn`` on every module."""
+        """Call ``fn`` on every module."""
         self.module.apply(fn)
         return self
 

@@ -198,8 +198,8 @@ class Parts:
         if self.durable is not None and goes_on:
             undo.callback(
                 logger.warning,
-                "infinity.initialize has failed after the model got the weights of the durable run in '%s', which it keeps. "
-                "Make it anew before it begins another run",
+                "infinity.initialize failed after it had loaded the weights of the durable run in '%s' into the "
+                "model. Build the model again before you start another run",
                 self.durable.directory.path,
             )
         total = sum(unit.num_bytes for unit in self.plan.units)

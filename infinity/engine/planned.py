@@ -150,7 +150,7 @@ def _check_packed(inputs: PlanInputs, *, has_parts: bool) -> None:
         raise ConfigError.value(
             KEY,
             frozen_dtype,
-            "with ZeRO's stage 3 on several processes, weights are divided among them, and packed ones cannot be yet",
+            "packed weights are not supported by ZeRO stage 3 on several processes",
             cure="Set zero_optimization.stage to 2: adapters' states are divided, and each process has the packed base",
         )
     if not is_any and frozen_dtype != "bf16":
@@ -276,7 +276,7 @@ def exchanges_momenta(
         raise ConfigError.value(
             "infinity.durable",
             True,
-            "OneBitAdam's signs leave out what no commit would hold, so a run that goes on would give other bits",
+            "commits do not store what OneBitAdam's signs leave out, so a resumed run would have other numbers",
             cure="Set zero_optimization.stage to 1, where whole gradients are averaged, or leave it out and save checkpoints",
         )
     return True

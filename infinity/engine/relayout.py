@@ -123,8 +123,9 @@ class Relayout(CheckpointCalls):
         if parts.durable is not None:
             raise ModelError.unprepared(
                 parts.wrapped_optimizer.fqn(parameter),
-                "was frozen and in no group in infinity.initialize, and a durable run has no place for its states",
-                cure="Put it into a group before infinity.initialize, be it frozen",
+                "was frozen and in no group in infinity.initialize, and a durable run has reserved no space for its "
+                "states",
+                cure="Put it into a parameter group before infinity.initialize; it may stay frozen",
             )
         members = {id(member) for member in parts.wrapped_optimizer.params()}
         present = parts.parameter_map.parameters_now()
@@ -140,7 +141,7 @@ class Relayout(CheckpointCalls):
             if id(member) not in members and parts.parameter_map.holds(member) and parts.access.has_state(member):
                 raise ModelError.unprepared(
                     parts.wrapped_optimizer.fqn(member),
-                    "has a state and is in no group, and there is no room for that while groups get new parameters",
+                    "has a state and is in no group, and that state would be lost when groups get new parameters",
                     cure="Put it into a group before, or delete its state: del optimizer.state[parameter]",
                 )
         self._guard.check_whole()

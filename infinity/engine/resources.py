@@ -140,7 +140,7 @@ class EngineResources:
             cure = f"Choose another {key_name}, or give several as a list"
             # EMFILE and the like: another directory would have the same limit.
             if limit_cure(error.__cause__):
-                cure = "That is a limit of the process, and of no directory"
+                cure = "This limit applies to the process, not to the directory"
             kept = self._volumes.retention
             if tier == "durable" and kept is not None and isinstance(error, VolumeTooSmallError):
                 fewer = dataclasses.replace(kept, room_bytes=error.free_bytes).cure()
@@ -206,7 +206,8 @@ class EngineResources:
                 HOST_KEY,
                 budget_bytes=self._request.budget_bytes,
                 minimum_bytes=self._request.budget_bytes + spilled_bytes(self._sizes, self._request, self._placement),
-                reason="All gradients have to wait in RAM for optimizer.step(), and no NVMe tier takes them",
+                reason="All gradients have to wait in RAM for optimizer.step(), because the config names no drive for "
+                "them",
             )
         return self._spill_key
 

@@ -134,7 +134,7 @@ class Shutdown:
                     self.abort()
                     self._end()
             except Exception:
-                logger.exception("an engine that nobody closed could not be shut down")
+                logger.exception("an engine without a call of close() could not be shut down")
             finally:
                 self._forget()
                 _due.remove(self)
@@ -191,8 +191,9 @@ def leave(
         logger.warning("an update or write that was still pending failed while the engine was closed", exc_info=True)
     if is_wanted is None and not has_room and has_unsaved:
         logger.warning(
-            "the trained weights go with the engine: they take %s, and of %s that are free no more than half is taken for "
-            "them. Next time save them before (engine.save_16bit_model), or close with engine.close(restore_weights=True)",
+            "the trained weights are released with the engine: they take %s, which is more than half of the free "
+            "memory (%s). Next time, save them before (engine.save_16bit_model), or call "
+            "engine.close(restore_weights=True)",
             format_bytes(num_bytes),
             format_bytes(free),
         )

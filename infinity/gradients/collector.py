@@ -127,9 +127,9 @@ class GradientCollector:
             self._used_late.add(unit.index)
             step = self.step()
             raise StepError(
-                f"backward of step {step} uses the weights of unit '{unit.name}' again, after its gradients were complete and "
-                "its update had begun. The model took another path than before. The engine has taken note: call "
-                "engine.reset() and repeat the step, or set config key 'infinity.update' to \"step\"",
+                f"backward of step {step} uses the weights of unit '{unit.name}' again, after its gradients were "
+                "complete and its update had begun. The model took another path than before, which the engine has "
+                "recorded: call engine.reset() and repeat the step, or set config key 'infinity.update' to \"step\"",
                 step=step,
             )
 

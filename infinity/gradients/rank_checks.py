@@ -77,6 +77,6 @@ def check_same(ranks: Ranks, norm: torch.Tensor, step: int) -> None:
             f"the norm of all gradients in step {step}",
             f"it is {norms} on the ranks {ranks.names(range(ranks.num))}",
             rank=ranks.number,
-            cure="Whoever changes gradients between backward and step has to do the same on all ranks, and parameters "
-            "that were frozen in infinity.initialize cannot be trained on several",
+            cure="Change gradients between backward and step in the same way on all ranks. Parameters that were "
+            "frozen in infinity.initialize cannot be trained on several ranks",
         )

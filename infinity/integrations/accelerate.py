@@ -222,8 +222,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         self.infinity_config = agreed(infinity_config, settings, drops=["managed_gradient_accumulation"])
         if self.mixed_precision == "fp16" and self.infinity_config.loss_scaling is None:
             raise ConfigError(
-                'mixed_precision="fp16" would scale losses beside the engine. Add "fp16": {"enabled": true} to the config: '
-                "the engine scales them then",
+                'mixed_precision="fp16" would scale losses outside of the engine. Add "fp16": {"enabled": true} to '
+                "the config: the engine scales them then",
                 key="fp16.enabled",
             )
         autocast = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(
@@ -436,7 +436,10 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """As accelerate's. Engines write their models and optimizers, streamed, to ``infinity`` in its directory."""
         if any(isinstance(each, EngineOptimizer) and each.engine.is_closed for each in self._optimizers):
-            logger.warning("accelerator.save_state: the states of an optimizer went with its engine, and are not saved")
+            logger.warning(
+                "accelerator.save_state: an engine is already closed, so its optimizer state is not saved. Call "
+                "save_state before engine.close()"
+            )
         last = self.register_save_state_pre_hook(_drop_placeholders)  # after those of the script
         try:
             with self._without_engines():

@@ -206,8 +206,9 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         if config.compute_dtype is torch.float32:
             if precision not in ("32-true", "bf16-mixed"):
                 raise ConfigError(
-                    f'Trainer(precision="{precision}") would be Lightning\'s own work beside the engine. Take '
-                    '"bf16-mixed"; or 16-bit weights, by "bf16" or "fp16": {"enabled": true} in InfinityStrategy(config=...)',
+                    f'Trainer(precision="{precision}") is not supported, because Lightning would cast outside of the '
+                    'engine. Take "bf16-mixed"; or 16-bit weights, by "bf16" or "fp16": {"enabled": true} in '
+                    "InfinityStrategy(config=...)",
                     key="bf16.enabled",
                 )
             return config
@@ -217,8 +218,8 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
     def _check_several(self) -> None:
         if self._layer_sync is not None:
             raise ConfigError(
-                "Trainer(sync_batchnorm=True) does not go with an engine: its layers would exchange data beside the engine. "
-                "Leave it out, or take layers that need no statistics of the batch (GroupNorm)"
+                "Trainer(sync_batchnorm=True) is not supported: its layers would exchange data outside of the "
+                "engine. Leave it out, or take layers that need no statistics of the batch (GroupNorm)"
             )
 
     def _made(self, root: Path) -> dict[str, Any]:
@@ -374,8 +375,8 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         if self._has_trained and not self.optimizers and checkpoint.pop("optimizer_states", None) is not None:
             # The key is removed: with an empty list, a resumed training would silently begin with new states.
             logger.warning(
-                "'%s' gets weights alone, and no training goes on from it: the optimizer's states have gone with fit. Save in "
-                "it, by ModelCheckpoint(save_last=True) for one",
+                "'%s' has weights only, and no training can resume from it: the optimizer state is released when fit "
+                "ends. Save during fit, for example with ModelCheckpoint(save_last=True)",
                 filepath,
             )
         if self.engine is None:
@@ -480,5 +481,5 @@ def _check_replaceable(path: Path) -> None:
         StorageError: another directory has its name.
     """
     if path.is_dir() and not (path / _REST).is_file() and any(path.iterdir()):
-        problem = "is a directory that is no checkpoint, and is not replaced"
+        problem = "is a directory that is not a checkpoint, and is not replaced"
         raise StorageError(path, problem, cure="Save elsewhere, or move it away")

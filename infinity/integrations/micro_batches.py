@@ -61,7 +61,8 @@ class MicroBatches:
             if batch is not inputs:
                 raise StepError.order(
                     "training_step",
-                    "its inputs are not the next of get_batch_samples, and those have been computed together",
+                    "its inputs are not the next batch of get_batch_samples, and all batches of this step are "
+                    "already computed",
                     cure='Set config key "infinity.schedule" to "ordinary"',
                 )
             return returned

@@ -336,4 +336,4 @@ def _check(arguments: Any) -> None:
     }
     for name, cure in refused.items():
         if getattr(arguments, name, None):
-            raise ConfigError(f"TrainingArguments({name}=...) does not go with an engine: {cure}", key=name)
+            raise ConfigError(f"TrainingArguments({name}=...) is not supported: {cure}", key=name)

@@ -194,7 +194,10 @@ def _tensors_for(source: Any, remote_device: Any) -> DriveTensors | None:
         return None
     if not directories:
         if device == "nvme":
-            raise ConfigError('zero.Init: remote_device is "nvme", and the config names no nvme_path. Name one')
+            raise ConfigError(
+                'zero.Init: remote_device is "nvme", and the config names no directory. Set '
+                "zero_optimization.offload_param.nvme_path"
+            )
         _log_once("the config offloads nothing to nvme")
         return None
     made = make_directories(directories)

@@ -76,15 +76,15 @@ def load_pretrained(
     is_module = isinstance(model_or_class, nn.Module)
     if not is_module and hugging_face.is_earlier(model_or_class):
         raise ModelError(
-            f"load_pretrained makes {model_or_class.__name__} by what transformers has since version 5",
-            cure="Install transformers 5 or later; or load the model with from_pretrained, as large as memory, and pass it to "
-            "infinity.initialize",
+            f"load_pretrained needs transformers 5 or later to build {model_or_class.__name__}",
+            cure="Run pip install 'transformers>=5'; or load the model with from_pretrained, which needs memory for "
+            "all weights, and pass it to infinity.initialize",
         )
     if not is_module and not hugging_face.is_ours(model_or_class):
         raise TypeError(f"model_or_class must be a torch.nn.Module or a class of transformers, not {model_or_class!r}")
     if is_module and (options or dtype is not None):
         named = ", ".join(sorted([*options, *([] if dtype is None else ["dtype"])]))
-        raise TypeError(f"{named}: for a class only. The module that was given is made already")
+        raise TypeError(f"{named}: only applies to a class, and you passed a module")
     resolved = load_config(config) if config is not None else None
     directories = resolved.nvme_paths if resolved is not None else ()
     make_directories(directories)

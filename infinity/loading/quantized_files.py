@@ -158,7 +158,7 @@ def _read_four_bits(
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError.of_weights(
             path,
-            f"has '{weight}' in 4 bits without what belongs to it: {error}",
+            f"has '{weight}' in 4 bits without its quantization state: {error}",
             cure="Fetch it again, or save it again",
         ) from error
     if kind != "nf4" or not torch.equal(levels.float(), LEVELS):
@@ -196,7 +196,7 @@ def _read_eight_bits(path: Path, name: str, found: QuantizedFiles, dtype: torch.
     if codes is None or codes.dtype != torch.int8 or codes.dim() != 2 or scales.numel() != len(codes) or not is_by_rows:
         raise CheckpointError.of_weights(
             path,
-            f"has '{name}' that does not fit to '{weight}'",
+            f"has '{name}' that does not match '{weight}'",
             cure="Save it with a newer bitsandbytes, or fetch it again",
         )
     format_int8 = packed_format("int8")

@@ -75,7 +75,9 @@ def open_weights(path: Path) -> dict[str, torch.Tensor]:
     except OSError as error:
         file = Path(error.filename) if error.filename else path
         raise CheckpointError.of_weights(
-            file, f"cannot be read: {error.strerror or error}", cure="See that it can be"
+            file,
+            f"cannot be read: {error.strerror or error}",
+            cure="Give this process read permission, or mount the drive",
         ) from error
     return tensors
 
@@ -90,7 +92,7 @@ def _files(path: Path) -> Iterator[tuple[Path, Sequence[str]]]:
         return
     if not path.is_dir():
         raise CheckpointError.of_weights(
-            path, "is not there", cure="Name a directory on this machine, or a file, with weights"
+            path, "does not exist", cure="Name a directory on this machine, or a file, with weights"
         )
     # transformers' order: a single file before an index, safetensors before pickles.
     for name in (_SAFETENSORS, _PICKLES):
@@ -121,12 +123,14 @@ def _sharded(index: Path) -> Iterator[tuple[Path, Sequence[str]]]:
         place = PurePosixPath(file) if isinstance(file, str) and "\0" not in file else None
         if place is None or not place.parts or place.is_absolute() or ".." in place.parts:
             raise CheckpointError.of_weights(
-                index, f"names {file!r}, which is not in its directory", cure="Do not trust it"
+                index,
+                f"names {file!r}, which is not in its directory",
+                cure="Do not load it: an index may only name files beside it",
             )
     missing = [file for file in shards if not (index.parent / file).is_file()]
     if missing:
         raise CheckpointError.of_weights(
-            index, f"names shards that are not there: {', '.join(sorted(missing))}", cure="Fetch them"
+            index, f"names shards that do not exist: {', '.join(sorted(missing))}", cure="Fetch them"
         )
     for file, names in shards.items():
         yield index.parent / file, names
@@ -192,5 +196,7 @@ def _open_pickle(file: Path) -> dict[str, torch.Tensor]:
         if all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()):
             return dict(loaded)
     raise CheckpointError.of_weights(
-        file, "holds something else than tensors by name", cure="Save the state dict alone: torch.save(state_dict, ...)"
+        file,
+        "does not hold a state dict (tensors by name)",
+        cure="Save the state dict alone: torch.save(state_dict, ...)",
     )

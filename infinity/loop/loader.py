@@ -103,16 +103,16 @@ class Loader(DataLoader[Any]):
                 self.sampler.begin_at(0)  # of an iterator that nobody has asked for a batch
             return super().__iter__()
         logger.info(
-            "the loader goes on after %d batches of its epoch; engine.load_checkpoint(..., load_data_position=False) "
-            "begins anew",
+            "the loader resumes after %d batches of its epoch; with engine.load_checkpoint(..., "
+            "load_data_position=False) it starts at the first",
             self._num_given,
         )
         epoch = getattr(self.sampler, "epoch", None)
         if self._loaded_epoch not in (None, epoch):
             logger.warning(
-                "the loader goes on within epoch %s of its sampler, and the script has called set_epoch(%s) since, so its "
-                "batches are in another order: some samples come twice, others not at all. Begin the loop over epochs at "
-                "loader.data_sampler.epoch",
+                "the loader resumes within epoch %s of its sampler, but the script has called set_epoch(%s), so the "
+                "order of the batches differs: some samples are drawn twice, others not at all. Start the loop over "
+                "epochs at loader.data_sampler.epoch",
                 *(self._loaded_epoch, epoch),
             )
         # A sampler may draw its permutation from the global generators when iteration begins. It gets the state of
@@ -188,8 +188,9 @@ def make_loader(
     """
     if isinstance(dataset, IterableDataset) and num_ranks > 1:
         logger.warning(
-            "training_data is an IterableDataset, so each of %d processes gets all its samples, unless it divides them "
-            "itself: datasets.distributed.split_dataset_by_node does, or itertools.islice(..., rank, None, num_processes)",
+            "training_data is an IterableDataset, so each of %d processes gets all samples unless the data set "
+            "divides them itself. Use datasets.distributed.split_dataset_by_node, or itertools.islice(..., rank, "
+            "None, num_processes)",
             num_ranks,
         )
     if sampler is None and not isinstance(dataset, IterableDataset):

@@ -73,7 +73,7 @@ class _HooksOfModule:
     def _before_root(self, module: nn.Module, of_model: ModuleHooks) -> None:
         if is_tracing():
             raise ModelError(
-                "torch.jit.trace makes constants of the weights, and they do not stay where they are",
+                "torch.jit.trace would record the weights as constants, but the engine moves them",
                 cure="Trace a copy: copy.deepcopy(model)",
             )
         if self._coordinator.is_in_forward:

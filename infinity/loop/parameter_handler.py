@@ -51,8 +51,9 @@ from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
 
 _CURES = {
-    "share_memory_": "The engine's weights come and go, so other processes cannot look at them. Give them a copy: "
-    "copy.deepcopy(model).share_memory(); or engine.close(restore_weights=True) first, after which the model is an ordinary one",
+    "share_memory_": "The engine moves weights in and out of memory, so other processes cannot share them. Share a copy: "
+    "copy.deepcopy(model).share_memory(); or engine.close(restore_weights=True) first, after which the model is "
+    "an ordinary one",
     "moving to the meta device": "To have the model without values, build another one inside `with torch.device('meta'):`; to "
     "release the values of this one, engine.close(restore_weights=False)",
 }
@@ -275,8 +276,8 @@ class ParameterHandler:
         if not self._has_warned_of_strides and host_of(values) is None and not _lies_alike(values, slot):
             self._has_warned_of_strides = True
             what = (
-                f"was given values with the strides {values.stride()} (channels_last? transposed?), and keeps its own, "
-                f"{slot.spec.stride}: kernels may give other last bits than in torch"
+                f"was given values with the strides {values.stride()} (channels_last? transposed?), and keeps its "
+                f"own, {slot.spec.stride}: the last bits may differ from torch's"
             )
             cure = "Convert the model before infinity.initialize"
             warnings.warn(OtherNumbersWarning.of_parameter(slot.spec.fqn, what, cure=cure), stacklevel=3)
@@ -307,7 +308,7 @@ class ParameterHandler:
         if other is None or (held is None and other == fqn):
             return
         raise ModelError(
-            f"parameters '{fqn}' and '{other}' would have the same memory from now on, which an engine does not give them",
+            f"parameters '{fqn}' and '{other}' would share memory, which the engine does not support",
             cure="Copy the values: parameter.data.copy_(other.data). To tie two parameters, make them one before "
             "infinity.initialize (module.weight = other.weight)",
             fqn=fqn,
@@ -432,9 +433,9 @@ def _check_assigned(slot: Slot, parameter: nn.Parameter, values: torch.Tensor) -
         what = f"cast to {values.dtype}"
         dtype = str(parameter.dtype).removeprefix("torch.")
         cure = (
-            'The config says what is computed in: set "bf16" or "fp16" there, or none. If the model\'s own forward casts it, as '
-            "routers of Switch Transformers and NLLB-MoE do, plain torch trains it in that dtype from then on, and the engine "
-            f"cannot: build the model with router_dtype='{dtype}', which from_pretrained takes too"
+            'Set the compute dtype in the config ("bf16" or "fp16"). If the model\'s own forward casts this '
+            "parameter, as the routers of Switch Transformers and NLLB-MoE do, build the model with "
+            f"router_dtype='{dtype}', which from_pretrained takes too"
         )
     elif tuple(values.shape) != slot.spec.shape:
         what = f"given the shape {tuple(values.shape)}, which is not its {slot.spec.shape}"

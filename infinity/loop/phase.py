@@ -131,7 +131,9 @@ class PhaseGuard:
     def check_loaded(self) -> None:
         """Raise `CheckpointError` if a load failed midway, so that weights are of two trainings."""
         if self._part_loaded is not None:
-            raise CheckpointError(self._part_loaded, "loading it failed midway, so that weights are of two trainings")
+            raise CheckpointError(
+                self._part_loaded, "loading it failed midway, so the weights are a mixture of two trainings"
+            )
 
     def check_whole(self) -> None:
         """Raise if a load, or a backward or step whose gradients were not dropped, was cut off."""
@@ -140,8 +142,8 @@ class PhaseGuard:
             self.check_not_partial("it was cut off by an exception")
             raise self._order(
                 "engine",
-                f"the last {self._cut_off} was cut off by an exception, its gradients are not whole",
-                cure="Call engine.reset() to drop them, then train on",
+                f"the last {self._cut_off} was cut off by an exception, so its gradients are incomplete",
+                cure="Call engine.reset() to drop them, then continue",
             )
 
     def check_step(self) -> None:

@@ -103,8 +103,9 @@ class LoopStyle:
         if factor & (factor - 1) and not self._has_warned_of_rounding:
             self._has_warned_of_rounding = True
             logger.warning(
-                "loss.backward() with engine.step(): the sum of %d micro-batches' gradients is divided, which may differ "
-                "in the last bit from dividing each loss; engine.backward(loss) divides the loss",
+                "loss.backward() with engine.step(): the sum of the gradients of %d micro-batches is divided at the "
+                "end, so last bits may differ from dividing each loss. To divide each loss, call "
+                "engine.backward(loss)",
                 factor,
             )
         return factor

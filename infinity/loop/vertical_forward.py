@@ -93,8 +93,8 @@ class VerticalForward:
         stuck = self._parameter_cache.forget_changes(unit)
         if stuck is not None:
             raise ModelError(
-                f"the model's forward writes to its parameter '{stuck.spec.fqn}', which forbids taking micro-batches together, "
-                "in a way that cannot be undone",
+                f"the model's forward writes to its parameter '{stuck.spec.fqn}', which forbids running "
+                "micro-batches together, and the write cannot be undone",
                 cure="Set config key 'infinity.schedule' to \"ordinary\"",
                 fqn=stuck.spec.fqn,
             )

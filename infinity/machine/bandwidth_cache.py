@@ -82,7 +82,7 @@ def store(directories: Sequence[Path], measured: BandwidthCache) -> None:
         with replacing(path) as file:
             file.write(_FILE.dump_json(_File(entries), indent=1) + b"\n")
     except (OSError, RuntimeError) as error:
-        logger.info("the measured I/O settings are not kept for the next run: %s", error)
+        logger.info("the measured I/O settings cannot be stored for the next run: %s", error)
 
 
 def now() -> str:

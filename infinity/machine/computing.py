@@ -77,7 +77,7 @@ def _limits() -> Iterator[Finding]:
         if limit.free_bytes >= _LEAST_BYTES:
             yield note(what, text)
         else:
-            yield bad(what, text, "Raise it (docker run --memory, memory.max), or end what is in the group")
+            yield bad(what, text, "Raise it (docker run --memory, memory.max), or end other programs of the group")
 
 
 def _processors() -> Finding:
@@ -116,7 +116,10 @@ def _gpu() -> Finding:
         except RuntimeError as error:  # another process has all of it, or has it alone
             text = f"torch cannot use it: {_first_line(error)}"
             return bad(
-                "GPU", text, "End what has it (`nvidia-smi`), or set CUDA_VISIBLE_DEVICES: empty, the CPU computes"
+                "GPU",
+                text,
+                "End the program that uses it (`nvidia-smi` lists them), or set CUDA_VISIBLE_DEVICES; with an "
+                "empty value, the CPU computes",
             )
         names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
         return good("GPU", f"{names}; {size(free)} of {size(total)} free on the first")
@@ -124,10 +127,10 @@ def _gpu() -> Finding:
     if not _NVIDIA_DRIVER.exists():
         return note("GPU", "none: the CPU computes")
     if torch.version.cuda is None:
-        text = "there is a driver of NVIDIA, and torch is built without CUDA"
+        text = "an NVIDIA driver is installed, but torch is built without CUDA"
         return poor("GPU", text, "Install torch's CUDA build (pytorch.org)")
     return poor(
-        "GPU", "there is a driver of NVIDIA, and torch cannot use it", "See `nvidia-smi`, and CUDA_VISIBLE_DEVICES"
+        "GPU", "an NVIDIA driver is installed, but torch cannot use it", "See `nvidia-smi`, and CUDA_VISIBLE_DEVICES"
     )
 
 

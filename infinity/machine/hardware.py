@@ -136,7 +136,9 @@ def link_finding(device: PciDevice, *, rests: bool) -> Finding:
     if now >= 0.9 * most:
         return good(what, device.words())
     text = f"{device.words()}, where the device can {_link(device.most_gigatransfers, device.most_lanes)}"
-    cure = "Another slot, or the slot's setting in the firmware: slots share lanes, and risers lower the speed"
+    cure = (
+        "Use another slot, or change the slot's setting in the firmware: slots share lanes, and risers lower the speed"
+    )
     return poor(what, text, cure)
 
 
@@ -230,7 +232,7 @@ def health_finding(block_device: str) -> Finding | None:
     if (found.used_percent or 0) >= _WORN_PERCENT:
         return poor("health", text, "Plan its replacement: paging writes much (`infinity plan` says how much a day)")
     if (found.celsius or 0) >= HOT_CELSIUS:
-        return poor("health", text, "Cool it: hot drives slow down. A heat sink, air that moves")
+        return poor("health", text, "Cool it (heat sink, air flow): hot drives slow down")
     return good("health", text)
 
 

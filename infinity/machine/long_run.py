@@ -89,7 +89,7 @@ class LongRun:
         )
         # Heat explains a fall as well as the end of a cache does, and can be cured.
         if heat and max(heat) >= HOT_CELSIUS:
-            return f"{text}, hot.{warmth} Cool it (a heat sink, air that moves) and measure again. Plans take the lower rate."
+            return f"{text}, hot.{warmth} Cool it (heat sink, air flow) and measure again. Plans take the lower rate."
         return (
             f"{text}: its cache ends there.{warmth} Plans take the lower rate. More free space keeps such a cache large; "
             "drives for servers have none; a second drive doubles the rate."

@@ -54,7 +54,12 @@ def storage_findings(directories: Sequence[Path], *, measures: bool) -> Iterator
         try:
             drives[path] = writable_drive(path)
         except VolumeError as error:
-            yield bad("directory", str(error), "Name another one with --nvme-path, or make it", str(path))
+            yield bad(
+                "directory",
+                str(error),
+                "Name another directory with --nvme-path, or make this one (mkdir -p)",
+                str(path),
+            )
             continue
         for finding in _findings(drives[path], measures=measures):
             # `_findings` speaks of one drive, and does not know under which name it was asked for.
@@ -65,7 +70,7 @@ def storage_findings(directories: Sequence[Path], *, measures: bool) -> Iterator
         yield nodes
     # Two partitions, or two folders, on one drive.
     if len({drive.identity for drive in drives.values()}) < len(drives):
-        told = f"several of {', '.join(map(str, drives))} lie on one drive: striping over them adds no speed"
+        told = f"several of {', '.join(map(str, drives))} are on one drive: striping over them adds no speed"
         yield poor("drives", told, "Name one directory for each drive")
 
 
@@ -109,16 +114,16 @@ def _drive(drive: Drive) -> Finding:
     model = text_of(folder / "device/model")
     words = f"{drive.words()}{f', {model}' if model else ''}"
     if drive.is_tmpfs:
-        cure = "Name a directory on a local SSD: what is written here takes the memory that it is to save"
-        return poor("drive", f"{words}: files lie in memory", cure)
+        cure = "Name a directory on a local SSD: files here use the memory that offloading is meant to free"
+        return poor("drive", f"{words}: its files are stored in memory", cure)
     if drive.is_network:
         return poor("drive", f"{words}: a network or FUSE file system", "Name a directory on a local SSD")
     # Virtual drives and device mappers say "rotational" whatever is below them.
     is_virtual = drive.device is None or drive.device.startswith(("vd", "xvd", "dm-", "md", "loop"))
     if text_of(folder / "queue/rotational") == "1" and not is_virtual:
-        return poor("drive", f"{words}: a disk that rotates", "Name a directory on an SSD, best NVMe")
+        return poor("drive", f"{words}: a disk that rotates", "Name a directory on an SSD, preferably NVMe")
     if drive.device is None:
-        return note("drive", f"{words}: no drive of its own is seen below it")
+        return note("drive", f"{words}: the drive below it is not visible")
     return good("drive", words)
 
 
@@ -174,7 +179,7 @@ def _backend(volume: Volume, *, measures: bool) -> Finding:
         open_by_name(volume, SwapperConfig(backend="uring")).close(_STOP_SECONDS)
     except BackendUnavailableError as error:
         return _of(Choice.without_uring(error))
-    return good("backend", "io_uring works; a run takes it where it is faster than worker threads")
+    return good("backend", "io_uring works; the engine uses it if it is faster than worker threads")
 
 
 def _of(choice: Choice) -> Finding:

@@ -74,7 +74,7 @@ class Monitors:
         # Libraries raise errors of their own (wandb without a login, for example). All of it is the config's matter
         # here.
         except Exception as error:
-            cure = "Set it to false, or see to that"
+            cure = "Correct the cause, or set it to false"
             if key == "wandb":
                 cure = "Log in (wandb login), set the environment variable WANDB_MODE=offline, or set it to false"
             problem = f"it cannot be written: {type(error).__name__}: {error}"
@@ -94,7 +94,7 @@ class Monitors:
             # A curve is not worth a training: see the docstring.
             except Exception as error:
                 del self._monitors[key]
-                logger.warning("%s gets no more values: %s: %s. Training goes on", key, type(error).__name__, error)
+                logger.warning("%s gets no more values: %s: %s. Training continues", key, type(error).__name__, error)
 
     def write_step(
         self, report: StepReport, lr: float | None, samples_before: int, samples: int, *, with_seconds: bool

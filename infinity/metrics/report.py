@@ -35,7 +35,8 @@ class StepReport:
     """``seconds`` less all waiting."""
     read_wait_seconds: float
     update_wait_seconds: float
-    """Waiting for an update: of the unit needed next, or because gradients found no room before an update used theirs up."""
+    """Seconds of waiting for an update: of the unit needed next, or of one whose gradients occupy the memory for new
+    ones."""
     optimizer_seconds: float
     read_bytes: int
     write_bytes: int
@@ -45,48 +46,49 @@ class StepReport:
     """Mean of the step's micro-batch losses; None when the engine did not see them (plain loop)."""
     grad_norm: float | None
     compute_busy_seconds: float = 0.0
-    """In forward, backward and step, less all waiting and less the engine's own paging. On a GPU: the GPU's time."""
+    """Seconds in forward, backward and step, without waiting and the engine's own paging. On a GPU: the GPU's time."""
     write_wait_seconds: float = 0.0
-    """Waiting for writes: only where somebody asked to (`Engine.flush`)."""
+    """Seconds of waiting for writes, which only `Engine.flush` and the like do."""
     read_busy_seconds: float = 0.0
-    """With at least one read at a drive; several drives at once count once."""
+    """Seconds with at least one read in progress; several drives at once count once."""
     write_busy_seconds: float = 0.0
-    """With at least one write at a drive."""
+    """Seconds with at least one write in progress."""
     drive_busy_seconds: float = 0.0
-    """With at least one read or write at a drive."""
+    """Seconds with at least one read or write in progress."""
     predicted_seconds: float | None = None
-    """What the plan says of the step's time; None as long as it cannot."""
+    """Time of the step that the plan predicts; None if it cannot predict one yet."""
     copy_busy_seconds: float = 0.0
-    """With at least one copy between host and device under way; 0 where the model computes in host memory."""
+    """Seconds with at least one copy between host and device in progress; 0 if the model computes in host memory."""
     schedule: str = "ordinary"
     """"vertical" when all micro-batches went through each unit together, else "ordinary"."""
     schedule_reason: str = ""
-    """Why the step of `Engine.train_batch` did not go vertically; empty if it did, and for the user's own loop."""
+    """Why `Engine.train_batch` did not use the vertical schedule; empty if it did, and for the user's own loop."""
     commit_seconds: float = 0.0
     """How long the training thread waited for the commit of the step before, in a durable run."""
     is_skipped: bool = False
     """Whether the step changed nothing, because its gradients were not finite."""
     forward_seconds: float = 0.0
-    """Of ``compute_busy_seconds``, those in forward. What is computed once more in backward counts there."""
+    """The part of ``compute_busy_seconds`` in forward. Recomputation in backward counts as backward."""
     backward_seconds: float = 0.0
-    """Those in backward."""
+    """The part of ``compute_busy_seconds`` in backward."""
     update_seconds: float = 0.0
-    """Those in ``optimizer.step()`` itself; updates beside the model are in ``optimizer_seconds``."""
+    """The part of ``compute_busy_seconds`` in ``optimizer.step()``. ``optimizer_seconds`` has the updates beside the
+    model."""
     lr: tuple[float, ...] = ()
     """Learning rate of each parameter group, with which the step was made."""
     loss_scale: float = 1.0
-    """What the losses of the step were multiplied with; 1 unless the compute dtype is fp16."""
+    """Factor by which the losses of the step were multiplied; 1 unless the compute dtype is fp16."""
     num_samples: int | None = None
-    """Samples of the step over all processes: the leading size of the batches that the engine saw. What the config says where
-    it saw none; None if that says nothing (plain loop)."""
+    """Samples of the step over all processes: the leading size of the batches that the engine saw, or else the config's
+    batch size; None if both are unknown (plain loop)."""
     num_tokens: int | None = None
-    """Elements of the batches' whole-number matrices (token ids, padding included); None where there are none."""
+    """Elements of the batches' whole-number matrices (token ids, padding included); None if there are none."""
     host_bytes: int = 0
     """Host memory of this process at the end of the step (resident set)."""
     host_peak_bytes: int = 0
-    """The most it has been since the process began."""
+    """Largest ``host_bytes`` since the process began."""
     device_peak_bytes: int | None = None
-    """The most that torch's allocator has held on the GPU so far; None where the model computes in host memory."""
+    """The most that torch's allocator has held on the GPU so far; None if the model computes in host memory."""
     buffers_peak_bytes: int = 0
     """The most host memory that the engine's buffers took in the step: what ``host_memory_budget`` limits. Python, its libraries
     and activations come on top. Several engines of a process count together."""

@@ -218,7 +218,7 @@ class Reporter:
         if self._timeline is None:
             # Spans are only kept if the config names a file: see `Timeline` for what they take.
             problem = "no timeline is recorded"
-            raise ConfigError.value(KEY, None, problem, cure="Name a file there before the engine is made")
+            raise ConfigError.value(KEY, None, problem, cure="Set it to the path of a file before the engine is made")
         self._collect_events()
         check_writable(path)
         self._timeline.save(path)

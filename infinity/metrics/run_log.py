@@ -224,7 +224,7 @@ class RunLog:
         if problem and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "the log of the run, '%s', has gaps from step %d on: %s. Training goes on", self.path, step, problem
+                "the log of the run, '%s', has gaps from step %d on: %s. Training continues", self.path, step, problem
             )
 
 

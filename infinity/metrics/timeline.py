@@ -228,4 +228,4 @@ def check_writable(path: Path) -> None:
         problem = f"it cannot be written: {error.strerror or error}"
         raise ConfigError.value(KEY, str(path), problem, cure=cure) from error
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ConfigError.value(KEY, str(path), "it is no regular file", cure=cure)
+        raise ConfigError.value(KEY, str(path), "it is not a regular file", cure=cure)

@@ -94,7 +94,9 @@ def _torchs_num_sums() -> int:
         found = [_norm(values, num_sums, _add_squares) for values in drawn]
         if all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
             return num_sums
-    logger.info("norms of bf16 gradients are taken of fp32 copies: torch adds in an order of its own on this processor")
+    logger.info(
+        "norms of bf16 gradients are computed from fp32 copies, because torch adds in another order on this processor"
+    )
     return 0
 
 

@@ -307,7 +307,7 @@ class Muon(PerParameterOptimizer):
         groups = []
         for index, group in enumerate(params):
             if not isinstance(group, dict) or "use_muon" not in group:
-                raise ValueError(f"group {index} does not say whether it is Muon's: 'use_muon': True or False")
+                raise ValueError(f"group {index} has no 'use_muon': set it to True for Muon, or to False for Adam")
             rate = next(rate for rate in rates[bool(group["use_muon"])] if rate is not None)
             if not rate >= 0.0:
                 raise ValueError(f"Invalid learning rate: {rate}")

@@ -198,8 +198,8 @@ def refuse_common(optimizer: Optimizer, keys: Iterable[Any]) -> None:
         what = "another tensor" if isinstance(found[0], Tensor) else repr(found[0])
         raise OptimizerNotPageableError(
             type(optimizer).__name__,
-            f"it keeps something for all parameters together, self.state[{what}], and the slices that it updates have nothing "
-            "in common",
+            f"it keeps one state for all parameters together, self.state[{what}], but updates run on slices of "
+            "single parameters",
             cure="Keep it for each parameter: self.state[parameter]",
         )
 

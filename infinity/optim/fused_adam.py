@@ -92,7 +92,9 @@ class FusedAdam:
         groups = [group for group in wrapped_optimizer.snapshots() if fused.runs(group)]
         if not groups:
             logger.info(
-                "%s without fused=True runs in torch's own loops, which pass over memory many times", kind.__name__
+                "%s without fused=True runs in torch's own loops, which are slower: they read and write the states "
+                "several times. Pass fused=True",
+                kind.__name__,
             )
         if not groups or not fused._prepare():
             return None

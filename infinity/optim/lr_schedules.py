@@ -347,7 +347,7 @@ def find_schedule(name: str) -> type[LRScheduler]:
     if exact is None:
         near = nearest(name, list(known))
         hint = f"Did you mean '{near}'? " if near else ""
-        cure = f"{hint}There are {', '.join(SCHEDULES)}, and the classes of torch.optim.lr_scheduler"
+        cure = f"{hint}The schedules are {', '.join(SCHEDULES)}, and the classes of torch.optim.lr_scheduler"
         raise ConfigError.value("scheduler.type", name, "no such schedule", cure=cure)
     if exact in _NOT_FROM_JSON:
         cure = f"Build it in Python and pass lr_scheduler=lambda optimizer: {exact}(optimizer, ...) to initialize"
@@ -376,7 +376,7 @@ def build_scheduler(section: Section, optimizer: Optimizer) -> LRScheduler:
     known = schedule_parameters(section.type)
     for name, is_required in known.items():
         if is_required and name not in params:
-            cure = f"{cls.__name__} cannot do without it: give a number, or pass lr_scheduler to initialize"
+            cure = f"{cls.__name__} requires it: give a number, or pass lr_scheduler to initialize"
             raise ConfigError.value(f"scheduler.params.{name}", None, 'it is missing or "auto"', cure=cure)
     if "last_batch_iteration" in params:
         params["last_epoch"] = int(params.pop("last_batch_iteration"))

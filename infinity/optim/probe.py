@@ -286,9 +286,9 @@ def probe_groups(
             if not same_values([part[number] for part in found], [part[number] for part in expected])
         )
         raise executor.unpageable(
-            f"a step on all its groups together gives group {number} other bits than one on that group alone, and updates know "
-            "the group of a parameter only",
-            cure="Make what it looks at in other groups, or by the place of a group in a list, an entry of each group",
+            f"a step on all its groups together gives group {number} other bits than a step on that group alone, so "
+            "it reads other groups or a group's place in the list",
+            cure="Store what it reads there as an entry of each parameter group",
         )
 
 
@@ -410,7 +410,7 @@ class _Comparison:
         for name, value in (item for state in states for item in state.items()):
             if isinstance(value, Tensor) and type(value) is not Tensor:
                 raise self._executor.unpageable(
-                    f"its state '{name}' is a {type(value).__name__}, and dense tensors alone are stored",
+                    f"its state '{name}' is a {type(value).__name__}, and only dense tensors can be stored",
                     cure='Take an optimizer with plain states: config key "infinity.state_dtype" stores them in fewer bits',
                 )
         if not same_values(used, self._after):

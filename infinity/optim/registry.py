@@ -121,8 +121,8 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
     if wrapped is not None and wrapped is not type(optimizer).step:
         raise OptimizerNotPageableError(
             name,
-            "its `step` was replaced on the instance, and what replaces it is not run where the updates are",
-            cure="Replace that of the optimizer that infinity.initialize returns",
+            "its `step` was replaced on the instance, and the engine does not run the replacement",
+            cure="Replace `step` of the optimizer that infinity.initialize returns",
         )
 
 
@@ -197,8 +197,8 @@ def _class_named(name: str) -> type[Optimizer]:
         "optimizer.type",
         name,
         "no optimizer of this name",
-        cure=(f"Did you mean '{near}'? " if near else "") + f"Known are {', '.join(known)}; others can be passed to "
-        "infinity.initialize(optimizer=...)",
+        cure=(f"Did you mean '{near}'? " if near else "")
+        + f"The names are {', '.join(known)}; others can be passed to infinity.initialize(optimizer=...)",
     )
 
 

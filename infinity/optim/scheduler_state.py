@@ -29,8 +29,8 @@ def can_be_kept(scheduler: Any) -> bool:
 
 
 NOT_KEPT = (
-    "the lr scheduler, a %s, has no state_dict and load_state_dict: it is not saved, and begins anew when the training goes "
-    "on. Give its class both"
+    "the lr scheduler, a %s, has no state_dict and load_state_dict: it is not saved, and starts from the beginning "
+    "in a resumed run. Give its class both methods"
 )
 
 
@@ -49,14 +49,14 @@ def scheduler_with(scheduler: Any, saved: Mapping[str, Any], *, otherwise: str) 
     if _STATE not in saved or scheduler is None:
         if scheduler is not None:
             logger.warning(
-                "no state of an lr scheduler was saved: this %s goes on as it is. Pass the scheduler to infinity.initialize in "
-                "each run, of a class with state_dict",
+                "no state of an lr scheduler was saved: this %s keeps its present state. Pass a scheduler with "
+                "state_dict to infinity.initialize in each run",
                 type(scheduler).__qualname__,
             )
         elif _STATE in saved:
             logger.warning(
-                "the state of an lr scheduler (%s) was saved, and there is none now: it is left out. Pass it as lr_scheduler= to "
-                "infinity.initialize to go on with it",
+                "the state of an lr scheduler (%s) was saved, but this run has no scheduler: the state is ignored. "
+                "To load it, pass lr_scheduler= to infinity.initialize",
                 saved.get(_CLASS, "of some class"),
             )
         yield
@@ -68,7 +68,7 @@ def scheduler_with(scheduler: Any, saved: Mapping[str, Any], *, otherwise: str) 
         raise ValueError(f"the saved lr scheduler is a {was}, and this one a {name}: {cure}")
     if not hasattr(scheduler, "load_state_dict"):
         raise ValueError(
-            f"the saved lr scheduler cannot be given back to this {name}, which has no load_state_dict: {cure}"
+            f"the saved lr scheduler cannot be loaded into this {name}, which has no load_state_dict: {cure}"
         )
     # The state before is taken now, and restored if loading or the caller's block fails.
     with contextlib.ExitStack() as undo:
@@ -77,7 +77,7 @@ def scheduler_with(scheduler: Any, saved: Mapping[str, Any], *, otherwise: str) 
         try:
             scheduler.load_state_dict(saved[_STATE])
         except Exception as error:  # whatever its class says
-            raise ValueError(f"the saved lr scheduler does not fit to this {name} ({error!r}): {cure}") from error
+            raise ValueError(f"the saved lr scheduler does not fit this {name} ({error!r}): {cure}") from error
         yield
         undo.pop_all()  # all went well: nothing is undone
 

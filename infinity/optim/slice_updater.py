@@ -89,7 +89,7 @@ class SliceUpdater:
         # nothing.
         if tried and not self._is_known and not self._has_moved:
             raise self._executor.unpageable(
-                "its step() changes no weight in its own groups: it seems to pass the work on to another optimizer",
+                "its step() changes no weight in its own groups: it seems to call another optimizer",
                 cure="Pass that one; what is done around its steps can be done in the training loop, to weights inside "
                 "`with infinity.GatheredParameters(...)`",
             )

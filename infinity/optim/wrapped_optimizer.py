@@ -430,9 +430,9 @@ def _check_groups(members: Sequence[Sequence[Any]], fqns: Mapping[Parameter, str
                 )
             if param not in fqns:
                 raise ModelError(
-                    f"parameter group {index} holds a tensor of shape {tuple(param.shape)} that is no parameter of the "
-                    "model. Make the optimizer from the parameters of the very model that is passed to "
-                    "infinity.initialize, after any .to() or cast. What the model does not have joins later: "
+                    f"parameter group {index} holds a tensor of shape {tuple(param.shape)} that is not a parameter "
+                    "of the model. Make the optimizer from the parameters of the model that you pass to "
+                    "infinity.initialize, after any .to() or cast. Add parameters outside of the model later: "
                     'optimizer.add_param_group({"params": [...]}) of the optimizer that infinity.initialize returns'
                 )
             places.setdefault(param, []).append(index)
@@ -441,8 +441,9 @@ def _check_groups(members: Sequence[Sequence[Any]], fqns: Mapping[Parameter, str
     missing = [fqn for param, fqn in trainable.items() if param not in places]
     if missing:
         logger.warning(
-            "%d trainable parameters are in no parameter group (the first is '%s'): as in torch, they get gradients and no "
-            "updates. Freeze them with requires_grad_(False), which saves the space and time for their gradients and states",
+            "%d trainable parameters are in no parameter group (the first is '%s'): as in torch, they get gradients "
+            "and no updates. Freeze them with requires_grad_(False), which saves the memory and time for their "
+            "gradients and states",
             len(missing),
             missing[0],
         )

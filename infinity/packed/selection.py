@@ -119,8 +119,8 @@ def _unmatched(pattern: str, fqns: Collection[str]) -> ConfigError:
         return ConfigError.value(
             KEY,
             pattern,
-            "it matches parameters, but none that can be packed: frozen weights of linear layers (or of experts) that are tied "
-            "to nothing",
+            "it matches parameters, but none of them can be packed. Only untied frozen weights of linear layers and "
+            "of experts can",
             cure="Freeze them before infinity.initialize (requires_grad_(False)), or take the pattern out",
         )
     shown = ", ".join(list(fqns)[:3])

@@ -34,7 +34,7 @@ class ParameterMap:
         place = self.places.get(id(parameter))
         if place is None:
             raise ModelError(
-                f"a tensor of shape {tuple(parameter.shape)} is no parameter of the engine's model. Pass one of "
+                f"a tensor of shape {tuple(parameter.shape)} is not a parameter of the engine's model. Pass one of "
                 "engine.module.parameters()"
             )
         return place

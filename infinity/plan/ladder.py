@@ -211,7 +211,7 @@ class Ladder:
             taken = plan.placement.host_bytes(inputs.request)
             if taken > machine.host_free_bytes:
                 free = format_bytes(machine.host_free_bytes)
-                problem = f"the budget takes {format_bytes(taken)} of memory, of which {free} are free"
+                problem = f"the budget takes {format_bytes(taken)} of memory, and {free} are free"
         return Outcome(*tiers, keys, plan, plan.minimum_budget_bytes, problem, self._tokens)
 
     def _compute_seconds(self, plan: Plan, config: InfinityConfig) -> float | None:

@@ -137,8 +137,8 @@ def _check_json(path: Path, file: Path) -> None:
     if not isinstance(found, dict):
         what = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}.get(type(found), "a number")
         raise ModelRefused(
-            f"{path}: {file.name} is {what}, and a model's config is an object of keys and values: name the "
-            "config.json that lies beside a model's weights"
+            f"{path}: {file.name} is {what}, and a model's config is an object of keys and values: give the "
+            "config.json beside a model's weights"
         )
 
 
@@ -164,7 +164,7 @@ def _built(path: Path, file: Path) -> nn.Module:
                 refused = error
     except Exception as error:  # an unusual config can make transformers raise anything
         refused = error
-    raise ModelRefused(f"{path}: no model can be made of this config: {_one_line(refused)}") from refused
+    raise ModelRefused(f"{path}: no model can be built from this config: {_one_line(refused)}") from refused
 
 
 def _one_line(error: Exception | None) -> str:

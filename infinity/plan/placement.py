@@ -295,8 +295,8 @@ class _Planner:
                 reason=f"The device has {format_bytes(request.device_free_bytes)} free, of which gradients"
                 f"{' and optimizer states' if request.records_on_device else ''} take {format_bytes(others)}, and "
                 f"{format_bytes(least_bytes)} of weights must be there together",
-                cure="Free memory of the device, put what is there elsewhere (offload_param, offload_optimizer), or name "
-                "smaller modules in infinity.units",
+                cure="Free memory on the device, offload more (offload_param, offload_optimizer), or name smaller "
+                "modules in infinity.units",
             )
         return max(least_bytes, int(_SHARE_OF_DEVICE * left))
 
@@ -560,7 +560,7 @@ def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str
     flat = f"the weights of {' and '.join(unit.name for unit in largest)}"
     if request.keeps_all_weights and shard_bytes is None:
         flat = f'all weights (offload_param.device is "{request.param_tier}")'
-    whose = "the largest unit" if request.can_spill else "all units (no NVMe tier takes them)"
+    whose = "the largest unit" if request.can_spill else "all units (the config names no drive for them)"
     parts = (
         (shard_bytes or 0, "for this process's shard of the weights"),
         (needs.kept - (shard_bytes or 0), f"for {kept}"),
@@ -568,9 +568,12 @@ def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str
         (needs.staging_buffers + needs.uploads, "for staging buffers"),
         (needs.gradients + needs.landing, f"for the gradients of {whose}"),
         (needs.map, "for the map of the durable run"),
-        (needs.update, "to update the largest unit at once, as the optimizer wants it"),
+        (needs.update, "to update the largest unit as a whole, as this optimizer requires"),
     )
     told = "It must hold " + ", ".join(f"{format_bytes(num_bytes)} {what}" for num_bytes, what in parts if num_bytes)
     if (layer := largest[0].layer) is None or request.updates_whole_parameters:
         return told
-    return f"{told}. '{layer[0]}' alone has {format_bytes(layer[1])}: infinity.tile_above pages it in tiles"
+    return (
+        f"{told}. '{layer[0]}' alone has {format_bytes(layer[1])}: infinity.tile_above cuts it into tiles that are "
+        "read one by one"
+    )

@@ -19,6 +19,11 @@ from infinity.plan.placement import Placement
 from infinity.plan.sizes import KNOWN_FIELDS_ONLY, Request, UnitSize
 from infinity.plan.volumes import Retention, megabytes, resting_bytes
 
+# Words of the printed table for tiers, values of `infinity.update`, and kinds that need an explanation.
+_STORED = {"device": "stored on the device", "host": "stored in RAM", "nvme": "stored on NVMe"}
+_UPDATE = {"in_backward": "in backward", "deferred": "beside the next forward", "step": "in engine.step()"}
+_KINDS = {"remainders": "remainders of main weights"}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -30,7 +35,7 @@ class Plan:
     num_parameters: int
     num_trainable: int
     sizes: tuple[UnitSize, ...]
-    """Of all units."""
+    """The size of each unit."""
     request: Request
     """What the config asks for."""
     placement: Placement
@@ -48,7 +53,7 @@ class Plan:
     predicted_download_bytes_per_step: int = 0
     """Copied from a GPU to host memory."""
     link_bytes_per_second: float | None = None
-    """How fast such copies are, each way; None if nobody knows it."""
+    """Speed of these copies, each way; None if it is unknown."""
     bandwidth: Bandwidth | None = None
     """Measured speed of the drives; None if it was not measured."""
     drive_tbw: float | None = None
@@ -79,7 +84,7 @@ class Plan:
 
     @property
     def minimum_budget_bytes(self) -> int:
-        """The least budget with which an engine begins."""
+        """Smallest budget with which an engine can start."""
         return self.placement.minimum_bytes
 
     @property
@@ -132,7 +137,7 @@ class Plan:
 
     @property
     def predicted_link_seconds(self) -> float | None:
-        """How long the copies of a step between host memory and a GPU take, both ways at once; None if nobody knows."""
+        """Seconds that a step's copies between host memory and a GPU take, both ways at once; None if it is unknown."""
         if self.link_bytes_per_second is None:
             return None
         longer = max(self.predicted_upload_bytes_per_step, self.predicted_download_bytes_per_step)
@@ -169,10 +174,14 @@ class Plan:
         request, placement = self.request, self.placement
         name, num_bytes = max(self.units, key=lambda unit: unit[1])
         rows = [
-            ("parameters", f"{self.num_parameters:,} ({self.num_trainable:,} trainable) in {len(self.sizes)} units"),
+            (
+                "parameters",
+                f"{self.num_parameters:,} ({self.num_trainable:,} trainable) in {len(self.sizes)} units (parameters "
+                "that are read together)",
+            ),
             ("largest unit", f"{name or 'the model'}: {megabytes(num_bytes)}"),
             ("weights / optimizer state on", f"{request.param_tier} / {request.optimizer_tier}"),
-            *((f"at rest: {tier}", kinds) for tier in self.resting_bytes if (kinds := self._kinds(tier))),
+            *((_STORED[tier], kinds) for tier in self.resting_bytes if (kinds := self._kinds(tier))),
         ]
         flats = megabytes(placement.weights_bytes)
         if not request.uses_host_memory:
@@ -180,7 +189,7 @@ class Plan:
         minimum = f"minimum {megabytes(placement.minimum_bytes)}"
         rows.append(("host memory budget", f"{megabytes(request.budget_bytes)} ({self.host_budget_source}; {minimum})"))
         if request.uses_host_memory:
-            rows.append(("  flat buffers for weights", flats))
+            rows.append(("  buffers for weights in use", flats))
         if placement.num_staging_buffers:
             rows.append(
                 ("  staging buffers", f"{placement.num_staging_buffers} x {megabytes(placement.staging_buffer_bytes)}")
@@ -189,11 +198,11 @@ class Plan:
             rest = ", the rest spilled to NVMe" if placement.spills and self.update != "in_backward" else ""
             rows.append(("  gradients", megabytes(placement.gradient_bytes) + rest))
         if placement.landing_bytes:
-            rows.append(("  gradients that arrive", megabytes(placement.landing_bytes)))
+            rows.append(("  gradients from the GPU", megabytes(placement.landing_bytes)))
         if self.retention is not None:
             rows.append(("durable run", f"{megabytes(self.durable_bytes)} on the drives: {self.retention}"))
         if placement.kept_bytes:
-            rows.append(("  weights and states at rest", megabytes(placement.kept_bytes)))
+            rows.append(("  weights and states in RAM", megabytes(placement.kept_bytes)))
         if placement.activation_bytes:
             beyond = "more is an error" if request.activations == "cpu" else "the rest spilled to NVMe"
             rows.append(("  activations", f"{megabytes(placement.activation_bytes)}, {beyond}"))
@@ -204,7 +213,7 @@ class Plan:
         if not self.num_trainable:
             return [("predicted read per forward", self._moved(self.predicted_read_bytes_per_step))]
         workers = f", {request.update_workers} at a time" if request.update_workers > 1 else ""
-        rows = [("optimizer update", self.update.replace("_", " ") + workers)]
+        rows = [("optimizer update", _UPDATE[self.update] + workers)]
         if request.num_micro_batches > 1:
             order = "all through a unit before the next" if self.traffic.is_vertical else "one after the other"
             rows.append(("micro-batches", f"{request.num_micro_batches}, {order}"))
@@ -250,7 +259,7 @@ class Plan:
 
     def _kinds(self, tier: str) -> str:
         found = self.resting_bytes[tier]
-        return ", ".join(f"{kind} {megabytes(size)}" for kind, size in found.items() if size)
+        return ", ".join(f"{_KINDS.get(kind, kind)} {megabytes(size)}" for kind, size in found.items() if size)
 
     def __str__(self) -> str:
         rows = self.rows()

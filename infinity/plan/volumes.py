@@ -99,8 +99,8 @@ class Retention:
         if not fitting or fitting >= self.num_kept:
             return None
         return (
-            f"keep_last and keep_every keep {self.num_kept} commits, of which the drives have room for {fitting}. Set "
-            f"infinity.keep_last to {fitting} without keep_every, which keeps as many again"
+            f"keep_last and keep_every keep {self.num_kept} commits, and the drives have room for {fitting}. Set "
+            f"infinity.keep_last to {fitting}, and remove infinity.keep_every, which keeps as many again"
         )
 
 

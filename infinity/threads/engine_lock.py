@@ -211,8 +211,8 @@ class EngineLock:
         return EngineBusyError(
             call,
             f"a call of thread '{name}' is inside the engine ({self._call}), which takes one at a time",
-            cure="Wait for its end in your own code (a threading.Lock, Thread.join), or give the other thread a copy of what it "
-            "reads. If an exception or an interrupt has cut that call off, call engine.reset()",
+            cure="Wait for that call in your own code (a threading.Lock, Thread.join), or give the other thread a "
+            "copy of what it reads. If an exception or an interrupt has cut that call off, call engine.reset()",
         )
 
     @contextmanager
@@ -278,7 +278,7 @@ def refuse_in_between(what: str) -> None:
     if frame is not None:
         raise EngineBusyError(
             what,
-            f"a signal handler or finalizer came into the engine's work on this thread (in {frame.f_code.co_qualname}), which "
-            "has to go on first",
-            cure="Set a flag in the handler, and act on it between steps: there save, flush or close",
+            "a signal handler or finalizer interrupted a call of the engine on this thread (in "
+            f"{frame.f_code.co_qualname}), which has to finish first",
+            cure="Set a flag in the handler, and save, flush or close between steps",
         )

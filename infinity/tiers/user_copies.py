@@ -95,8 +95,9 @@ class UserCopies:
                 self._has_warned_of_writes = True
                 self._watched = []
                 logger.warning(
-                    "what state_dict() gave for '%s' was written to. It is a copy, and the weight stays as it is: write to the "
-                    "parameter (under torch.no_grad()), or give the state dict to load_state_dict",
+                    "the tensor that state_dict() returned for '%s' was written to. It is a copy, so the weight does "
+                    "not change: write to the parameter (under torch.no_grad()), or pass the state dict to "
+                    "load_state_dict",
                     fqn,
                 )
                 return

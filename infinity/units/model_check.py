@@ -56,16 +56,16 @@ def check_model(model: nn.Module) -> None:
     if meta:
         others = f" (and {len(meta) - 1} more)" if len(meta) > 1 else ""
         raise ModelError(
-            f"parameter '{meta[0]}'{others} is on the meta device and has no values. "
-            "Give the model its weights: infinity.load_pretrained(model, directory, config=...) reads them from files; or "
-            "build it inside `with infinity.Init(config=...)`, where weights are initialised without memory for them",
+            f"parameter '{meta[0]}'{others} is on the meta device and has no values. Give the model its weights: "
+            "infinity.load_pretrained(model, directory, config=...) reads them from files; or build it inside `with "
+            "infinity.Init(config=...)`, where weights are initialized on the drive, without memory for them",
             fqn=meta[0],
         )
     for fqn, parameter in parameters:
         if isinstance(parameter, PagedParameter | ResidentParameter) or host_of(parameter) is not None:
             raise ModelError(
-                f"the model (its parameter '{fqn}') already belongs to an engine. Close that engine first: engine.close(), or "
-                "infinity.engine_of(model).close() where no variable holds it",
+                f"the model (its parameter '{fqn}') already belongs to an engine. Close that engine first: "
+                "engine.close(), or infinity.engine_of(model).close() if no variable refers to it",
                 fqn=fqn,
             )
         # A DTensor of FSDP. Those of `parallelize_module` have given their place to local tensors: see
@@ -73,7 +73,8 @@ def check_model(model: nn.Module) -> None:
         if hasattr(parameter, "device_mesh"):
             raise ModelError(
                 f"parameter '{fqn}' is a DTensor",
-                cure="Leave fully_shard out: ZeRO's stages divide the model. (Of parallelize_module, DTensors are taken.)",
+                cure="Leave fully_shard out: ZeRO's stages divide the model. (DTensors of parallelize_module are "
+                "supported.)",
                 fqn=fqn,
             )
         is_trained_fp8 = is_float8(parameter.dtype) and parameter.requires_grad
@@ -84,8 +85,8 @@ def check_model(model: nn.Module) -> None:
             kind = f"{parameter.dtype} that is trained" if is_trained_fp8 else type(parameter).__name__
             if kind in _OF_BITSANDBYTES:
                 raise ModelError(
-                    f"parameter '{fqn}' is a {kind} of bitsandbytes' {_OF_BITSANDBYTES[kind]}, which keeps its own codes and "
-                    "scales, and in a graph the whole weight: it cannot be paged",
+                    f"parameter '{fqn}' is a {kind} of bitsandbytes' {_OF_BITSANDBYTES[kind]}, which has its own "
+                    "codes and scales, and keeps the whole weight in autograd's graph: it cannot be paged",
                     cure="Load the model without quantization_config, or its quantized files by infinity.load_pretrained, and "
                     'set "infinity": {"frozen_dtype": "nf4"} (or "int8"): its linear layers are then stored packed, with the '
                     "same codes. Or dequantize the model",
@@ -108,7 +109,7 @@ def check_model(model: nn.Module) -> None:
     _check_memory(parameters)
     _check_views(model, parameters)
     if not parameters:
-        raise ModelError("the model has no parameters at all. Pass the model that holds them, not a part without any")
+        raise ModelError("the model has no parameters. Pass the module that has them")
 
 
 def warn_of_other_dtypes(model: nn.Module) -> None:
@@ -144,8 +145,8 @@ def warn_of_gaps(model: nn.Module) -> None:
         strides = dense_strides(tuple(parameter.shape), tuple(parameter.stride()))
         if strides != tuple(parameter.stride()):
             what = (
-                f"does not fill its memory (strides {tuple(parameter.stride())}, as a slice of another tensor), and gets "
-                f"the strides {strides}: kernels may give other last bits than in torch"
+                f"is a slice of a larger tensor (strides {tuple(parameter.stride())}), and gets the strides "
+                f"{strides}: the last bits may differ from torch's"
             )
             cure = "Give it memory of its own before infinity.initialize (parameter.data = parameter.data.clone())"
             warnings.warn(OtherNumbersWarning.of_parameter(fqn, what, cure=cure), stacklevel=3)
@@ -188,7 +189,7 @@ def _check_views(model: nn.Module, parameters: list[tuple[str, nn.Parameter]]) -
                 if seen is not None and not is_made_anew:
                     fqn = f"{prefix}.{name}" if prefix else name
                     raise ModelError(
-                        f"'{fqn}' looks at the memory of parameter '{seen}', and would keep its first values",
+                        f"'{fqn}' is a view of parameter '{seen}', and would keep its first values",
                         cure="Compute it from the parameter in forward (in a property, say), or assign the nn.Parameter itself",
                         fqn=fqn,
                     )

@@ -218,10 +218,11 @@ def _refuse_new_parameter(parameter: nn.Parameter, caller: FrameType | None) -> 
     if host is not None and caller is not None and caller.f_code is _NEW_PARAMETER:
         fqn = host.slot_of(parameter).spec.fqn
         raise ModelError(
-            f"nn.Parameter of parameter '{fqn}', which an engine holds, would share its memory, and that comes and goes. "
-            "Parametrizations (weight_norm) make such ones, and conversions under the flags of torch.__future__",
-            cure="Register parametrizations before infinity.initialize, and leave those flags at False. For a parameter with "
-            "values of its own, take nn.Parameter(weight.detach().clone())",
+            f"a new nn.Parameter over parameter '{fqn}' would share its memory, which the engine releases and "
+            "refills. Parametrizations (weight_norm) make such parameters, and so do conversions under the flags of "
+            "torch.__future__",
+            cure="Register parametrizations before infinity.initialize, and leave those flags at False. For a "
+            "parameter with its own values, use nn.Parameter(weight.detach().clone())",
             fqn=fqn,
         )
 
@@ -368,7 +369,7 @@ def _dropped(operation: str) -> AccessError:
     return AccessError.of_parameter(
         "?",
         operation=f"{operation}, after its engine was dropped,",
-        cure="The weights went with the engine: keep it, and end with engine.close(), or save before",
+        cure="The weights were lost with the engine: keep a reference to it until engine.close(), or save before",
     )
 
 

@@ -69,8 +69,8 @@ def find_blocks(module: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     if unmatched:
         classes = sorted({type(m).__name__ for m in module.modules()})
         raise ConfigError(
-            f"infinity.units: {', '.join(map(repr, unmatched))} matches no module of the model. Give class names or FQN "
-            f"patterns; the model's classes are {', '.join(classes)}."
+            f"infinity.units: {', '.join(map(repr, unmatched))} matches no module of the model. Give class names, or "
+            f"patterns of module names; the model's classes are {', '.join(classes)}."
         )
     return blocks
 

@@ -70,8 +70,8 @@ class ParameterState:
                     )
             elif is_tensor and value.numel() != 1:
                 raise ValueError(
-                    f"the state for '{fqn}' has '{name}' of shape {tuple(value.shape)}, for which there is no place. Give "
-                    f"{', '.join(map(repr, stored)) or 'none'} per element, and scalars"
+                    f"the state for '{fqn}' has '{name}' of shape {tuple(value.shape)}, which the optimizer does not "
+                    f"keep. Give {', '.join(map(repr, stored)) or 'none'} per element, and scalars"
                 )
 
 

@@ -136,11 +136,11 @@ class StepGroups:
                 fqn = self.wrapped_optimizer.fqn(parameter)
                 raise ModelError.unprepared(
                     fqn,
-                    "was frozen, and in no group or in an adapter's base, when infinity.initialize took the model over, so "
-                    "its gradient and state have no place",
-                    cure="Put it into a group before infinity.initialize, be it frozen, or by optimizer.add_param_group. (An "
-                    "adapter's base: call requires_grad_(True) before infinity.initialize. A frozen fp64 constant gets no "
-                    "place: make it fp32 before infinity.initialize)",
+                    "was frozen in infinity.initialize, and either in no parameter group or in an adapter's base, so "
+                    "no space was reserved for its gradient and state",
+                    cure="Put it into a parameter group before infinity.initialize (it may stay frozen), or call "
+                    "optimizer.add_param_group. (For an adapter's base, call requires_grad_(True) before "
+                    "infinity.initialize. Convert a frozen fp64 constant to fp32 before infinity.initialize)",
                 )
 
     def _check_states(self, groups: Groups) -> None:
@@ -160,8 +160,8 @@ class StepGroups:
             if missing:
                 raise ModelError.unprepared(
                     slot.spec.fqn,
-                    f"would need the state '{missing[0]}' under the hyperparameters of its group ({index}), and no place was "
-                    "laid out for it",
+                    f"needs the state '{missing[0]}' with the hyperparameters of its group ({index}), and no space "
+                    "was reserved for it",
                     cure="Set hyperparameters that decide which state exists (momentum, amsgrad, centered) before "
                     "infinity.initialize",
                 )
@@ -202,7 +202,7 @@ class StepGroups:
         names = {id(parameter): fqn for fqn, parameter in self.parameter_map.model.named_parameters()}
         fqn = names.get(next(iter(new)), "?")
         problem = (
-            f"{len(new)} trainable parameters came into the model after infinity.initialize (the first is '{fqn}')"
+            f"{len(new)} trainable parameters were added to the model after infinity.initialize (the first is '{fqn}')"
         )
         cure = (
             "Add modules (get_peft_model, say) before infinity.initialize, or put them into a group: "

@@ -186,9 +186,10 @@ class Stepper:
         if self.gradients.slots_with_gradient(unit):
             self._has_warned = True
             logger.warning(
-                "gradients are added to those of the step before, which gradient_clipping has clipped on their way into the "
-                "update, not in p.grad: the sum is another one than after torch.nn.utils.clip_grad_norm_. Call "
-                "optimizer.zero_grad() after each step, or take gradient_clipping out of the config and clip them yourself"
+                "new gradients are added to those of the step before. gradient_clipping clips inside of the update "
+                "and not in p.grad, so the sum differs from that after torch.nn.utils.clip_grad_norm_. Call "
+                "optimizer.zero_grad() after each step, or remove gradient_clipping from the config and clip the "
+                "gradients yourself"
             )
 
     def finish_backward(self, *, updates_now: bool) -> None:

@@ -152,8 +152,8 @@ class _Buffer:
             self._version = version_of(self._buffer)  # restoring is a write too; the next step may reuse this copy
         elif not self.is_unchanged():
             raise ModelError(
-                f"the model's forward writes to '{self._name}' in a way that forbids taking micro-batches together, and it is "
-                "too large to be put back as it was before the step",
+                f"the model's forward writes to '{self._name}', which forbids running micro-batches together, and the "
+                "buffer is too large to be restored to its value before the step",
                 cure="Set config key 'infinity.schedule' to \"ordinary\"",
             )
 

@@ -212,7 +212,7 @@ class BlockCall:
         if reference() is not None and not self.block.leaves_cycles:
             gc.collect()
             if reference() is not None:
-                raise UnsupportedSchedule(f"{self.block.name} gives tensors away other than by returning them")
+                raise UnsupportedSchedule(f"{self.block.name} hands tensors out other than by returning them")
             self.block.leaves_cycles = self.is_trial
 
     def _first(self, saving: contextlib.AbstractContextManager[Any], form: tuple[Any, Any]) -> Tree:

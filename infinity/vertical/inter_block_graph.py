@@ -171,7 +171,7 @@ class InterBlockGraph:
                 for node in (*cuts, *_behind(cuts, stops=lambda node: False))
             ):
                 raise UnsupportedSchedule(
-                    "blocks are skipped by a value that a function of the user's own has computed"
+                    "a function of your own computes the value that decides which blocks are skipped"
                 )
 
     def _claim(self, start: Any, latest: int) -> None:

@@ -59,14 +59,16 @@ class ScheduleSelector:
         if reason not in self._said:
             self._said.add(reason)
             level = logging.WARNING if self.is_asked else logging.INFO
-            logger.log(level, "a step is done in the ordinary order: %s", reason)
+            logger.log(level, "a step runs in the ordinary order, one micro-batch after the other: %s", reason)
 
     def on_difference(self, what: str) -> bool:
         """Whether to go on although ``what`` changes bits: only if the config asks for vertical steps. It is logged
         once."""
         if self.is_asked and what not in self._said:
             self._said.add(what)
-            logger.warning("the vertical schedule differs in bits from one micro-batch after the other: %s", what)
+            logger.warning(
+                "with the vertical schedule, bits differ from those of one micro-batch after the other: %s", what
+            )
         return self.is_asked
 
     def forgive(self) -> None:

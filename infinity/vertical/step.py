@@ -170,7 +170,7 @@ class VerticalStep:
                     # Normally it pauses behind the block, with no arrival. Otherwise the block has raised an error that
                     # the model has caught.
                     if batch.arrival is not None or batch.is_over:
-                        raise UnsupportedSchedule(f"{block.name} raises an error, and the model goes on")
+                        raise UnsupportedSchedule(f"{block.name} raises an error that the model catches")
             finally:
                 coordinator.leave(block.unit)
             self._vertical_forward.begin_moment(2 * len(self._blocks))
@@ -198,7 +198,8 @@ class VerticalStep:
             # Refused even if the config asks for vertical steps. DPO, say, switches adapters off for a second call, and
             # what one micro-batch sets holds for all others, which are at another place of the model.
             raise NeverSupportedSchedule(
-                "a micro-batch calls the model several times, and what it sets in between holds for all of them"
+                "a micro-batch calls the model several times, and values that it sets in between would apply to all "
+                "micro-batches"
             )
         return first.block
 

@@ -62,7 +62,7 @@ def bytes_of(buffer: Buffer, *, for_read: bool) -> npt.NDArray[np.uint8]:
 
 def _bytes_of_array(array: npt.NDArray[Any], *, for_read: bool) -> npt.NDArray[np.uint8]:
     if isinstance(array, np.ma.MaskedArray):
-        raise ArgumentError("the mask of a MaskedArray would be lost; pass its .data, and its .mask for itself")
+        raise ArgumentError("the mask of a MaskedArray would be lost; pass its .data and its .mask in two calls")
     if array.dtype.hasobject:
         raise _objects(array)
     _check(array, is_contiguous=array.flags.c_contiguous, is_writable=array.flags.writeable or not for_read)

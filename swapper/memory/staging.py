@@ -117,8 +117,8 @@ class StagingBuffer(Uncopyable):
         with staging_pool._lock:
             if self._tensor is None:
                 raise SwapperClosedError(
-                    f"buffer {self.index} of {self.owner or 'an unnamed owner'} was released twice; the second owner's data "
-                    "would have been overwritten"
+                    f"buffer {self.index} of {self.owner or 'an unnamed owner'} was released twice, which would let "
+                    "two owners write to it; release each lease once"
                 )
             self._tensor = None
             del staging_pool._leased[self.index]

@@ -35,9 +35,9 @@ def os_error(operation: Operation, request: IORequest, backend: IOBackend, error
     """Return the error of a transfer that the operating system refused, or of which the bytes are wrong."""
     if isinstance(error, CorruptedDataError):
         detail = (
-            "gave other bytes than were written (their crc32c differs): do not go on with these states, start over from "
-            "the last checkpoint; the kernel log, the drive's health (smartctl, nvme smart-log) and a memory test say what "
-            "has to be replaced"
+            "returned other bytes than were written (the crc32c differs): do not continue with these states, but "
+            "start again from the last checkpoint; the kernel log, the drive's health (smartctl, nvme smart-log) and "
+            "a memory test show what to replace"
         )
         return _error(ChecksumMismatchError, operation, backend, error.offset, error.num_bytes, detail, error)
     return _error(TransferError, operation, backend, request.offset, len(request.memory), refusal(error), error)

@@ -55,7 +55,7 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
     with closed_unless_made(os.close, descriptor):
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise VolumeError.not_own(path, "is no regular file")
+            raise VolumeError.not_own(path, "is not a regular file")
         if found.st_uid != os.geteuid():
             problem = f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
             raise VolumeError.not_own(path, problem)

@@ -190,7 +190,7 @@ class RunDirectory(Uncopyable):
             raise DurableRunError.damaged(path, "its checksum is not that of its bytes")
         magic, version, num_parts, maker = _HEAD.unpack_from(data)
         if magic != MAGIC:
-            raise DurableRunError.damaged(path, "it is no commit")
+            raise DurableRunError.damaged(path, "it is not a commit")
         if version != FORMAT:
             raise DurableRunError.of_another_version(
                 path, version, FORMAT, maker.rstrip(b"\0").decode(errors="replace") if version > 1 else ""
@@ -257,15 +257,15 @@ def _mark(directory: Path, lock: int, is_new: bool) -> None:
         raise VolumeError.unwritable(directory, error) from error
     raise VolumeError(
         directory,
-        f"{str(directory / 'lock')!r} is no lock of a durable run: another program uses {str(directory)!r}; name another "
-        "directory",
+        f"{str(directory / 'lock')!r} is not the lock of a durable run: another program uses {str(directory)!r}; "
+        "name another directory",
     )
 
 
 def _lines(lock: int) -> list[str]:
     """Return the lines of a lock, at least one. A last line without "\\n" was cut off by a crash, and is dropped."""
     if not stat.S_ISREG(os.fstat(lock).st_mode):
-        raise OSError(errno.EINVAL, "'lock' in it is no file")
+        raise OSError(errno.EINVAL, "'lock' in it is not a file")
     text = os.pread(lock, _MOST_MARK_BYTES, 0).decode(errors="replace")
     return text.split("\n")[:-1] or [text]
 

@@ -140,7 +140,7 @@ class ScratchFile(Uncopyable):
                 if os.fstat(self.fd).st_blocks * 512 < offset - (offset - first) // 2:
                     os.ftruncate(self.fd, num_bytes)
                     logger.warning(
-                        "%s has no reserved space, because %s cannot reserve any: leave %d bytes free there",
+                        "%s has no reserved space, because %s cannot reserve any: keep %d bytes free there",
                         self.name,
                         self.drive.file_system,
                         num_bytes,

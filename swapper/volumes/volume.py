@@ -245,8 +245,8 @@ def _warn_of_shared_drives(files: Sequence[ScratchFile]) -> None:
 def _warn(file: ScratchFile, direct: bool) -> None:
     name, drive = str(file.directory), file.drive
     if drive.is_tmpfs:
-        logger.warning("directory %r is %s: its bytes lie in RAM, not on a drive", name, drive.file_system)
+        logger.warning("directory %r is %s: its files are in RAM, not on a drive", name, drive.file_system)
     if drive.is_network:
-        logger.warning("directory %r is a network file system (%s): expect less speed", name, drive.file_system)
+        logger.warning("directory %r is a network file system (%s): expect it to be slow", name, drive.file_system)
     if direct and not file.is_direct:
         logger.warning("%s goes through the page cache: %s", file.name, file.buffered_because)

@@ -236,7 +236,7 @@ class IntegrityBackend(BackendWrapper):
             return True
         file, offset = self.locate(segment.start)
         num_bytes = segment.stop - segment.start
-        logger.error("%d bytes at %d of %s are damaged, which a write beside them found", num_bytes, offset, file)
+        logger.error("%d bytes at offset %d of %s are damaged; a write next to them found it", num_bytes, offset, file)
         return False
 
     def _remember(self, job: _Job, written_bytes: int) -> None:

@@ -191,8 +191,9 @@ class VersionedBackend(BackendWrapper):
             ranges = self._allocate(last - first)
         if ranges is None:
             message = (
-                "no free slot: more was written since the last commit than there is room for, frozen weights as well, say; "
-                "what replaces all of them, as a checkpoint does, is loaded where a durable run begins, in a new directory"
+                "no free slot: more was written since the last commit than the durable run has reserved space for, "
+                "for example into frozen weights. To replace all weights (with a checkpoint, for example), start a "
+                "durable run in a new directory and load them there first"
             )
             request.complete(0, OSError(errno.ENOSPC, message))
             return

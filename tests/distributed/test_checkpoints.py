@@ -247,7 +247,7 @@ def test_what_one_rank_cannot_read_changes_nothing_or_is_noted_on_all(tmp_path: 
                         patch.setattr(checkpoint_loading.Loading, name, _raise)
                     with pytest.raises(ModelError, match="of another model"):
                         engine.load_checkpoint(tmp_path / "saved")
-                with pytest.raises(CheckpointError, match="weights are of two trainings"):
+                with pytest.raises(CheckpointError, match="weights are a mixture of two trainings"):
                     _steps(engine, batches, 1)
             engine.load_checkpoint(tmp_path / "saved")
             _steps(engine, batches, 1)

@@ -512,10 +512,10 @@ def _die(engine: Any) -> None:
 @pytest.mark.parametrize(
     ("act", "own", "others"),
     [
-        (_write_alone, "RankError: rank 1", "All ranks have to make the same calls"),
-        (_raise, "ValueError: of the script", "All ranks have to make the same calls"),
-        (_close, "", "All ranks have to"),
-        (_die, "killed", "is gone, and has not said why"),
+        (_write_alone, "RankError: rank 1", "All ranks must make the same calls"),
+        (_raise, "ValueError: of the script", "All ranks must make the same calls"),
+        (_close, "", "All ranks must"),
+        (_die, "killed", "has ended without giving a reason"),
     ],
 )
 def test_what_one_rank_does_alone_is_an_error_on_all(

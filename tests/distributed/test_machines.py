@@ -225,7 +225,7 @@ def test_a_cut_link_leaves_nobody_waiting(machines: tuple[str, str], tmp_path: P
     def train(rank: int) -> None:
         error = _steps_until_error(ready, rank, lambda: _ip("-n", machines[1], "link", "set", "net0", "down"))
         if rank:
-            assert "The store in which the ranks have met does not answer: the network is cut" in str(error)
+            assert "The process group's store does not answer: the network is cut" in str(error)
 
     assert run_ranks(3, train, tmp_path, _joined_at(machines)) == ["", "", ""]
 
@@ -250,7 +250,7 @@ def test_a_stopped_rank_that_holds_the_store_leaves_nobody_waiting(machines: tup
 
     def train(rank: int) -> None:
         error = _steps_until_error(ready, rank, lambda: os.kill(_process_of(ready, 0), signal.SIGSTOP), lost=0)
-        assert "The store in which the ranks have met does not answer" in str(error)
+        assert "The process group's store does not answer" in str(error)
 
     assert run_ranks(3, train, tmp_path, _joined_at(machines)) == ["it was killed", "", ""]
 

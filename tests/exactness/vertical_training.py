@@ -49,7 +49,7 @@ _NEVER = {
     "shared_block": "the model has no repeated blocks",
     "skipped_blocks": "micro-batches call different blocks",
     "varying_length": "micro-batches call different blocks",
-    "mixtral": "gives tensors away",
+    "mixtral": "hands tensors out",
 }
 # Blocks of these are not recomputed by the model at all, or inside their own forward.
 _INDIFFERENT_TO_REENTRANT = {

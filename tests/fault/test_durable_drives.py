@@ -119,7 +119,7 @@ def test_a_flipped_bit_anywhere_is_found_or_does_no_harm(tmp_path: Path) -> None
                     require_equal(everything(engine), expected)
             except (InfinityError, SwapperError) as error:
                 num_found += 1
-                cures = ("ame another directory", "do not go on with these states")
+                cures = ("ame another directory", "do not continue with these states")
                 assert str(run) in str(error) and any(cure in str(error) for cure in cures), error
             path.write_bytes(data)
     assert num_found >= 6

@@ -149,8 +149,8 @@ def test_it_is_seen_wherever_libraries_look() -> None:
         for statement, cure in (
             ("import deepspeed.moe.layer", "Experts in a ModuleList"),
             ("from deepspeed import PipelineModule", "engine.train_batch"),
-            ("from deepspeed.zero import GatheredParams", "The nearest there is: "),
-            ("deepspeed.tp_model_init", "mesh_param= of initialize"),
+            ("from deepspeed.zero import GatheredParams", "Use instead: "),
+            ("deepspeed.tp_model_init", "mesh_param= to initialize"),
             ("from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3", "that initialize returns"),
             ("from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live", "infinity plan"),
             ("from deepspeed.zero import TiledLinear", "tile_above"),

@@ -78,7 +78,7 @@ def test_a_parameter_in_two_groups_is_refused_before_anything_is_updated(mode: s
         take_step(both, mode, 0)
         groups = both.optimizer.param_groups
         groups[0]["params"].append(groups[1]["params"][0])
-        with pytest.raises(ModelError, match=r"stands in parameter groups 0 and 1"):
+        with pytest.raises(ModelError, match=r"is in parameter groups 0 and 1"):
             both.engine(**both.batch(1))
         groups[0]["params"].pop()
         both.engine.reset()
@@ -126,7 +126,7 @@ def test_a_state_that_has_no_place_is_refused_before_anything_is_updated(
         group = both.optimizer.param_groups[0]
         before = {key: group[key] for key in change}
         group.update(change)
-        with pytest.raises(ModelError, match=r"would need the state .* before infinity\.initialize"):
+        with pytest.raises(ModelError, match=r"needs the state .* before infinity\.initialize"):
             both.engine(**both.batch(1))
         group.update(before)
         both.engine.reset()

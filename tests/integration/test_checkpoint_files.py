@@ -166,14 +166,14 @@ _HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "newer": (_changed(lambda c: c.update(version=4, made_by="infinity 9.8")), "version 4, made by infinity 9.8"),
     "older": (_changed(lambda c: c.update(version=1)), "of format version 1.*export"),
     "a flipped bit of the version": (_flip_version, "it is damaged, or of format version 7"),
-    "a name outside": (_file("../../secret", [1, 1]), "lies elsewhere"),
+    "a name outside": (_file("../../secret", [1, 1]), "outside of the checkpoint"),
     "a parent as a name": (_array(fqn=".."), "named"),
     "a negative size": (_array(shape=[-1, 8]), "has the shape"),
     "no dtype": (_array(dtype="load"), "dtype 'load'"),
     "twice": (_changed(lambda c: c["arrays"].append(c["arrays"][0])), "twice"),
     "more chunks than memory for their index": (_array(shape=[1 << 50], chunk=[1]), "which none has"),
-    "a pipe": (_pipe, "is no file"),
-    "deep JSON": (_text("[" * 1_000_000), "no JSON"),
+    "a pipe": (_pipe, "is not a file"),
+    "deep JSON": (_text("[" * 1_000_000), "does not hold the JSON"),
     "none": (lambda folder: (folder / "manifest.json").unlink(), "no manifest.json in it"),
 }
 
@@ -195,7 +195,9 @@ def test_what_is_larger_than_memory_is_not_read(saved: Path, monkeypatch: pytest
     os.truncate(saved / "training.json", 1 << 40)  # sparse
     _changed(seal)(saved)
     monkeypatch.setattr(manifests, "free_bytes", lambda: 1 << 30)
-    with pytest.raises(CheckpointError, match=r"training\.json': it has .*1.0 TiB.*, and of memory .*1.0 GiB.* free"):
+    with pytest.raises(
+        CheckpointError, match=r"training\.json': it has .*1.0 TiB.*, and .*1.0 GiB.* of memory are free"
+    ):
         Checkpoint.open(saved.parent, "one").training_state()
 
 
@@ -348,11 +350,15 @@ def test_links_and_files_in_the_way(saved: Path) -> None:
                 engine.save_checkpoint(there, tag=tag)
         for text in ("two", "../saved/one", "x" * 4000):
             (there / "latest").write_text(text)
-            with pytest.raises(CheckpointError, match=r"latest|no checkpoint beside it"):
+            with pytest.raises(CheckpointError, match=r"latest|no such checkpoint beside it"):
                 engine.load_checkpoint(there)
         (there / "addon").mkdir()
         (there / "addon" / "manifest.json").write_text('{"name": "mine"}')
-        taken = {"file": "in it is no directory", "nowhere": "in it is no directory", "addon": "that is no checkpoint"}
+        taken = {
+            "file": "in it is not a directory",
+            "nowhere": "in it is not a directory",
+            "addon": "that is not a checkpoint",
+        }
         for tag, words in taken.items():
             with pytest.raises(StorageError, match=f"'{tag}' {words}"):
                 engine.save_checkpoint(there, tag=tag)

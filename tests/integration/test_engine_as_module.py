@@ -102,7 +102,7 @@ def test_hooks_run_once(both: Lockstep) -> None:
 
 def test_it_is_not_copied_nor_pickled(both: Lockstep) -> None:
     for refused in (copy.deepcopy, copy.copy, pickle.dumps):
-        with pytest.raises(TypeError, match=r"copy engine\.module"):
+        with pytest.raises(TypeError, match=r"Copy engine\.module"):
             refused(both.engine)
     twin = copy.deepcopy(both.engine.module)
     assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), both.reference.model.parameters(), strict=True))

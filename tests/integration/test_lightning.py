@@ -285,7 +285,7 @@ def test_a_checkpoint_after_fit(package: str, tmp_path: Path, caplog: pytest.Log
     module, path = module_for(pytorch), tmp_path / "end.ckpt"
     trainer.fit(module, data())
     trainer.save_checkpoint(path)
-    assert "'" + str(path) + "' gets weights alone" in caplog.text and "ModelCheckpoint(save_last=True)" in caplog.text
+    assert "'" + str(path) + "' has weights only" in caplog.text and "ModelCheckpoint(save_last=True)" in caplog.text
     [expected] = trainer.test(module, data(2), verbose=False)
     [found] = trainer.test(module_for(pytorch), data(2), ckpt_path=path, verbose=False)
     assert found == expected
@@ -402,7 +402,7 @@ def test_what_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     (tmp_path / "saved.ckpt" / "file").write_text("mine")
     saver = pytorch.Callback()
     saver.on_train_batch_end = lambda trainer, *_: trainer.save_checkpoint(tmp_path / "saved.ckpt")
-    with pytest.raises(StorageError, match="is no checkpoint, and is not replaced"):
+    with pytest.raises(StorageError, match="is not a checkpoint, and is not replaced"):
         fit({}, callbacks=[saver])
     assert (tmp_path / "saved.ckpt" / "file").read_text() == "mine"
     failing, saver = pytorch.Callback(), pytorch.callbacks.OnExceptionCheckpoint(tmp_path)

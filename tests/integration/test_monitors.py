@@ -145,7 +145,7 @@ def test_what_cannot_be_written_ends_no_training_and_is_told_once(
 def test_comet_gets_nothing_and_that_is_told() -> None:
     batch = {"train_micro_batch_size_per_gpu": 1}
     (notice,) = infinity.load_config(batch | {"comet": {"enabled": True, "project": "x"}}).notices
-    assert notice.startswith("comet: no effect: nothing is sent to Comet, but to what tensorboard, wandb")
+    assert notice.startswith("comet: no effect: nothing is sent to Comet; use tensorboard, wandb")
     assert not infinity.load_config(batch | {"comet": {"enabled": False, "project": "x"}}).notices
 
 

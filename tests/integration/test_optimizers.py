@@ -245,7 +245,7 @@ def test_torchs_muon(tmp_path: Path) -> None:
         ),
         ({"state_dtype": "bf16"}, ConfigError, r"Lamb updates whole parameters.*\"fp32\""),
         ({"tile_above": 1024}, OptimizerNotPageableError, r"makes several of one\. Remove infinity\.tile_above"),
-        ({"host_memory_budget": "20KiB"}, BudgetTooSmallError, r"to update the largest unit at once"),
+        ({"host_memory_budget": "20KiB"}, BudgetTooSmallError, r"to update the largest unit as a whole"),
     ],
 )
 def test_what_would_part_a_parameter_is_refused(

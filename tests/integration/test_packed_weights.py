@@ -186,7 +186,7 @@ def test_patterns_choose_formats(tmp_path: Path) -> None:
 
 
 def test_a_pattern_that_means_nothing_is_an_error(tmp_path: Path) -> None:
-    for pattern, words in (("nowhere", "matches no parameter"), ("*embed_tokens*", "none that can be packed")):
+    for pattern, words in (("nowhere", "matches no parameter"), ("*embed_tokens*", "none of them can be packed")):
         config = everything_on_nvme(tmp_path, {"infinity": {"frozen_dtype": {pattern: "nf4"}}})
         with pytest.raises(ConfigError, match=words):
             infinity.initialize(model=_adapted(), config=config)
@@ -226,7 +226,7 @@ def test_checkpoints_record_the_base_and_refuse_another(tmp_path: Path) -> None:
         weights = engine.module.state_dict()
         assert [name for name, value in wanted.items() if not torch.equal(weights[name], value)] == []
     for other in ("int8", None):
-        words = r"stored as nf4.*frozen_dtype as it was"
+        words = r"stored as nf4.*frozen_dtype to the value of that run"
         with loaded(_adapted(), frozen_dtype=other) as engine, pytest.raises(ModelError, match=words):
             engine.load_checkpoint(str(tmp_path / "saved"))
     model = _adapted()

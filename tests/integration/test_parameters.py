@@ -103,9 +103,9 @@ _OTHERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         r"'embedding\.weight' cannot be cast to torch\.bfloat16.*config",
     ),
     "double": (lambda model: model.double(), r"'embedding\.weight' cannot be cast to torch\.float64.*config"),
-    "meta": (lambda model: model.to("meta"), r"'embedding\.weight' was touched in moving to the meta device"),
-    "to_empty": (lambda model: model.to_empty(device="meta"), r"'embedding\.weight' was touched in moving"),
-    "share_memory": (lambda model: model.share_memory(), r"'embedding\.weight' was touched in share_memory_"),
+    "meta": (lambda model: model.to("meta"), r"'embedding\.weight' was used in moving to the meta device"),
+    "to_empty": (lambda model: model.to_empty(device="meta"), r"'embedding\.weight' was used in moving"),
+    "share_memory": (lambda model: model.share_memory(), r"'embedding\.weight' was used in share_memory_"),
 }
 
 
@@ -158,7 +158,7 @@ def test_what_a_script_notes_on_a_parameter_is_pickled(both: Lockstep) -> None:
 @pytest.mark.parametrize("operation", ["data_ptr", "untyped_storage", "storage", "__dlpack__"])
 def test_memory_is_not_given_away(operation: str, both: Lockstep) -> None:
     for tensor in (both.model.get_parameter(_NAME).data, both.model.get_parameter(_NAME).detach()[1:]):
-        with pytest.raises(AccessError, match=rf"up\.weight' was touched in {operation} .*one module after the"):
+        with pytest.raises(AccessError, match=rf"up\.weight' was used in {operation} .*one module after the"):
             getattr(tensor, operation)()
 
 
@@ -246,5 +246,5 @@ def test_parameters_cannot_be_swapped(engine: infinity.Engine) -> None:
             torch.utils.swap_tensors(*pair)
     with infinity.GatheredParameters(parameter), pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(parameter, other)
-    with pytest.raises(ModelError, match=r"\(8, 8\) is no parameter of the engine's model"):
+    with pytest.raises(ModelError, match=r"\(8, 8\) is not a parameter of the engine's model"):
         engine._consistent.has_state(other)

@@ -142,7 +142,7 @@ def test_writing_to_a_copy_is_told_once(started: tuple[Any, nn.Sequential], capl
         weights["1.0.weight"].mul_(0.5)
     for _ in range(2):
         engine(torch.ones(2, 4))
-    assert caplog.text.count("state_dict() gave for '1.0.weight' was written to. It is a copy") == 1
+    assert caplog.text.count("state_dict() returned for '1.0.weight' was written to. It is a copy") == 1
     assert not torch.equal(model[1][0].weight.clone(), weights["1.0.weight"])
 
 

@@ -251,7 +251,7 @@ def test_derivatives_by_torch_func_around_a_forward(tmp_path: Path) -> None:
 def test_tracing_is_refused_by_name(tmp_path: Path) -> None:
     with _both(Recursive(), tmp_path) as twins:
         engine = twins.engine
-        with pytest.raises(ModelError, match=r"torch\.jit\.trace makes constants .*deepcopy"):
+        with pytest.raises(ModelError, match=r"torch\.jit\.trace would record the weights as constants.*deepcopy"):
             torch.jit.trace(engine.module, (_input(0),))
         engine.reset()
         _train(twins)

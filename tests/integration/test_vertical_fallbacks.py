@@ -183,14 +183,17 @@ def _net(kind: type[Net], block: type[nn.Module] | None = None) -> Any:
 _CASES: dict[str, tuple[Any, str]] = {
     "writes its input": (_net(Net, WritesInput), "blocks.0 writes to its input"),
     "adds to what is in a list": (_net(Collecting, AddsToList), "changes a container that it is given"),
-    "hoards": (_net(Hoarding, Hoards), "blocks.0 gives tensors away"),
+    "hoards": (_net(Hoarding, Hoards), "blocks.0 hands tensors out"),
     "counts in a block": (_net(Net, CountsInBlock), "gives another result when it is computed again"),
     "hooks for what is saved": (_net(SavesNarrowly), "hooks for saved tensors are active around blocks.0"),
     "counts in a buffer": (_net(CountsInBuffer), "changes the buffer CountsInBuffer.calls between"),
     "layer drop": (_net(LayerDrop), "micro-batches call different blocks"),
     "hooked memory": (_net(HookedMemory), "has a hook for its gradient"),
     "hooked scale": (_net(HookedScale), "a parameter that is used between blocks has a hook"),
-    "skips blocks": (_net(SkipsBlocks), "skipped by a value that a function of the user's own has computed"),
+    "skips blocks": (
+        _net(SkipsBlocks),
+        "function of your own computes the value that decides which blocks are skipped",
+    ),
     "recomputes": (_net(Recomputes), "recomputes blocks.2 by itself"),
 }
 
@@ -430,7 +433,7 @@ def test_what_a_block_raises_reaches_the_model(kind: type[Net], tmp_path: Path) 
                     both.engine.train_batch(iter(batches))
             else:
                 both.engine.train_batch(iter(batches))
-                assert "blocks.0 raises an error, and the model goes on" in both.engine.report.schedule_reason
+                assert "blocks.0 raises an error that the model catches" in both.engine.report.schedule_reason
                 for batch in batches:
                     both.reference.backward(both.reference.forward(batch))
                 both.reference.step()

@@ -147,5 +147,5 @@ class _Keeping(Block):
 
 def test_a_write_that_is_seen_too_late_is_an_error(tmp_path: Path) -> None:
     case = Case("keeping", lambda checkpointing: Net(checkpointing, make_block=_Keeping), token_batch)
-    with pytest.raises(ModelError, match=r"up\.weight' was written to in forward.*seen too late.*main_weights"):
+    with pytest.raises(ModelError, match=r"up\.weight' was written to in forward.*notices too late.*main_weights"):
         train(case, "bf16 resident", tmp_path)

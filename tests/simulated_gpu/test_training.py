@@ -164,7 +164,7 @@ def test_units_that_come_and_go_take_what_the_plan_says(tmp_path: Path, device: 
 
 def test_a_device_that_is_full_is_an_error_that_names_the_key(tmp_path: Path, device: SimulatedGpu) -> None:
     device.capacity_bytes = 20000  # of a unit that has 16640
-    with pytest.raises(BudgetTooSmallError, match=r"ran out of memory.*Lower it") as caught:
+    with pytest.raises(BudgetTooSmallError, match=r"ran out of memory.*Set it below") as caught:
         _engine(device, tmp_path, device_memory_budget=100000)
     assert caught.value.key == "infinity.device_memory_budget"
     assert not list(tmp_path.iterdir())

@@ -32,7 +32,7 @@ DEFAULT_GRADIENT_CLIPPING = 1.0
 """What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
 
 _TORCH_CHECKPOINT = (
-    "no effect but on checkpointing.checkpoint after checkpointing.configure(None, config); to checkpoint the model's "
+    "no effect except on checkpointing.checkpoint after checkpointing.configure(None, config); to checkpoint the model's "
     "blocks, set infinity.activation_checkpointing, or call model.gradient_checkpointing_enable()"
 )
 _CHECKPOINTS = "no effect: it concerns checkpoints in DeepSpeed's format"
@@ -61,10 +61,10 @@ class OptimizerBlock(Block):
     """`optimizer`."""
 
     type: str
-    """Name of the optimizer. With an optimizer passed to `initialize` the block is not needed."""
+    """Name of the optimizer. If you pass an optimizer to `initialize`, this block is not needed."""
     params: Untyped = None
-    """Its arguments, by the names that torch gives them; a wrong name is an error. As in DeepSpeed, `"Adam"` is AdamW unless
-    `"adam_w_mode": false`, and its `weight_decay` is 0 unless given (`"torch_adam": true`: torch's default)."""
+    """Arguments of the optimizer, with torch's names; a wrong name is an error. As in DeepSpeed, `"Adam"` is AdamW
+    unless `"adam_w_mode": false`, and `weight_decay` is 0 unless given (with `"torch_adam": true`, torch's default)."""
 
 
 class SchedulerBlock(Block):
@@ -73,7 +73,8 @@ class SchedulerBlock(Block):
     type: str
     """Name of the learning rate schedule."""
     params: Untyped = None
-    """Its arguments; a wrong name is an error. Where `warmup_max_lr` is `"auto"`, it is the optimizer's rate."""
+    """Arguments of the schedule; a wrong name is an error. If `warmup_max_lr` is `"auto"`, the optimizer's learning
+    rate is used."""
 
 
 # The texts under the fields of the models are printed into docs/reference/keys.md and the JSON schema.
@@ -81,44 +82,44 @@ class InfinityBlock(Block):
     """`infinity`: what DeepSpeed has no key for."""
 
     host_memory_budget: Annotated[int | None, BeforeValidator(parse_bytes)] = None
-    """Hard ceiling of the engine's host memory: staging buffers, states kept in RAM, main gradients and, on the CPU, the
-    weights in use. Not in it: Python and its libraries (about 0.4 GB with transformers), activations, and what autograd
-    holds in plain torch as well.
-    `"auto"`: what the machine or the process's memory cgroup has free, less a reserve of 25 % (10 % where a GPU holds
-    the activations) and of at least 2 GB, but not more than half. One that is too small is an error that names the
-    minimum."""
+    """Hard limit on the engine's host memory: staging buffers, states kept in RAM, main gradients and, on the CPU, the
+    weights in use. Not included are Python and its libraries (about 0.4 GB with transformers), activations, and other
+    tensors that autograd also holds in plain torch. `"auto"`: the free memory of the machine or of the process's memory
+    cgroup, less a reserve of 25 % (10 % if a GPU holds the activations). The reserve is at least 2 GB, and at most half
+    of the free memory. A budget that is too small is an error that names the minimum."""
     device_memory_budget: Annotated[int | None, BeforeValidator(parse_bytes)] = None
-    """On a GPU, a ceiling on the device memory of resident weights. `"auto"`: 65 % of the free memory after gradients
-    and states; the rest is for activations."""
+    """On a GPU, a limit on the device memory for weights. `"auto"`: 65 % of the memory that gradients and states leave
+    free; the rest is for activations."""
     staging_buffer_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = None
-    """Size of a buffer of the staging pool, a multiple of 4096: the largest single transfer of optimizer state. `"auto"`:
-    from the model and the budget."""
+    """Size of one staging buffer, a multiple of 4096 bytes. It is the largest single transfer of optimizer state.
+    `"auto"`: computed from the model and the budget."""
     prefetch: Flag = True
-    """Read ahead in the order of the last step; `false` reads on demand."""
+    """Read ahead, in the order of the last step. `false` reads on demand only."""
     keep_in_memory: Flag = True
-    """Keep weights and states off the drives as far as the budgets leave room; `false` leaves that room unused."""
+    """Keep weights and states in memory as far as the budgets allow. `false` leaves that memory unused."""
     progress_bars: Flag = True
-    """Show progress and the time left of work that takes more than 2 seconds (building the engine, saving, loading,
-    export), if stderr is a terminal."""
+    """If stderr is a terminal, show the progress of work that takes more than 2 seconds: building the engine, saving,
+    loading, export."""
     durable: Flag = False
-    """Commit every step. After a kill, a power cut or a full disk, the same script resumes from the last commit, see [Durable
-    runs](../guides/checkpoints.md#durable-runs)."""
+    """Commit every step to the drive. After a kill, a power cut or a full disk, the same script resumes from the last
+    commit: see [Durable runs](../guides/checkpoints.md#durable-runs)."""
     durable_path: Annotated[tuple[Directory, ...] | None, BeforeValidator(parse_directories)] = None
-    """Directory of the durable run, or a list with one for each drive. `"auto"`: `durable` below each `nvme_path`. A
-    missing directory is made if its parent exists."""
+    """Directory of the durable run, or a list with one directory for each drive. `"auto"`: `durable` below each
+    `nvme_path`. A missing directory is made if its parent exists."""
     keep_last: Annotated[int, Field(ge=1)] = 1
     """How many commits `engine.rollback` can choose from. Each takes as much space as a step writes."""
     keep_every: Annotated[int, Field(ge=0)] = 0
-    """Keep `keep_last` more commits, of steps that are multiples of this, so that `engine.rollback` reaches further back.
-    0 keeps none."""
+    """Keep `keep_last` more commits, of steps that are multiples of this number, so that `engine.rollback` reaches
+    further back. 0 keeps none."""
     drive_tbw: Annotated[Number | None, Field(gt=0)] = None
-    """Terabytes that all drives together are rated to write (TBW). The plan then says how many steps they last."""
+    """Terabytes that all drives together are rated to write (TBW). The plan then shows how many steps that allows."""
     units: Annotated[tuple[str, ...], BeforeValidator(parse_names)] = ()
-    """Class names or name patterns of the modules that are paged as one; empty finds repeated blocks."""
+    """Modules that are each paged as one unit: class names, or patterns of module names. Empty: the engine finds
+    repeated blocks."""
     tile_above: Annotated[int | None, BeforeValidator(parse_bytes)] = None
-    """Linear layers and embeddings whose weight is larger, in the compute dtype, are used in tiles of this size, of which
-    each is paged by itself: so a layer that is larger than the budget can be trained. Off by default. What sums in which
-    order is said in [tiles](../guides/larger-than-ram.md#tiles)."""
+    """Cut linear layers and embeddings with a larger weight (in the compute dtype) into tiles of this size. Each tile
+    is paged by itself, so a layer that is larger than the budget can be trained. Off by default.
+    [Tiles](../guides/larger-than-ram.md#tiles) lists which last bits may differ."""
     experts: Literal["auto", "by_expert", "touched_only", "whole"] = "auto"
     """How the experts of a layer are paged whose weights are one tensor, as in transformers 5: `"by_expert"` reads only those
     that tokens go to, and updates all of them as torch does; `"touched_only"` updates only those that tokens went to;
@@ -128,65 +129,67 @@ class InfinityBlock(Block):
     strict: Annotated[Flag, BeforeValidator(_strictness)] = True
     """`false` turns unknown keys into a warning."""
     update: Literal["auto", "in_backward", "deferred", "step"] = "auto"
-    """When the optimizer runs: `"in_backward"` updates a unit as soon as its gradients are complete, `"deferred"` just
-    before the next forward needs it, `"step"` all of it in `engine.step()`; `"auto"` takes `"in_backward"`, or
-    `"deferred"` where something needs all gradients first (clipping, fp16), or `"step"` on a CPU where everything stays in
-    memory: then nothing waits for a drive, and updates beside the model would only take its cores. Several processes
-    that divide states update in backward what all have gradients for, and all else in the step. The numbers are the
-    same."""
+    """When the optimizer runs. `"in_backward"` updates a unit (a block of the model) as soon as its gradients are
+    complete, `"deferred"` updates it just before the next forward needs it, and `"step"` updates everything in
+    `engine.step()`. `"auto"` takes `"in_backward"`, or `"deferred"` if something needs all gradients first (clipping,
+    fp16), or `"step"` on a CPU where everything stays in memory, because updates beside the model would only take its
+    cores. Processes that divide states update a unit in backward if all of them have its gradients, and everything else
+    in the step. The numbers are the same."""
     update_workers: Annotated[Count | None, Field(ge=1)] = None
-    """Threads that run updates, each with one core and a chunk of its own; any number gives the same bits. `"auto"`: the
-    cores that computing leaves over, at least one and at most 8: on a CPU those beyond `torch.get_num_threads()`, or as many
-    as that where updates run in the step; beside a GPU all but two, and no more than drives with a known speed can keep busy
-    (one for each 5 GB/s), or 4 where their speed is not known. Optimizers of your own, and updates on a GPU, have one."""
+    """Number of threads that run updates. Each uses one core; any number gives the same bits. `"auto"`: the cores that
+    the model's computation does not use, from 1 to 8. On a CPU, these are the cores beyond `torch.get_num_threads()`;
+    if updates run in the step, the number is `torch.get_num_threads()`. Beside a GPU, these are all cores but two, and
+    at most one for each 5 GB/s of the drives, or 4 if their speed is not known. Your own optimizer classes, and updates
+    on a GPU, use one thread."""
     main_weights: Literal["auto", "remainder", "fp32"] = "auto"
     """How fp32 main weights are kept beside bf16 weights: `"remainder"` stores the 16 bits that a bf16 weight lacks,
     `"fp32"` all 32. `"auto"`: `"remainder"` with bf16."""
     gradient_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of gradients that wait for their update. `"auto"` loses nothing; `"bf16"` rounds sums of several micro-batches,
-    and is an error where several processes train together."""
+    """Dtype of gradients that wait for their update. `"auto"` loses nothing. `"bf16"` rounds sums of several
+    micro-batches, and is an error if several processes train together."""
     state_dtype: Literal["fp32", "bf16", "int8", "int8_dynamic"] = "fp32"
-    """Of the optimizer's states where they are stored: `"bf16"` (rounded stochastically) and `"int8"` (a byte each, and a
-    scale for every 256) are smaller and change the numbers a little; `"int8_dynamic"` has the levels and the rounding of
-    bitsandbytes' 8-bit optimizers. See [Smaller states](#smaller-states)."""
+    """Dtype in which optimizer states are stored. `"bf16"` (rounded stochastically) and `"int8"` (one byte each, and a
+    scale for every 256) are smaller, and change the numbers a little. `"int8_dynamic"` has the levels and the rounding
+    of bitsandbytes' 8-bit optimizers. See [Smaller states](#smaller-states)."""
     frozen_dtype: Annotated[str | tuple[tuple[str, str], ...] | None, BeforeValidator(parse_frozen_dtype)] = None
-    """How frozen weights are stored: `"nf4"`, `"int8"` or `"fp8_e4m3"` packs those of linear layers on drives and in RAM, and
-    unpacks them when they are fetched; `"bf16"` stores them so under fp32. An object chooses by patterns of names, the first
-    that matches: `{"lm_head": "bf16", "*": "nf4"}`. The model computes with the rounded weights, see [Packed
-    weights](packed-weights.md)."""
+    """How frozen weights are stored. `"nf4"`, `"int8"` and `"fp8_e4m3"` pack the weights of linear layers on drives and
+    in RAM, and unpack them when they are read. `"bf16"` stores them in bf16 under fp32 training. An object chooses by
+    patterns of names, and the first match decides: `{"lm_head": "bf16", "*": "nf4"}`. The model computes with the
+    rounded weights: see [Packed weights](packed-weights.md)."""
     schedule: Literal["auto", "vertical", "ordinary"] = "auto"
-    """Order of `engine.train_batch`, and of `InfinityTrainer`: `"vertical"` takes all micro-batches through a unit before
-    the next, `"ordinary"` one micro-batch after the other; `"auto"` takes the one that moves fewer bytes, beside a GPU the
-    vertical one, which sums gradients there, and in the Trainer keeps all bits."""
+    """Order of micro-batches in `engine.train_batch` and `InfinityTrainer`. `"vertical"` takes all micro-batches
+    through one unit (a block of the model) before the next; `"ordinary"` runs one micro-batch after the other. `"auto"`
+    takes the order that moves fewer bytes. Beside a GPU it takes `"vertical"`, which sums gradients on the GPU. In the
+    Trainer, `"auto"` takes `"vertical"` only if all bits stay the same."""
     activation_checkpointing: Flag = False
-    """Compute each block (each module that is paged as one) once more in backward instead of keeping its activations, as
-    `torch.utils.checkpoint` around the blocks does, non-reentrant. Only in training; blocks that the model checkpoints by
-    itself are left to it, and the vertical schedule does so anyway. The block `activation_checkpointing` alone switches
-    nothing on, as in DeepSpeed."""
+    """Compute each block (each module that is paged as one unit) once more in backward instead of keeping its
+    activations, like non-reentrant `torch.utils.checkpoint` around the blocks. It applies in training only, and leaves
+    out blocks that the model checkpoints itself. The vertical schedule recomputes blocks anyway. As in DeepSpeed, the
+    block `activation_checkpointing` alone enables nothing."""
     activations: Literal["memory", "cpu", "nvme"] = "memory"
-    """Where that waits for backward which autograd saves in the model's forward: `"memory"` where it was made, beside the
-    budget; `"cpu"` in host memory, within the budget, and more than its share is an error that says how much; `"nvme"`
-    keeps it in memory within the budget, writes what exceeds that to the drives and reads it back in time. Together with
-    `activation_checkpointing` that is the inputs of blocks. Not in it: what is smaller than 64 KiB, and losses that are
-    computed outside of the model."""
+    """Where tensors that autograd saves in the model's forward wait for backward. `"memory"` leaves them where they
+    were made, outside of the budget. `"cpu"` keeps them in host memory, within a share of the budget; more than this
+    share is an error that names the size. `"nvme"` also keeps them within a share of the budget, writes the rest to the
+    drives, and reads it back in time. Together with `activation_checkpointing`, these tensors are the inputs of blocks.
+    Tensors below 64 KiB, and losses that are computed outside of the model, are not included."""
     # 120 seconds trade late news of a dead drive against false alarms of a busy one. The number is not measured.
     io_deadline_seconds: Annotated[Number, Field(ge=LEAST_DEADLINE_SECONDS)] = 120.0
-    """A read or write that takes longer than this raises an error."""
+    """Seconds after which an unfinished read or write raises an error."""
     direct_io: Flag = True
     """Bypass the page cache (O_DIRECT) if the file system supports it."""
     io_backend: Annotated[BackendName, BeforeValidator(parse_choice)] = "auto"
-    """How bytes are moved; `"auto"` chooses the fastest backend that works here, see [the engine for
-    I/O](swapper.md#backends). If neither this key nor `aio` is set, engines use the
-    settings that `infinity profile` found best on these drives."""
+    """How bytes are moved. `"auto"` chooses the fastest backend that works here: see [backends](swapper.md#backends).
+    If neither this key nor `aio` is set, engines use the settings that `infinity profile` found best on these
+    drives."""
     verify_checksums: Flag = False
-    """Keep a crc32c of written bytes, and compare it when they are read. A difference raises an error with parameter,
-    file and offset."""
+    """Keep a crc32c of written bytes, and compare it when they are read. A difference is an error that names the
+    parameter, the file and the offset."""
     timeline: Annotated[str | None, BeforeValidator(parse_path)] = None
-    """A file for a trace of computing, waiting and transfers, which ui.perfetto.dev opens. It is written when the engine
-    is closed."""
+    """File for a trace of computing, waiting and transfers. It is written when the engine is closed, and
+    ui.perfetto.dev opens it."""
     run_log: Annotated[str | None, BeforeValidator(parse_path)] = None
-    """A directory for the [log of the run](run-log.md): config, plan, every step and every event, as lines of JSON.
-    A resumed run appends to its log."""
+    """Directory for the [log of the run](run-log.md): config, plan, every step and every event, as lines of JSON. A
+    resumed run appends to its log."""
 
 
 @with_inert_keys
@@ -230,23 +233,24 @@ class TensorBoardBlock(Block):
     """`tensorboard`: DeepSpeed's curves, by samples, for TensorBoard. Needs the package `tensorboard`."""
 
     enabled: Flag = False
-    """Write `Train/Samples/train_loss`, `lr`, with fp16 `loss_scale`, with `wall_clock_breakdown` `elapsed_time_ms_forward`,
-    `_backward` and `_step` in each `engine.step()`, and what `engine.monitor.write_events` is given."""
+    """In each `engine.step()`, write `Train/Samples/train_loss` and `lr`; with fp16 also `loss_scale`, and with
+    `wall_clock_breakdown` also `elapsed_time_ms_forward`, `_backward` and `_step`. The values of
+    `engine.monitor.write_events` are written too."""
     output_path: Annotated[str, BeforeValidator(_directory)] = ""
-    """A directory; empty for the one in which the script was started."""
+    """A directory. Empty: the directory in which the script was started."""
     job_name: Annotated[str, BeforeValidator(parse_path)] = "DeepSpeedJobName"
-    """Of the directory in it for this run."""
+    """Name of the directory in `output_path` for this run."""
 
 
 class CsvMonitorBlock(Block):
     """`csv_monitor`: as `tensorboard`, each curve in a file of its own with samples and values."""
 
     enabled: Flag = False
-    """Append to `Train_Samples_train_loss.csv` and so on."""
+    """Append each curve to a file of its own: `Train_Samples_train_loss.csv` and so on."""
     output_path: Annotated[str, BeforeValidator(_directory)] = ""
-    """A directory; empty for the one in which the script was started."""
+    """A directory. Empty: the directory in which the script was started."""
     job_name: Annotated[str, BeforeValidator(parse_path)] = "DeepSpeedJobName"
-    """Of the directory in it for this run."""
+    """Name of the directory in `output_path` for this run."""
 
 
 class WandbBlock(Block):
@@ -254,13 +258,13 @@ class WandbBlock(Block):
     `wandb`; with the environment variable `WANDB_MODE=offline` nothing is sent."""
 
     enabled: Flag = False
-    """Write there."""
+    """Write the same curves to Weights & Biases."""
     group: str | None = None
-    """Of runs."""
+    """Name of the group of runs."""
     team: str | None = None
     """The entity to which the project belongs."""
     project: str = "deepspeed"
-    """Name of the project."""
+    """Name of the project in Weights & Biases."""
 
 
 @with_inert_keys
@@ -268,11 +272,12 @@ class RootBlock(Block):
     """The top level."""
 
     train_batch_size: Annotated[Count | None, Field(gt=0)] = None
-    """Samples per optimizer step: the product of the next two. One of the three may be left out, or two."""
+    """Samples per optimizer step: the product of the next two keys and the number of processes. Any one of the three
+    may be left out, or two of them."""
     train_micro_batch_size_per_gpu: Annotated[Count | None, Field(gt=0)] = None
-    """Samples per backward. `"auto"`, also for `train_batch_size`: as the data loader gives them."""
+    """Samples per backward. With `"auto"` here and in `train_batch_size`, the data loader decides."""
     gradient_accumulation_steps: Annotated[Count | None, Field(gt=0)] = None
-    """Backwards per optimizer step. It follows from the other two, and is 1 where they leave it open."""
+    """Backwards per optimizer step. By default it follows from the other two keys, and is 1 if they leave it open."""
     optimizer: OptimizerBlock | None = None
     scheduler: SchedulerBlock | None = None
     gradient_clipping: Annotated[
@@ -283,22 +288,22 @@ class RootBlock(Block):
             "null does not say whether gradients are clipped", "Write 0 to switch clipping off, or the largest norm"
         ),
     ] = DEFAULT_GRADIENT_CLIPPING
-    """Largest global 2-norm of the gradients. 1.0 when the key is absent, as in DeepSpeed since 0.19; 0 switches
-    clipping off."""
+    """Largest global 2-norm of the gradients. 1.0 if you leave it out, as in DeepSpeed since 0.19; 0 switches clipping
+    off."""
     bf16: Bf16Block = Bf16Block()
     fp16: Fp16Block = Fp16Block()
     torch_autocast: AutocastBlock = AutocastBlock()
     data_types: DataTypesBlock = DataTypesBlock()
     managed_gradient_accumulation: Flag = True
-    """`false` makes every `engine.step()` an update; nothing is updated in backward then."""
+    """`false` makes every `engine.step()` an update. Then nothing is updated in backward."""
     zero_optimization: ZeroBlock = ZeroBlock()
     aio: AioBlock = AioBlock()
     steps_per_print: Annotated[int | None, BeforeValidator(_steps_per_print)] = None
-    """Log a line (level INFO) every so many steps."""
+    """Number of steps after which a line is logged (level INFO)."""
     wall_clock_breakdown: Flag = False
-    """Log a line (level INFO) for each step that says where its time went."""
+    """For each step, log a line (level INFO) that shows where its time went."""
     dataloader_drop_last: Flag = False
-    """Of the loader that `initialize` makes of `training_data`: leave out a last batch that is not full."""
+    """The loader that `initialize` makes for `training_data` leaves out a last batch that is not full."""
     tensorboard: TensorBoardBlock = TensorBoardBlock()
     csv_monitor: CsvMonitorBlock = CsvMonitorBlock()
     wandb: WandbBlock = WandbBlock()
@@ -311,7 +316,7 @@ class RootBlock(Block):
     pipeline: PipelineBlock = PipelineBlock()
     data_efficiency: Annotated[
         Untyped,
-        Refused("the data comes as the loader gives it", "Order the data in the data set", is_by_parts=True),
+        Refused("the data is used in the order of the loader", "Order the data in the data set", is_by_parts=True),
     ] = None
 
     # ---- speed, memory, logging
@@ -322,5 +327,5 @@ class RootBlock(Block):
         Literal["mean", "sum"], BeforeValidator(parse_choice), NoEffect(EXACT_EXCHANGE, silent=("mean",))
     ] = "mean"
     communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(float_type)] = "fp32"
-    """Data type in which gradients are exchanged between processes: "fp16" and "bf16" halve those bytes, and round each
-    process's part of the mean, and the mean. The parts are added in fp32."""
+    """Data type in which gradients are exchanged between processes. "fp16" and "bf16" halve the bytes. They round each
+    process's part of the mean, and the mean; the parts are added in fp32."""

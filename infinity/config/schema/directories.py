@@ -63,7 +63,7 @@ def _parse_path(value: object) -> str:
     text = str(value)
     # A JSON escape can spell half of a surrogate pair ("\ud800"), which no file name can encode.
     if "\0" in text or any("\ud800" <= character <= "\udbff" for character in text):
-        raise ValueError("has a character that no path can have")
+        raise ValueError("has a character that paths cannot have")
     return text
 
 
@@ -102,7 +102,7 @@ def check_capacities(one: Sequence[Directory], other: Sequence[Directory], *, ke
             problem = (
                 f"'{each.path}' has {_limit(each.capacity_bytes)} here and {_limit(limit)} in the other offload block"
             )
-            cure = "A capacity holds for all that lies in a directory: give both blocks the same list of directories"
+            cure = "A capacity limits everything in the directory: give both blocks the same list of directories"
             raise ConfigError.value(key, describe_directories(other), problem, cure=cure)
 
 
@@ -129,7 +129,7 @@ def check_directories(directories: Sequence[Path], *, key: str) -> None:
         directory = existing(path)
         # isdir and exists never raise, also where a parent may not be entered.
         if not os.path.exists(directory):
-            cure = "It is a link to what does not exist: correct it"
+            cure = "It is a symbolic link whose target does not exist: correct it"
             raise StorageError(directory, "does not exist", cure=cure, key=key)
         if not os.path.isdir(directory):
             raise StorageError(directory, "is not a directory", cure="Set the key to the directory around it", key=key)

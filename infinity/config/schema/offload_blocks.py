@@ -13,8 +13,8 @@ from infinity.config.schema.quantities import parse_bytes, parse_choice
 from swapper.volumes.directory import Directory
 
 EXACT_EXCHANGE = (
-    "no effect: one process exchanges nothing. Several average gradients, and round nothing that communication_data_type does "
-    "not: there it is an error to ask for anything else"
+    "no effect: one process exchanges nothing. Several processes average gradients, and only communication_data_type "
+    "rounds them; with several processes, another value is an error"
 )
 
 
@@ -25,9 +25,10 @@ class OffloadBlock(Block):
     device: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(parse_choice)] = "none"
     """Where these states are stored: in the compute device's memory, in host memory, or on drives."""
     nvme_path: Annotated[tuple[Directory, ...], BeforeValidator(parse_directories)] = ()
-    """The directory on the drive, or a list of them, one per drive, which are striped. Each may be an object that limits
-    what is used: `{"path": "/mnt/nvme", "capacity": "400GB"}`. `~`, `$NAME` and `${NAME}` are filled in. A directory
-    that is missing is made, and stays, if its parent exists. Scratch files in it have no name and vanish with the process."""
+    """A directory on the drive, or a list of directories, one per drive, over which data is striped. Each may be an
+    object that limits how much is used: `{"path": "/mnt/nvme", "capacity": "400GB"}`. `~`, `$NAME` and `${NAME}` are
+    expanded. A missing directory is made if its parent exists. Scratch files in it have no name, and vanish with the
+    process."""
 
     # "none" is DeepSpeed's word for a block that is switched off.
     def is_active(self) -> bool:
@@ -39,9 +40,10 @@ class ZeroBlock(Block):
     """`zero_optimization`."""
 
     stage: Annotated[Count | None, Field(le=3)] = None
-    """What several processes divide among them: from 1 on main weights, optimizer states and their updates; with 3
-    also model weights. The numbers are the same with all of them (but see `bf16.check_grad_overflow`), and one process takes
-    it as 3. Where it is not written: 3 if `offload_param` or `offload_optimizer` names a device, else 0, as in DeepSpeed."""
+    """What several processes divide among them. Stages 1 and 2 divide main weights, optimizer states and their updates;
+    stage 3 also divides model weights. The numbers are the same in all stages (but see `bf16.check_grad_overflow`).
+    With one process, every stage runs as 3. If you leave it out, it is 3 if `offload_param` or `offload_optimizer`
+    names a device, and 0 otherwise, as in DeepSpeed."""
     # An empty block is the same as none: its device is "none".
     offload_param: OffloadBlock = OffloadBlock()
     offload_optimizer: OffloadBlock = OffloadBlock()
@@ -55,10 +57,10 @@ class AioBlock(Block):
     """`aio`. Two of DeepSpeed's own tools write the number of threads under names that DeepSpeed does not read."""
 
     block_size: Annotated[int | None, BeforeValidator(parse_bytes)] = None
-    """Largest single request, rounded up to a multiple of 4096; 1 MiB by default."""
+    """Largest single request in bytes, rounded up to a multiple of 4096; 1 MiB by default."""
     queue_depth: Annotated[Count | None, Field(gt=0)] = None
     """Requests in flight per thread; 8 by default."""
     intra_op_parallelism: Annotated[Count | None, Field(gt=0)] = None
-    """Threads for each direction and drive; at least 4 are used."""
+    """Threads for each direction (read, write) and each drive; at least 4 are used."""
     use_gds: Flag = False
     """`true` is an error: GPUDirect Storage is not implemented, and data goes through host memory."""

@@ -45,17 +45,17 @@ class Fp16Block(Block):
     enabled: Flag = False
     """Train in fp16, with fp32 main weights. A step whose gradients are not finite is skipped."""
     loss_scale: Number = 0
-    """A fixed loss scale; 0: a dynamic one."""
+    """A fixed loss scale. 0 means a dynamic one."""
     initial_scale_power: Number = 16
-    """The dynamic loss scale begins at 2 to this power."""
+    """The dynamic loss scale starts at 2 to this power."""
     loss_scale_window: Count = 1000
-    """After so many steps without overflow, the next one doubles the scale."""
+    """The scale is doubled after this many steps without overflow."""
     hysteresis: Count = 2
     """The scale is halved at this many overflows, and at each one after, until it grows again."""
     consecutive_hysteresis: Flag = False
-    """A step without overflow makes the count of `hysteresis` begin anew."""
+    """A step without overflow resets the count of `hysteresis`."""
     min_loss_scale: Number = 1
-    """The least loss scale. Gradients that overflow with it are an error."""
+    """Smallest loss scale. Gradients that overflow with it are an error."""
     auto_cast: Flag = False
     """Floating-point inputs of the model are cast to fp16."""
 
@@ -67,8 +67,8 @@ class Bf16Block(Block):
     enabled: Flag = False
     """Train in bf16, with exact fp32 main weights and fp32 gradient accumulation."""
     check_grad_overflow: Flag | None = None
-    """A step whose gradients are not finite is skipped. `"auto"`: with `gradient_clipping` in ZeRO's stages 1 and 2, as
-    DeepSpeed does by default; its stage 3 never looks, and without clipping no update waits for all gradients."""
+    """Skip a step whose gradients are not finite. `"auto"`: enabled with `gradient_clipping` in ZeRO stages 1 and 2, as
+    in DeepSpeed. DeepSpeed's stage 3 never checks, and without clipping no update waits for all gradients."""
     auto_cast: Flag = False
     """Floating-point inputs of the model are cast to bf16."""
 
@@ -77,10 +77,11 @@ class AutocastBlock(Block):
     """`torch_autocast`."""
 
     enabled: Flag = False
-    """Run the model under `torch.autocast`, over fp32 weights, or those of its own dtype. As in plain torch, the casts of
-    all fp32 weights that forward uses stay in memory until backward has used them, outside the budget."""
+    """Run the model under `torch.autocast`, with fp32 weights or weights of its own dtype. As in plain torch, the cast
+    copies of all fp32 weights stay in memory until backward has used them, outside of the budget."""
     dtype: Annotated[Literal["fp16", "bf16"], BeforeValidator(_half_type)] = "bf16"
-    """What autocast casts to. With fp16, losses are scaled as the keys of the block `fp16` say, which stays off."""
+    """Dtype to which autocast casts. With fp16, the loss scale follows the keys of the block `fp16`, which stays
+    disabled."""
     lower_precision_safe_modules: Annotated[
         Untyped | list[str],
         NoEffect("no effect: gradients go between processes as communication_data_type says"),
@@ -99,9 +100,10 @@ class DataTypesBlock(Block):
         ),
     ] = None
     param_dtype: Annotated[str | None, BeforeValidator(float_type)] = None
-    """May repeat the compute dtype that `bf16` or `fp16` chose; another one is an error."""
+    """May repeat the compute dtype that `bf16` or `fp16` sets; another dtype is an error."""
     buffer_dtype: Annotated[str | None, BeforeValidator(float_type)] = None
-    """Cast floating-point buffers to it. Without, they keep their dtype, but for those that torch wants in the weights'."""
+    """Cast floating-point buffers to this dtype. By default they keep their dtype, except buffers that torch requires
+    in the dtype of the weights."""
     keep_in_fp32_modules: Annotated[
         tuple[str, ...],
         BeforeValidator(parse_names),

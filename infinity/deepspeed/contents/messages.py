@@ -49,7 +49,7 @@ def get_log_level_from_string(log_level_str: str) -> int:
         ValueError: it is none of them.
     """
     if log_level_str.lower() not in log_levels:
-        raise ValueError(f"{log_level_str!r} is no level of messages. Take one of {', '.join(log_levels)}")
+        raise ValueError(f"{log_level_str!r} is not a log level. Take one of {', '.join(log_levels)}")
     return log_levels[log_level_str.lower()]
 
 

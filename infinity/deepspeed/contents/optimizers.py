@@ -36,7 +36,7 @@ class _Named:
             is_adamw = given.pop("adamw_mode")
             given |= {"adam_w_mode": is_adamw} if cls._name == "Adam" else {}  # accelerate passes it to all of them
         for name, cure in (
-            ("fp32_optimizer_states", 'The config says how states rest: "infinity": {"state_dtype": "bf16"}'),
+            ("fp32_optimizer_states", 'The config sets how states are stored: "infinity": {"state_dtype": "bf16"}'),
             ("set_grad_none", "Call optimizer.zero_grad(set_to_none=False)"),
         ):
             if not given.pop(name, True):
@@ -50,8 +50,9 @@ class _Named:
         foreign = sorted(_OF_OTHERS.intersection(*map(set, made.param_groups)) - made.defaults.keys())
         if foreign:
             logger.warning(
-                "%s is made of groups with %s, which are another optimizer's: accelerate makes it of all that it does not know. "
-                'To train with that one, set "zero_force_ds_cpu_optimizer": false, or name it in the config ("optimizer")',
+                "%s gets parameter groups with %s, which belong to another optimizer: accelerate replaces every "
+                "optimizer that it does not know by this one. To train with the script's optimizer, set "
+                '"zero_force_ds_cpu_optimizer": false, or name it in the config ("optimizer")',
                 cls.__name__,
                 ", ".join(foreign),
             )

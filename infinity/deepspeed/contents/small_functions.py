@@ -159,7 +159,9 @@ def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_
         group["params"] = list(group["params"])
         if any(map(is_moe_param, group["params"])):
             raise ModelError(
-                "a parameter has allreduce = False: it is an expert's that DeepSpeed gives to some processes only",
-                cure="Experts in a ModuleList need no groups of their own: only those that a batch goes to are read",
+                "a parameter has allreduce = False: it belongs to an expert that DeepSpeed places on some processes "
+                "only",
+                cure="Experts in a ModuleList need no groups of their own: only those that tokens are routed to are "
+                "read",
             )
     return groups

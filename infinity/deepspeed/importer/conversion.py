@@ -79,11 +79,11 @@ def convert(
         raise
     except _OTHER_CONTENTS as error:
         reason = str(error)[:200] or type(error).__name__
-        raise CheckpointError(files.folder, f"its files hold something else than DeepSpeed writes: {reason}") from error
+        raise CheckpointError(files.folder, f"its files do not hold what DeepSpeed writes: {reason}") from error
     target, name = Path(target), files.folder.resolve().name
     if (target / name).exists():
         raise CheckpointError(
-            target / name, "it is there already, and is not replaced", cure="Give another directory to write to"
+            target / name, "it exists already, and is not replaced", cure="Give another directory to write to"
         )
     specs = [each.spec for each in tensors]
     num_bytes = sum(spec.num_bytes for spec in specs)
@@ -231,7 +231,7 @@ def _folder(directory: Path, tag: str | None) -> Path:
 def _tagged(directory: Path, tag: str, problem: str) -> Path:
     folder = directory / tag
     if not tag or folder.parent != directory or tag in (".", "..") or not folder.is_dir():
-        raise CheckpointError(directory, problem, cure="Give the tag of one that is there (--tag)")
+        raise CheckpointError(directory, problem, cure="Give the tag of an existing checkpoint (--tag)")
     return folder
 
 
@@ -262,7 +262,7 @@ def _by_rank(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> di
                 raise CheckpointError(
                     folder / name,
                     f"'{found[rank].name}' is of the same rank",
-                    cure="Remove the one that was left of an earlier checkpoint",
+                    cure="Remove the file that an earlier checkpoint left behind",
                 )
             found[rank] = folder / name
     return found
@@ -273,6 +273,6 @@ def _complete(folder: Path, by_rank: dict[int, Path]) -> list[Path]:
     if missing or not by_rank:
         example = next(iter(by_rank.values())).name if by_rank else "..._model_states.pt"
         raise CheckpointError(
-            folder, f"files of ranks {missing} are missing, such as '{example}' is one", cure=COPY_ALL
+            folder, f"the files of ranks {missing} are missing (named like '{example}')", cure=COPY_ALL
         )
     return [by_rank[rank] for rank in sorted(by_rank)]

@@ -102,7 +102,9 @@ class ModelStates:
         module, first = self._first["module"], self._first
         if not isinstance(module, dict):
             raise CheckpointError(
-                self._paths[0], "it has no state dict of the model", cure="Pipeline parallelism cannot be taken over"
+                self._paths[0],
+                "it has no state dict of the model",
+                cure="Checkpoints of pipeline parallelism cannot be converted",
             )
         buffers = set(first["buffer_names"])
         trained = {fqn for each in self.shapes for fqn in each}
@@ -146,10 +148,12 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
 def _read(path: Path, *, skips_unknown: bool) -> dict[str, Any]:
     found = read(path, skips_unknown=skips_unknown)
     if not isinstance(found, dict) or "module" not in found or "buffer_names" not in found:
-        raise CheckpointError(path, "it holds no states of a model", cure=OF_DEEPSPEED)
+        raise CheckpointError(path, "it has no model state", cure=OF_DEEPSPEED)
     for key in ("ds_autoep_layers", "autoep_layers", "num_experts"):
         if found.get(key):
-            raise CheckpointError(path, "it is of a mixture of experts (MoE)", cure="There is no way to take it over")
+            raise CheckpointError(
+                path, "it is of a mixture of experts (MoE)", cure="Such a checkpoint cannot be converted"
+            )
     dimensions = found.get("checkpoint_parallel_dimensions") or {}
     # A file has mp_world_size, the degrees of all kinds of parallelism, or both.
     if found.get("mp_world_size", 1) != 1 or any(degree != 1 for degree in dimensions.values()):

@@ -73,7 +73,7 @@ class OptimizerStates:
             )
         if self._ranks[0].get("ds_zero_partition_groups") is not None:
             raise CheckpointError(
-                paths[0], "its parameters are divided by groups of ranks", cure="It cannot be taken over"
+                paths[0], "its parameters are divided by groups of ranks", cure="It cannot be converted"
             )
 
     @property
@@ -178,7 +178,7 @@ class OptimizerStates:
             if not mappings:
                 raise CheckpointError(
                     self._paths[rank],
-                    "it does not say where its parameters lie ('param_slice_mappings'): an old DeepSpeed wrote it",
+                    "it lacks the offsets of its parameters ('param_slice_mappings'): an old DeepSpeed wrote it",
                     cure="Load it with a newer DeepSpeed, and save it again",
                 )
             for fqn, address in mappings[index].items():
@@ -330,7 +330,9 @@ def check_optimizer(path: Path, ds_config: Mapping[str, Any]) -> None:
     if name.lower() in _ONE_BIT:
         raise _one_bit(path, name)
     if int((ds_config.get("zero_optimization") or {}).get("mics_shard_size", -1)) > 0:
-        raise CheckpointError(path, "it was divided by MiCS ('mics_shard_size')", cure="It cannot be taken over")
+        raise CheckpointError(
+            path, "its states were sharded by MiCS ('mics_shard_size')", cure="It cannot be converted"
+        )
 
 
 def _one_bit(path: Path, name: str) -> CheckpointError:
@@ -359,5 +361,5 @@ def _read(path: Path, *, skips_unknown: bool) -> Mapping[str, Any]:
     found = read(path, skips_unknown=skips_unknown)
     states = found.get(_KEY) if isinstance(found, dict) else None
     if not isinstance(states, dict):
-        raise CheckpointError(path, "it holds no optimizer's states", cure=OF_DEEPSPEED)
+        raise CheckpointError(path, "it has no optimizer state", cure=OF_DEEPSPEED)
     return states

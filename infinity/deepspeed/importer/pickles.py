@@ -21,7 +21,7 @@ from infinity.torch_internals.pickles import DamagedPickleError, Record, Unknown
 from swapper.volumes.mapped import map_file
 
 COPY_ALL = "Copy the whole checkpoint, the files of all ranks"
-OF_ONE_SAVE = "Take the files of all ranks from one and the same save_checkpoint"
+OF_ONE_SAVE = "Take the files of all ranks from the same save_checkpoint call"
 ONLY_WEIGHTS = "Load the weights alone, with infinity.load_pretrained"
 ONE_STATE_DICT = "Save the weights with DeepSpeed's own tools as one state dict, and load that"
 OF_DEEPSPEED = "Give a checkpoint that DeepSpeed wrote"

@@ -70,8 +70,8 @@ def install() -> None:
 _USAGE = "usage: python -m infinity.as_deepspeed (SCRIPT | -m MODULE) [ARGUMENT ...]"
 
 _LAUNCHER = (
-    "Options of DeepSpeed's launcher are none here: `torchrun --nproc-per-node 2 -m infinity.as_deepspeed SCRIPT` starts two "
-    "processes"
+    "Options of DeepSpeed's launcher are not accepted here: `torchrun --nproc-per-node 2 -m infinity.as_deepspeed "
+    "SCRIPT` starts two processes"
 )
 
 

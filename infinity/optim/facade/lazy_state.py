@@ -319,7 +319,7 @@ def _protected_in(values: Any) -> list[ReadOnlyTensor]:
 
 def _refuse(tensor: ReadOnlyTensor) -> None:
     fqn, name = tensor.about
-    raise AccessError.of_state(fqn, name, "what is read of a state is a copy, so writing to it would be lost")
+    raise AccessError.of_state(fqn, name, "reading a state returns a copy, so this write would be lost")
 
 
 def _protect(owners: Mapping[int, ReadOnlyTensor], result: Any) -> Any:

@@ -398,8 +398,8 @@ class PagedOptimizer(Optimizer):
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            "an optimizer whose state lies outside memory cannot be copied or pickled. "
-            "Use optimizer.state_dict() with torch.save or copy.deepcopy"
+            "an optimizer whose state is stored outside of memory cannot be copied or pickled. Use "
+            "optimizer.state_dict() with torch.save or copy.deepcopy"
         )
 
 

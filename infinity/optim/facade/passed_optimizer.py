@@ -75,14 +75,14 @@ class PassedOptimizer:
             self._passed.state = _Gone()
 
 
-_GONE = "the states of the optimizer that was passed to infinity.initialize went with its engine, which is closed"
+_GONE = "the engine that held the states of this optimizer is closed, and the states are lost"
 
 
 class _Gone(defaultdict[Any, Any]):
     """`optimizer.state` after its engine: refuses steps and state dicts, until ``load_state_dict`` puts another in its place."""
 
     def __getitem__(self, key: Any) -> NoReturn:
-        cure = "Load into it what its state_dict() gave before engine.close(), to go on"
+        cure = "Call optimizer.state_dict() before engine.close(), and load the result with optimizer.load_state_dict()"
         raise StepError.order("step()", _GONE, cure=cure)
 
     def items(self) -> NoReturn:
@@ -94,6 +94,7 @@ def begin_anew(optimizer: Optimizer) -> None:
     if isinstance(optimizer.state, _Gone):
         optimizer.state = defaultdict(dict)
         logger.warning(
-            "the states of the optimizer went with the engine that it was passed to before: it begins anew. Load what "
-            "optimizer.state_dict() gave before engine.close() to go on"
+            "the optimizer was passed to an earlier engine, and its states were lost when that engine closed: it "
+            "starts without states. To keep them, call optimizer.state_dict() before engine.close() and load the "
+            "result"
         )

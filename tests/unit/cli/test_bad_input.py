@@ -153,7 +153,7 @@ def test_an_empty_path(command: tuple[str, ...], tmp_path: Path, capsys: pytest.
 def test_what_is_no_finite_number(number: str, capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--tflops", "--tbw"):
         assert main(["plan", "--params", "1b", "--no-measure", option, number]) == _MISUSED
-        assert "is no finite number" in _told(capsys)
+        assert "is not a finite number" in _told(capsys)
 
 
 def test_json_has_no_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str]) -> None:

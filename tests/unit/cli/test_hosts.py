@@ -55,7 +55,7 @@ def test_hosts_that_are_accepted(host: str, hostfile: Path) -> None:
 )
 def test_hosts_that_are_refused(host: str, hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hostfile.write_text(f"{host} slots=1\n")
-    with pytest.raises(ConfigError, match=r"line 1: .* is no name or address of a host"):
+    with pytest.raises(ConfigError, match=r"line 1: .* is not the name or address of a host"):
         read_hostfile(hostfile)
     assert main(["launch", "--hostfile", str(hostfile), "train.py"]) == 1
     assert "\x1b" not in capsys.readouterr().err

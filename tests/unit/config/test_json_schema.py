@@ -51,5 +51,5 @@ def test_what_is_refused_does_not_fit(config: dict[str, Any]) -> None:
 
 def test_keys_say_what_they_do() -> None:
     block = _SCHEMA["properties"]["infinity"]["anyOf"][0]["properties"]
-    assert "Hard ceiling" in block["host_memory_budget"]["description"]
+    assert "Hard limit" in block["host_memory_budget"]["description"]
     assert "no effect" in _SCHEMA["properties"]["gradient_allreduce_op"]["description"].lower()

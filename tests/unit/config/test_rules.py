@@ -127,9 +127,10 @@ def test_notices_are_grouped_by_reason() -> None:
     notices = load_config(BASE | {"zero_optimization": zero}).notices
     assert notices == (
         "zero_optimization.reduce_bucket_size, zero_optimization.overlap_comm: "
-        "no effect: it tunes how DeepSpeed's processes communicate, and here they do so in other ways",
+        "no effect: it tunes how DeepSpeed's processes communicate, which works differently here",
         "zero_optimization.sub_group_size: "
-        "no effect: buffers are sized and counted from the model and infinity.host_memory_budget, and never run out",
+        "no effect: the size and number of buffers follow from the model and infinity.host_memory_budget, and they never "
+        "run out",
         "zero_optimization.stage: stage 2 runs as stage 3, with the same numbers",
     )
 

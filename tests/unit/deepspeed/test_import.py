@@ -237,7 +237,7 @@ _FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda f: _cut(f / _OPTIMIZER), f"{_OPTIMIZER}': it is damaged"),
     "empty": (lambda f: (f / _MODEL).write_bytes(b""), f"{_MODEL}': it is damaged"),
     "flipped bit": (lambda f: _flip(f / _OPTIMIZER), f"{_OPTIMIZER}': it is damaged: Bad CRC-32"),
-    "no tensors": (lambda f: torch.save([1], f / _OPTIMIZER), "it holds no optimizer's states"),
+    "no tensors": (lambda f: torch.save([1], f / _OPTIMIZER), "it has no optimizer state"),
     "unknown stage": (
         _changed(_OPTIMIZER, _STATES, "zero_stage", to=7, on_both=True),
         "its ZeRO stage is 7. Give a check",
@@ -309,7 +309,7 @@ def test_directories_that_hold_none(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'\.\./ours'"):
         convert(source, tmp_path / "ours", tag="../ours")
     done = convert(source / "global_step3", tmp_path / "ours")  # a tag's own
-    with pytest.raises(CheckpointError, match="it is there already, and is not replaced"):
+    with pytest.raises(CheckpointError, match="it exists already, and is not replaced"):
         convert(source, tmp_path / "ours")
     assert done.folder == tmp_path / "ours" / "global_step3"
     (source / "latest").unlink()

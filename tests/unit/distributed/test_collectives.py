@@ -84,7 +84,9 @@ def test_sums_are_made_in_the_order_of_ranks(num: int, tmp_path: Path) -> None:
 def test_two_units_in_another_order_are_named_before_anything_is_added_up(tmp_path: Path) -> None:
     def exchange(rank: int) -> None:
         ranks, values = world(), torch.full((8,), float(rank))
-        with pytest.raises(RankError, match=r"rank \d came with 'unit [ab]', its meeting \d+ \(here, \d+\)") as error:
+        with pytest.raises(
+            RankError, match=r"rank \d came with 'unit [ab]', its exchange number \d+ \(here \d+\)"
+        ) as error:
             for name in "ab" if rank else "ba":
                 ranks.all_gather_ints(f"unit {name}")
                 ranks.average(f"unit {name}", values)
@@ -131,7 +133,7 @@ def test_a_rank_that_is_cut_off_is_named_after_a_while(tmp_path: Path) -> None:
             wait_until((tmp_path / "over").exists)
             return
         try:
-            with pytest.raises(RankError, match=r"nothing has been heard of rank 1 for 4 s, whose last exchange was '"):
+            with pytest.raises(RankError, match=r"rank 1 has sent no sign of life for 4 s; its last exchange was '"):
                 ranks.all_gather_ints("second")
         finally:
             (tmp_path / "over").touch()

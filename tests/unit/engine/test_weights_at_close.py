@@ -22,11 +22,13 @@ def test_weights_that_find_no_room_are_told_of_and_raise(
             both.engine_step(0)
             if is_saved:
                 both.engine.save_16bit_model(tmp_path / "out")
-        told = [record.getMessage() for record in caplog.records if "go with the engine" in record.getMessage()]
+        told = [
+            record.getMessage() for record in caplog.records if "are released with the engine" in record.getMessage()
+        ]
         assert len(told) == (not is_saved)
         assert all("save_16bit_model" in text and "restore_weights=True" in text for text in told)
         for _, param in both.model.named_parameters():
-            with pytest.raises(InfinityError, match=r"closed|went with"):
+            with pytest.raises(InfinityError, match=r"closed|lost with the engine"):
                 param + 1
         with pytest.raises(InfinityError):
             both.model(**make_batch(0))

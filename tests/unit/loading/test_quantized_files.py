@@ -75,7 +75,7 @@ def test_fp8_with_tiles() -> None:
         ({"m.qweight": torch.zeros(2, 2), "m.scales": torch.zeros(1)}, "GPTQ or AWQ"),
         ({"m.experts_blocks": torch.zeros(2), "m.experts_scales": torch.zeros(2)}, "MXFP4"),
         ({"m.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn), "m.weight_scale_inv": torch.ones(2, 1)}, "128 x 128"),
-        ({"m.SCB": torch.ones(3), "m.weight": torch.ones(2, 2, dtype=torch.int8)}, "does not fit"),
+        ({"m.SCB": torch.ones(3), "m.weight": torch.ones(2, 2, dtype=torch.int8)}, "does not match"),
     ],
 )
 def test_what_is_not_read_is_named(tensors: dict[str, torch.Tensor], words: str) -> None:
@@ -87,7 +87,7 @@ def test_what_is_not_read_is_named(tensors: dict[str, torch.Tensor], words: str)
 def test_four_bits_without_a_part(missing: str) -> None:
     tensors, _ = _four_bits((8, 64), is_nested=True)
     del tensors[missing]
-    with pytest.raises(CheckpointError, match="without what belongs to it"):
+    with pytest.raises(CheckpointError, match="without its quantization state"):
         plain_tensors(_PATH, tensors, None, ())
 
 

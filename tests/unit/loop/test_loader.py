@@ -95,7 +95,7 @@ def test_a_stream_that_all_ranks_get_whole_is_warned_of(caplog: pytest.LogCaptur
         assert ("split_dataset_by_node" in caplog.text) is False
         loader = make_loader(Stream(), batch_size=2, drop_last=False, num_ranks=num_ranks)
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
-    assert "each of 2 processes gets all its samples" in caplog.text
+    assert "each of 2 processes gets all samples" in caplog.text
 
 
 def test_a_loader_with_workers_and_a_stream_of_samples_go_on() -> None:

@@ -259,7 +259,7 @@ def test_a_file_that_cannot_be_written_costs_a_line(
     monkeypatch.setenv("INFINITY_CACHE_DIR", str(blocker / "below"))
     with caplog.at_level(logging.INFO):
         store([nvme], _MEASURED)
-    assert "not kept for the next run" in caplog.text
+    assert "cannot be stored for the next run" in caplog.text
     assert not [each for each in caplog.records if each.levelno > logging.INFO]
 
 

@@ -226,7 +226,7 @@ def test_a_full_disk_costs_lines_and_one_warning(
     run = read_run(log.path.parent)
     assert ([each.step for each in run.steps], run.num_damaged) == ([1, 5, 6], 1)
     (warning,) = caplog.messages
-    assert "has gaps from step 2 on" in warning and "Training goes on" in warning
+    assert "has gaps from step 2 on" in warning and "Training continues" in warning
 
 
 def test_a_reader_follows_a_writer(log: RunLog) -> None:

@@ -98,7 +98,7 @@ def test_the_end_of_a_training_does_not_fail_for_a_trace(tmp_path: Path, caplog:
         ("missing/trace.json", "No such file or directory"),
         ("a_file/trace.json", "Not a directory"),
         ("x" * 300, "File name too long"),
-        ("fifo", "no regular file"),
+        ("fifo", "not a regular file"),
     ],
 )
 def test_a_path_that_cannot_be_written_is_refused_in_words(tmp_path: Path, name: str, words: str) -> None:

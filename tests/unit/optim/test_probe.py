@@ -398,7 +398,7 @@ class ByTheFirstGroup(_Custom):
         param.sub_(self.param_groups[0]["lr"] * grad)
 
 
-_TOGETHER = r"all its groups together.*an entry of each group"
+_TOGETHER = r"all its groups together.*an entry of each parameter group"
 
 
 @pytest.mark.deep(but=2)

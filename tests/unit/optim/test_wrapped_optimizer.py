@@ -152,15 +152,15 @@ class _Mine(torch.optim.Adafactor):
             AdamW,
             lambda p: [{"params": p}, {"params": p[1:2]}],
             ModelError,
-            "'0.bias' stands in parameter groups 0 and 1",
+            "'0.bias' is in parameter groups 0 and 1",
         ),
-        (AdamW, lambda p: [*p, p[0]], ModelError, "stands in parameter groups 0 and 0"),
+        (AdamW, lambda p: [*p, p[0]], ModelError, "is in parameter groups 0 and 0"),
         # The usual mistake: the optimizer was made from another copy of the model.
         (
             AdamW(torch.nn.Linear(4, 3).parameters()),
             None,
             ModelError,
-            r"shape \(3, 4\) that is no parameter of the model.*after any",
+            r"shape \(3, 4\) that is not a parameter of the model.*after any",
         ),
         (AdamW, lambda p: ["0.weight"], ConfigError, "holds a str"),
         (Section("AdamW", {"lr": -1}), None, ConfigError, "optimizer AdamW: Invalid learning rate: -1"),

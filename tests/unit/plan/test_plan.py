@@ -99,10 +99,10 @@ def test_the_life_of_drives() -> None:
 def test_the_table_says_what_rests_where() -> None:
     text = str(_plan(4_000_000, 1_000_000, bandwidth=_SPEED, compute_seconds=0.25))
     megabytes = f"{8 * 2 * _NUMEL / 1e6:.1f} MB"
-    at_rest = f"at rest: nvme                 weights {megabytes}, remainders {megabytes}, states "
-    for words in (at_rest, "2.00 s: I/O 2.00 s", "2026-01-02", "compute 0.25 s"):
+    stored = f"stored on NVMe                weights {megabytes}, remainders of main weights {megabytes}, states "
+    for words in (stored, "2.00 s: I/O 2.00 s", "2026-01-02", "compute 0.25 s"):
         assert words in text
-    assert "at rest: host" not in text and "micro-batches" not in text
+    assert "stored in RAM" not in text and "micro-batches" not in text
     several = dataclasses.replace(_REQUEST, num_micro_batches=4)
     assert "4, one after the other" in str(_plan(request=several))
     assert "4, all through a unit" in str(_plan(request=several, traffic=Traffic(is_vertical=True)))
