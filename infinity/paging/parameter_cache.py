@@ -477,8 +477,13 @@ class ParameterCache:
             unit.unbind()
             if self.is_divided:
                 self._wait_for_arrival(unit)  # as in `_leaving`: what makes room follows from no rank's time
-            if unit.flat is not None and not self._is_busy(unit) and not unit.flat.has_views:
+            if not self._is_busy(unit) and self._is_unseen(unit):
                 yield unit
+
+    @staticmethod
+    def _is_unseen(unit: Unit) -> bool:
+        """Whether the unit has a buffer, and nobody holds views of it."""
+        return unit.flat is not None and not unit.flat.has_views
 
     def _is_busy(self, unit: Unit) -> bool:
         if self.is_divided:  # the others may differ from rank to rank

@@ -85,8 +85,10 @@ def anchor_of(x: torch.Tensor, *, trains: bool) -> torch.Tensor:
     a weight has one, so that backward asks for the weights on all ranks or on none.
     """
     if not torch.is_grad_enabled():
-        return torch.zeros((), device=x.device)
-    begun: torch.Tensor = _begin(x) if x.requires_grad else torch.zeros((), device=x.device, requires_grad=trains)
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    begun: torch.Tensor = (
+        _begin(x) if x.requires_grad else torch.zeros((), dtype=torch.float32, device=x.device, requires_grad=trains)
+    )
     return begun
 
 
@@ -95,7 +97,7 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.zeros((), device=x.device)
+        return torch.zeros((), dtype=torch.float32, device=x.device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -240,8 +240,8 @@ def test_groups_are_divided_for_muon_with_what_they_say() -> None:
 def test_what_muon_refuses() -> None:
     weight, bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
     for params, settings, told in (
-        ([weight], {}, "group 0 does not say"),
-        ([{"params": [weight]}], {}, "group 0 does not say"),
+        ([weight], {}, "group 0 has no 'use_muon'"),
+        ([{"params": [weight]}], {}, "group 0 has no 'use_muon'"),
         ([{"params": [weight, bias], "use_muon": True}], {}, r"group 0 holds a parameter of shape \(2,\)"),
         ([{"params": [weight], "use_muon": True}], {"momentum": 1.0}, "momentum: 1.0"),
         ([{"params": [weight], "use_muon": True}], {"ns_method": "gramm"}, "not 'gram' or 'standard'"),
@@ -251,6 +251,6 @@ def test_what_muon_refuses() -> None:
             Muon(params, **settings)
     optimizer = Muon([{"params": [weight], "use_muon": True}, {"params": [bias], "use_muon": False}])
     assert [group["lr"] for group in optimizer.param_groups] == [0.02, 3e-4], "each kind has its own"
-    with pytest.raises(ValueError, match="group 2 does not say"):
+    with pytest.raises(ValueError, match="group 2 has no 'use_muon'"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert len(optimizer.param_groups) == 2

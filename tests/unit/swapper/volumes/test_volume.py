@@ -173,7 +173,7 @@ def test_ram_is_said_to_be_no_drive(small_tmpfs, caplog: pytest.LogCaptureFixtur
     with contextlib.closing(Volume([directory], ALIGNMENT)) as volume:
         assert not volume.is_network
     lines = [record.getMessage() for record in caplog.records if "RAM" in record.getMessage()]
-    assert lines == [f"directory {str(directory)!r} is tmpfs: its bytes lie in RAM, not on a drive"]
+    assert lines == [f"directory {str(directory)!r} is tmpfs: its files are in RAM, not on a drive"]
 
 
 def test_a_network_file_system_is_said(
