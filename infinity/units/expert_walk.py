@@ -86,10 +86,10 @@ def anchor_of(x: torch.Tensor, *, trains: bool) -> torch.Tensor:
     """
     if not torch.is_grad_enabled():
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    begun: torch.Tensor = (
-        _begin(x) if x.requires_grad else torch.zeros((), dtype=torch.float32, device=x.device, requires_grad=trains)
-    )
-    return begun
+    if x.requires_grad:
+        begun: torch.Tensor = _begin(x)
+        return begun
+    return torch.zeros((), dtype=torch.float32, device=x.device, requires_grad=trains)
 
 
 class _Begin(torch.autograd.Function):
