@@ -325,7 +325,7 @@ class Muon(PerParameterOptimizer):
         vectors = [param for param in group["params"] if param.dim() < 2 and group.get("use_muon")]
         if vectors or "use_muon" not in group:
             self.param_groups.pop()  # nothing is kept of a refused group
-            what = f"holds a parameter of shape {tuple(vectors[0].shape)}" if vectors else "does not say 'use_muon'"
+            what = f"holds a parameter of shape {tuple(vectors[0].shape)}" if vectors else "has no 'use_muon'"
             raise ValueError(f"group {len(self.param_groups)} {what}, and Muon is for matrices")
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
