@@ -161,8 +161,7 @@ class GradientStore:
 
     def _wait_for_arrivals(self, grads: UnitGrads | None = None) -> None:
         """Return when all that is on its way for a unit has been added; None: for any."""
-        coming = self._arrivals.coming
-        while coming and any(grads is None or each.purpose.grads is grads for each in coming):
+        while any(grads is None or each.purpose.grads is grads for each in self._arrivals.coming):
             self._add_arrival()
 
     def _add_arrival(self) -> None:

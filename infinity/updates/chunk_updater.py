@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
@@ -200,8 +200,11 @@ class ChunkUpdater:
         if job.clip_coefficient is not None:
             slope.mul_(job.clip_coefficient)
         main = workspace.main_at(at)
-        states = [workspace.states[name].index_select(0, at) for name in STATES]
-        parts = [values.split(table.rest_sizes) for values in (main, slope, *states)]
+        average, square = workspace.states[STATES[0]], workspace.states[STATES[1]]
+        copies = main, slope, average.index_select(0, at), square.index_select(0, at)
+        # By hand and not in a comprehension, which is a call.
+        sizes = table.rest_sizes
+        parts = [copies[0].split(sizes), copies[1].split(sizes), copies[2].split(sizes), copies[3].split(sizes)]
         steps: list[torch.Tensor] = []
         members: dict[int, list[int]] = {}  # places in `rest` by group
         for place, param_slice in enumerate(rest):
@@ -214,11 +217,13 @@ class ChunkUpdater:
                     values[place].zero_()
             job.advanced[index] = numbers.after[index]
         for places in members.values():
-            tensors = [[each[place] for place in places] for each in (*parts, steps)]
+            tensors: Iterable[list[torch.Tensor]] = map(list, (*parts, steps))
+            if len(members) > 1:
+                tensors = [[each[place] for place in places] for each in tensors]
             fused.update_whole(job.groups[rest[places[0]].slot.index], *tensors)
         workspace.write_main_at(at, main)
-        for name, values in zip(STATES, states, strict=True):
-            workspace.states[name].index_copy_(0, at, values)
+        average.index_copy_(0, at, copies[2])
+        square.index_copy_(0, at, copies[3])
 
     def _update_slice(
         self, job: UpdateJob, param_slice: ParameterSlice, workspace: ChunkBuffer, gradients: torch.Tensor
