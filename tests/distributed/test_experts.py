@@ -242,26 +242,29 @@ def test_ranks_read_their_shards_of_the_experts_that_any_of_them_needs(tmp_path:
             return fetch(self, unit, **options)
 
         DividedWeights.fetch = noted  # type: ignore[method-assign]  # in this process, which ends soon
-        read_bytes: Counter[str] = Counter()
-        for experts in ("auto", "whole"):
-            torch.manual_seed(0)
-            model = mixtures.frozen(mixtures.make("qwen3_moe", num_hidden_layers=5, num_experts=16))
-            with _engine(model, _config(tmp_path, experts), 100_000) as engine:
-                _watch(engine.module, routed)
+        read: Counter[str] = Counter()
 
-                def note(record: TransferRecord, experts: str = experts) -> None:
-                    if "weights of" in record.extent_name and record.direction.name == "READ":
-                        read_bytes[experts] += record.num_bytes
+        def note(record: TransferRecord) -> None:
+            if "_by_expert" in record.extent_name and record.direction.name == "READ":
+                read["bytes"] += record.num_bytes
 
-                engine._parts.storage.observe(note)
-                for step in range(4):
-                    fetched.clear()
-                    routed.clear()
-                    engine.backward(_loss(engine, _tokens(rank, step)))
-                    engine.step()
-                    if experts == "auto":
-                        _check_fetched(fetched, routed)
-        assert read_bytes["auto"] < 0.7 * read_bytes["whole"]
+        torch.manual_seed(0)
+        model = mixtures.frozen(mixtures.make("qwen3_moe", num_hidden_layers=5, num_experts=16))
+        with _engine(model, _config(tmp_path, "auto"), 100_000) as engine:
+            num_bytes = {unit.name: unit.num_bytes for unit in engine._parts.parameter_map.units}
+            _watch(engine.module, routed)
+            engine._parts.storage.observe(note)
+            for step in range(3):
+                fetched.clear()
+                routed.clear()
+                read.clear()
+                engine.backward(_loss(engine, _tokens(rank, step)))
+                engine.step()
+                # In the first step, nothing says in which order backward needs layers.
+                experts = _check_fetched(fetched, routed, most=2 if step else 100)
+                of_ranks = torch.tensor(read["bytes"])
+                torch.distributed.all_reduce(of_ranks)
+                assert of_ranks == sum(num_bytes[name] for name in experts)
 
     require_ranks(2, train, tmp_path)
 
@@ -281,8 +284,9 @@ def _watch(model: nn.Module, routed: set[str]) -> None:
             watch(name, module)
 
 
-def _check_fetched(fetched: list[str], routed: set[str]) -> None:
-    """All ranks have fetched the same, in the same order: experts that any of them needs, and no others."""
+def _check_fetched(fetched: list[str], routed: set[str], *, most: int) -> list[str]:
+    """All ranks have fetched the same, in the same order: experts that any of them needs, and no others. ``most``: how
+    often at most, on average."""
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(of_ranks, (fetched, routed))
     assert all(each == fetched for each, _ in of_ranks)
@@ -290,4 +294,5 @@ def _check_fetched(fetched: list[str], routed: set[str]) -> None:
     experts = [name for name in fetched if "_by_expert" in name]
     assert set(experts) <= needed
     assert needed > routed
-    assert max(Counter(experts).values()) <= 2  # forward and backward
+    assert len(experts) <= most * len(needed)  # in forward and in backward
+    return experts
