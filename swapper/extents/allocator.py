@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-
 from swapper.config import round_up
 from swapper.errors import ArgumentError, OutOfSpaceError
+from swapper.extents.intervals import IntervalSet
 
 
 class SpaceAllocator:
@@ -18,14 +17,14 @@ class SpaceAllocator:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self._taken: list[tuple[int, int]] = []  # (start, stop) of allocated ranges, sorted
-        self._sizes = [(capacity_bytes, 0)] if capacity_bytes else []  # (size, start) of free ranges, sorted
-        self.free_bytes = capacity_bytes  # sum over _sizes
+        self.free_bytes = capacity_bytes  # sum over _free
+        self._free = IntervalSet()
+        self._free.add(0, capacity_bytes)
 
     @property
     def largest_free_bytes(self) -> int:
         """The longest free range."""
-        return self._sizes[-1][0] if self._sizes else 0
+        return max((stop - start for start, stop in self._free), default=0)
 
     def allocate(self, num_bytes: int, name: str) -> int:
         """Take ``num_bytes``, rounded up to 4096, and return their offset.
@@ -37,28 +36,18 @@ class SpaceAllocator:
             raise ArgumentError(f"extent {name!r} cannot have {num_bytes} bytes")
         size = round_up(num_bytes)
         if size == 0:
-            return 0  # an empty extent takes no space, and release() skips it
-        index = bisect_left(self._sizes, (size, 0))
-        if index == len(self._sizes):
+            return 0  # an empty extent takes no space, and release() adds nothing
+        # Linear in the number of free ranges: there are few, as extents are made when an engine begins.
+        fitting = [(stop - start, start) for start, stop in self._free if stop - start >= size]
+        if not fitting:
             raise OutOfSpaceError(name, size, self.free_bytes, self.largest_free_bytes)
-        found, offset = self._sizes.pop(index)
-        insort(self._taken, (offset, offset + size))
+        _, offset = min(fitting)
+        self._free.remove(offset, offset + size)
         self.free_bytes -= size
-        if found > size:
-            insort(self._sizes, (found - size, offset + size))
         return offset
 
     def release(self, offset: int, num_bytes: int) -> None:
-        """Give an allocated range back. A second call does nothing, unless the range was allocated again."""
+        """Give an allocated range back, once."""
         size = round_up(num_bytes)
-        index = bisect_left(self._taken, (offset, offset + size))
-        if size and index < len(self._taken) and self._taken[index] == (offset, offset + size):
-            # The hole between both taken neighbours: what of it is not this range is free already, at most two pieces.
-            low = self._taken[index - 1][1] if index else 0
-            high = self._taken[index + 1][0] if index + 1 < len(self._taken) else self.capacity_bytes
-            del self._taken[index]
-            self.free_bytes += size
-            for start, stop in ((low, offset), (offset + size, high)):
-                if start < stop:
-                    del self._sizes[bisect_left(self._sizes, (stop - start, start))]
-            insort(self._sizes, (high - low, low))
+        self._free.add(offset, offset + size)
+        self.free_bytes += size
