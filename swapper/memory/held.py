@@ -11,49 +11,23 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 from swapper.errors import SwapperError
 
-
-class MemoryUser(Protocol):
-    """A request.
-
-    Attributes:
-        address: Address of its memory.
-        num_bytes: Length of its memory.
-        is_finished: Waits for it have ended.
-        failure: Why it failed.
-    """
-
-    address: int
-    num_bytes: int
-    is_finished: bool
-    failure: SwapperError | None
-
-
-class RequestSource(Protocol):
-    """A scheduler.
-
-    Attributes:
-        requests: The requests that the backend may still have. Every change is a single step.
-    """
-
-    requests: dict[Any, Any]
-
-
-# Weak references: a request at a backend keeps its scheduler alive, by `on_complete`. No lock: every change is a single
-# step under the interpreter's lock, and readers go through a copy.
-_holders: dict[weakref.ref[RequestSource], None] = {}
+# `IOScheduler`s: their `requests` are the operations that the backend may still have. Weak references: a request at a
+# backend keeps its scheduler alive, by `on_complete`. No lock: every change is a single step under the interpreter's
+# lock, and readers go through a copy.
+_holders: dict[weakref.ref[Any], None] = {}
 os.register_at_fork(after_in_child=_holders.clear)  # a child has neither the requests nor their memory
 
 
-def watch_requests(holder: RequestSource) -> None:
-    """Count the memory of the holder's requests as in use, from now on."""
-    _holders[weakref.ref(holder, _forget)] = None
+def watch_requests(scheduler: Any) -> None:
+    """Count the memory of the scheduler's requests as in use, from now on."""
+    _holders[weakref.ref(scheduler, _forget)] = None
 
 
-def _forget(reference: weakref.ref[RequestSource]) -> None:
+def _forget(reference: weakref.ref[Any]) -> None:
     _holders.pop(reference, None)
 
 
@@ -67,10 +41,10 @@ def hang_error(address: int, num_bytes: int) -> SwapperError | None:
     return next((user.failure for user in tenants(address, num_bytes) if user.is_finished), None)
 
 
-def tenants(address: int, num_bytes: int) -> list[MemoryUser]:
-    """Return the requests that have any of these bytes."""
+def tenants(address: int, num_bytes: int) -> list[Any]:
+    """Return the operations that have any of these bytes."""
     # Linear in the number of unfinished requests: pools ask when a buffer is released, and not for each transfer.
-    stop, found = address + num_bytes, list[MemoryUser]()
+    stop, found = address + num_bytes, list[Any]()
     for reference in _holders.copy():
         holder = reference()
         for user in holder.requests.copy() if holder is not None else ():
