@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,101 +17,87 @@ from infinity.checkpoint.safetensors_file import Entry
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.device.drive_tensors import DriveTensors
 from infinity.errors import CheckpointError, ModelError, listed
+from infinity.metrics.progress import progress
 from infinity.units.unit import is_float8
-from swapper.volumes.publish import Staging
 
 
-class CheckpointExport:
-    """One export of a checkpoint. The constructor plans and checks it, `write` writes it.
+def export_checkpoint(
+    checkpoint: Checkpoint,
+    directory: Path,
+    max_shard_bytes: int,
+    *,
+    dtype: torch.dtype | None = None,
+    config_from: Path | None = None,
+    shows_progress: bool = False,
+) -> int:
+    """Write a checkpoint's weights. All files appear at once, when they are complete and on the drive.
 
-    Attributes:
-        num_bytes: of all tensors.
+    Args:
+        checkpoint: it has fp32 main weights of trained parameters, and frozen ones in their own dtype.
+        directory: the files appear in it.
+        max_shard_bytes: of a file, if it has more than one tensor.
+        dtype: of all floating-point parameters, rounded to nearest; None: as the checkpoint has them.
+        config_from: a directory with the config of a Hugging Face model. Files then have names and layouts of that
+            model's files, and its configs. None: the model's own names, and no config.
+        shows_progress: on the terminal.
+
+    Returns:
+        The bytes of all tensors.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model than the config says; the message names tensors. Nothing has
+            changed in the directory.
+        ModelError: there is no such model, or safetensors does not support a tensor.
+        StorageError: the directory cannot take it; what was there before is still there.
     """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        directory: Path,
-        *,
-        dtype: torch.dtype | None = None,
-        config_from: Path | None = None,
-    ) -> None:
-        """
-        Args:
-            checkpoint: it has fp32 main weights of trained parameters, and frozen ones in their own dtype.
-            directory: the files appear in it.
-            dtype: of all floating-point parameters, rounded to nearest; None: as the checkpoint has them.
-            config_from: a directory with the config of a Hugging Face model. Files then have names and layouts of that
-                model's files, and its configs. None: the model's own names, and no config.
-
-        Raises:
-            CheckpointError: it is damaged, or of another model than the config says; the message names tensors.
-            ModelError: there is no such model, or safetensors does not support a tensor.
-        """
-        checkpoint.verify_small_files()
-        self._directory = directory
-        self._dtype = dtype
-        nothing: tuple[Any, Any] = (None, None)
-        self._model, self._generation = _model_of(config_from) if config_from is not None else nothing
-        parameters = checkpoint.of("parameters")
-        if left_out := checkpoint.beside.excluded:
-            raise CheckpointError(
-                checkpoint.folder,
-                "it was saved with exclude_frozen_parameters=True or infinity.frozen_dtype, "
-                f"without '{left_out[0]}' and {len(left_out) - 1} others",
-                cure="Load it into the model with its base, and call engine.save_pretrained",
-            )
-        buffers = checkpoint.of("buffers")
-        names = {fqn: [fqn] for fqn in (*parameters, *buffers)}
-        if self._model is not None:
-            names |= {fqn: [name] for fqn, name in _checked(checkpoint, self._model, parameters).items()}
-        else:
-            # Without the model's class, nothing ties weights after a load. So each tied weight is written under all of
-            # its names: a strict load_state_dict finds them.
-            further = {
-                fqn: first for fqn, first in checkpoint.beside.tied.items() if first in names and fqn not in names
-            }
-            for fqn, first in further.items():
-                names[first].append(fqn)
-        entries = [self._entry(names[fqn], saved, is_cast=True) for fqn, saved in parameters.items()]
-        entries += [self._entry(names[fqn], saved, is_cast=False) for fqn, saved in buffers.items()]
-        self._entries = original_entries(self._model, entries, [directory])
-        self.num_bytes = sum(entry.file_bytes for entry in self._entries)
-
-    def write(self, max_shard_bytes: int, note: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Write the files. All appear at once, when they are complete and on the drive.
-
-        Args:
-            max_shard_bytes: of a file, if it has more than one tensor.
-            note: gets the number of bytes that were written since its last call.
-
-        Raises:
-            CheckpointError: something in the checkpoint is damaged; nothing has changed in the directory.
-            StorageError: the directory cannot take it; what was there before is still there.
-        """
-        with as_storage_error(self._directory, self.num_bytes):
-            write_shards(self._entries, self._directory, "model", self._configs, max_shard_bytes, note)
-
-    def _configs(self, staging: Staging) -> Sequence[str]:
-        dtypes = (entry.dtype for entry in self._entries if entry.dtype.is_floating_point)
-        return save_configs(
-            self._model, staging, dtype=self._dtype or next(dtypes, torch.float32), generation=self._generation
+    checkpoint.verify_small_files()
+    nothing: tuple[Any, Any] = (None, None)
+    model, generation = _model_of(config_from) if config_from is not None else nothing
+    parameters, buffers = checkpoint.of("parameters"), checkpoint.of("buffers")
+    if left_out := checkpoint.beside.excluded:
+        raise CheckpointError(
+            checkpoint.folder,
+            "it was saved with exclude_frozen_parameters=True or infinity.frozen_dtype, "
+            f"without '{left_out[0]}' and {len(left_out) - 1} others",
+            cure="Load it into the model with its base, and call engine.save_pretrained",
         )
+    names = {fqn: [fqn] for fqn in (*parameters, *buffers)}
+    if model is not None:
+        names |= {fqn: [name] for fqn, name in _checked(checkpoint, model, parameters).items()}
+    else:
+        # Without the model's class, nothing ties weights after a load. So each tied weight is written under all of its
+        # names: a strict load_state_dict finds them.
+        further = {fqn: first for fqn, first in checkpoint.beside.tied.items() if first in names and fqn not in names}
+        for fqn, first in further.items():
+            names[first].append(fqn)
+    entries = [_entry(names[fqn], saved, directory, _cast(saved, dtype)) for fqn, saved in parameters.items()]
+    entries += [_entry(names[fqn], saved, directory, saved.dtype) for fqn, saved in buffers.items()]
+    entries = original_entries(model, entries, [directory])
+    num_bytes = sum(entry.file_bytes for entry in entries)
+    dtypes = (entry.dtype for entry in entries if entry.dtype.is_floating_point)
+    configs = functools.partial(save_configs, model, dtype=dtype or next(dtypes, torch.float32), generation=generation)
+    with as_storage_error(directory, num_bytes), progress("export", num_bytes, is_shown=shows_progress) as note:
+        write_shards(entries, directory, "model", configs, max_shard_bytes, note)
+    return num_bytes
 
-    def _entry(self, names: Sequence[str], saved: SavedTensor, *, is_cast: bool) -> Entry:
-        def parts() -> Iterator[torch.Tensor]:
-            return (part for _, part in saved.parts())
 
-        def value() -> contextlib.nullcontext[torch.Tensor]:
-            # Only a conversion of transformers asks for the whole tensor. It may not fit into memory, so it lies in a
-            # nameless file beside the export.
-            into = DriveTensors([self._directory]).empty(saved.shape, saved.dtype)
-            return contextlib.nullcontext(saved.read(into=into))
+def _cast(saved: SavedTensor, dtype: torch.dtype | None) -> torch.dtype:
+    # A float8 tensor has its scales in another one: a cast alone would give wrong values. Buffers keep their dtype.
+    is_cast = saved.dtype.is_floating_point and not is_float8(saved.dtype)
+    return dtype if dtype is not None and is_cast else saved.dtype
 
-        # A float8 tensor has its scales in another one: a cast alone would give wrong values. Buffers keep their dtype.
-        is_cast = is_cast and saved.dtype.is_floating_point and not is_float8(saved.dtype)
-        dtype = self._dtype if self._dtype is not None and is_cast else saved.dtype
-        return Entry(names, saved.shape, dtype, value, parts)
+
+def _entry(names: Sequence[str], saved: SavedTensor, directory: Path, dtype: torch.dtype) -> Entry:
+    def parts() -> Iterator[torch.Tensor]:
+        return (part for _, part in saved.parts())
+
+    def value() -> contextlib.nullcontext[torch.Tensor]:
+        # Only a conversion of transformers asks for the whole tensor. It may not fit into memory, so it lies in a
+        # nameless file beside the export.
+        into = DriveTensors([directory]).empty(saved.shape, saved.dtype)
+        return contextlib.nullcontext(saved.read(into=into))
+
+    return Entry(names, saved.shape, dtype, value, parts)
 
 
 def _model_of(directory: Path) -> tuple[Any, Any]:

@@ -258,18 +258,17 @@ def export(
     """
     import torch
 
-    from infinity.checkpoint.checkpoint_export import CheckpointExport
-    from infinity.metrics.progress import progress
+    from infinity.checkpoint.checkpoint_export import export_checkpoint
 
     wanted: torch.dtype | None = getattr(torch, dtype) if dtype else None
-    # All errors that the manifest can show come from here, before DIR has any file.
-    planned = CheckpointExport(_opened(source, tag), directory, dtype=wanted, config_from=config_from)
-    with progress("export", planned.num_bytes, is_shown=True) as note:
-        planned.write(max_shard_size, note)
+    opened = _opened(source, tag)
+    num_bytes = export_checkpoint(
+        opened, directory, max_shard_size, dtype=wanted, config_from=config_from, shows_progress=True
+    )
     if as_json:
-        print_json({"directory": str(directory.absolute()), "num_bytes": planned.num_bytes})
+        print_json({"directory": str(directory.absolute()), "num_bytes": num_bytes})
         return
-    display(f"exported {planned.num_bytes:,} bytes to {directory}", stderr=True, soft_wrap=True)
+    display(f"exported {num_bytes:,} bytes to {directory}", stderr=True, soft_wrap=True)
 
 
 # The same command under two names: `infinity export` and `infinity checkpoint export`.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.checkpoint_export import CheckpointExport
+from infinity.checkpoint.checkpoint_export import export_checkpoint
 from infinity.checkpoint.safetensors_export import cut
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.config.schema.quantities import parse_bytes
@@ -126,7 +126,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     output, limit = Path(output_dir), parse_bytes(max_shard_size) if max_shard_size is not None else 1 << 62
     lazy = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
     if safe_serialization:
-        CheckpointExport(Checkpoint.open(checkpoint_dir, tag), output, dtype=torch.float32).write(limit)
+        export_checkpoint(Checkpoint.open(checkpoint_dir, tag), output, limit, dtype=torch.float32)
         return
     make_directory(output)
     tied: dict[LazyTensor, list[str]] = {}  # tied names go into the same file, and count once
