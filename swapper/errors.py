@@ -21,10 +21,11 @@ Errors of the operating system are mapped where a transfer completes, and stay a
 
 from __future__ import annotations
 
+import contextlib
 import errno as errno_codes
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -109,6 +110,15 @@ class VolumeError(SwapperError):
         return cls(
             path, f"{str(path)!r} {problem}, so it is not used; name a directory that only you can write to{more}"
         )
+
+
+@contextlib.contextmanager
+def as_unwritable(directory: Path) -> Iterator[None]:
+    """Turn an OSError of the ``with`` block into the error of a directory that cannot be written to."""
+    try:
+        yield
+    except OSError as error:
+        raise VolumeError.unwritable(directory, error) from error
 
 
 class VolumeTooSmallError(VolumeError):

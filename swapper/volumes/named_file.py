@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from swapper.errors import VolumeError
+from swapper.errors import VolumeError, as_unwritable
 from swapper.uncopyable import closed_unless_made
 from swapper.volumes.file_system import Drive
 from swapper.volumes.own_files import open_own
@@ -31,11 +31,8 @@ class NamedFile(ScratchFile):
         self.is_there = is_there
         super().__init__(drive)
         self.name = f"{str(drive.path / file_name)!r} on {drive.words()}"
-        try:
+        with as_unwritable(self.directory), closed_unless_made(self.close):
             self.num_bytes = os.fstat(self.fd).st_size
-        except OSError as error:
-            self.close()
-            raise VolumeError.unwritable(self.directory, error) from error
 
     def _open(self) -> int:
         path = self.directory / self.file_name

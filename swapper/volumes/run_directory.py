@@ -27,11 +27,7 @@ from pathlib import Path
 
 import google_crc32c
 
-from swapper.errors import (
-    DurableRunError,
-    VolumeError,
-    error_words,
-)
+from swapper.errors import DurableRunError, VolumeError, as_unwritable, error_words
 from swapper.sync.lifetimes import LiveObjects
 from swapper.uncopyable import Uncopyable, closed_unless_made
 from swapper.volumes.own_files import open_own, read_own, require_own_directory
@@ -67,13 +63,10 @@ class RunDirectory(Uncopyable):
         self._locks: dict[Path, int] = {}  # by directory, the descriptor that holds its lock
         _open_runs.add(self)
         self.lock(directory)
-        try:
-            with closed_unless_made(self.close):
-                for left in directory.glob(f".{_PREFIX}*"):  # of a process that was killed while it wrote them
-                    if PART_OF_COMMIT.fullmatch(left.name):
-                        left.unlink(missing_ok=True)
-        except OSError as error:
-            raise VolumeError.unwritable(directory, error) from error
+        with as_unwritable(directory), closed_unless_made(self.close):
+            for left in directory.glob(f".{_PREFIX}*"):  # of a process that was killed while it wrote them
+                if PART_OF_COMMIT.fullmatch(left.name):
+                    left.unlink(missing_ok=True)
 
     def __del__(self) -> None:
         self.close()
@@ -88,12 +81,10 @@ class RunDirectory(Uncopyable):
         """
         if directory in self._locks:
             return
-        try:
+        with as_unwritable(directory):
             make_directory(directory, 0o700)
             require_own_directory(directory)
             descriptor, is_new = _open_lock(directory / "lock")
-        except OSError as error:
-            raise VolumeError.unwritable(directory, error) from error
         try:
             with closed_unless_made(os.close, descriptor):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel unlocks it when the process ends
@@ -124,17 +115,13 @@ class RunDirectory(Uncopyable):
                 directory,
                 f"{str(path)!r} was not made by this run and would be overwritten; move it away, or name another directory",
             )
-        try:
+        with as_unwritable(directory):
             _append(self._locks[directory], name)
-        except OSError as error:
-            raise VolumeError.unwritable(directory, error) from error
 
     def commits(self) -> list[int]:
         """Return the numbers of all commits, the newest first."""
-        try:
+        with as_unwritable(self.path):
             names = [path.name.removeprefix(_PREFIX) for path in self.path.glob(f"{_PREFIX}*")]
-        except OSError as error:
-            raise VolumeError.unwritable(self.path, error) from error
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def newest(self) -> tuple[int, list[bytes]] | None:
@@ -243,7 +230,7 @@ def _open_lock(path: Path) -> tuple[int, bool]:
 
 def _mark(directory: Path, lock: int, is_new: bool) -> None:
     """Write the mark of a run into its lock, unless it has it."""
-    try:
+    with as_unwritable(directory):
         lines = _lines(lock)
         if lines[0] == _MARK:
             return
@@ -253,8 +240,6 @@ def _mark(directory: Path, lock: int, is_new: bool) -> None:
             _append(lock, _MARK)
             sync_directory(directory)
             return
-    except OSError as error:
-        raise VolumeError.unwritable(directory, error) from error
     raise VolumeError(
         directory,
         f"{str(directory / 'lock')!r} is not the lock of a durable run: another program uses {str(directory)!r}; "
