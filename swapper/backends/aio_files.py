@@ -55,8 +55,7 @@ class _Loop:
         self._transfer = aiofiles.os.wrap(transfer.__call__)
         with limits_in_words():
             self._loop = _new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_stopping = False  # read and written on the loop's thread only
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself refers to its tasks only weakly
         # One for each file and direction: slow writes, or a slow drive, must not occupy the threads of others.
         self._executors: dict[tuple[int, Direction], _Executor] = {}
         self._thread = threading.Thread(target=self._run, name="swapper-aiofiles-loop", daemon=True)
@@ -84,7 +83,7 @@ class _Loop:
 
     def stop(self) -> None:
         """End the loop and all threads after what was submitted."""
-        self._loop.call_soon_threadsafe(self._stop_when_idle)
+        asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
 
     def _run(self) -> None:
         try:
@@ -99,30 +98,20 @@ class _Loop:
 
     def _start(self, request: IORequest, file_ranges: list[FileRange]) -> None:
         task = self._loop.create_task(self._serve(request, file_ranges))
-        self._tasks.add(task)  # the loop itself refers to its tasks only weakly
-        task.add_done_callback(self._on_done)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if self._is_stopping and not self._tasks:
-            self._loop.stop()
-
-    def _stop_when_idle(self) -> None:
-        self._is_stopping = True
-        if not self._tasks:
-            self._loop.stop()
+    async def _drain(self) -> None:
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        self._loop.stop()
 
     async def _serve(self, request: IORequest, file_ranges: list[FileRange]) -> None:
-        outcome: list[tuple[int, OSError | None]] = []
+        outcome: list[Any] = []
         # boundary_bytes is the stripe, so that a request never has ranges in two files.
         executor = self._executors[file_ranges[0][0], request.direction]
-        then = partial(_set_outcome, outcome)
-        await self._transfer(request, file_ranges, then, loop=self._loop, executor=executor)
+        await self._transfer(request, file_ranges, lambda *end: outcome.append(end), loop=self._loop, executor=executor)
         request.complete(*outcome[0])
-
-
-def _set_outcome(outcome: list[tuple[int, OSError | None]], moved_bytes: int, error: OSError | None) -> None:
-    outcome.append((moved_bytes, error))
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

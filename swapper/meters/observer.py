@@ -40,8 +40,8 @@ class Observers:
 
     def __init__(self) -> None:
         self.present: tuple[Observer, ...] = ()  # while it is empty, the scheduler makes no records and reads no clock
-        # Added under the scheduler's lock, and passed on outside of it: an observer may use the swapper.
-        self._records: deque[TransferRecord] = deque()
+        # Added under the scheduler's lock, and passed on by `notify` outside of it: an observer may use the swapper.
+        self.records: deque[TransferRecord] = deque()
 
     def add(self, observer: Observer) -> Callable[[], None]:
         """Call ``observer`` after every transfer from now on; return a function that ends this."""
@@ -52,15 +52,11 @@ class Observers:
 
         return remove
 
-    def add_record(self, record: TransferRecord) -> None:
-        """Take a record; `notify` passes it on."""
-        self._records.append(record)
-
     def notify(self) -> None:
         """Call the observers with all records; on a backend's thread, so what an observer raises is only logged."""
-        while self._records:
+        while self.records:
             try:
-                record = self._records.popleft()
+                record = self.records.popleft()
             except IndexError:  # another thread took the last one
                 return
             for observer in self.present:

@@ -184,9 +184,8 @@ class TransferQueue:
             operation, began = transfer.operation, transfer.began_seconds
             queued = began - operation.ready_seconds if operation.ready_seconds else 0.0
             name = operation.extent.name
-            self.observers.add_record(
-                TransferRecord(self.direction, name, num_bytes, queued, began, time.perf_counter())
-            )
+            ended = time.perf_counter()
+            self.observers.records.append(TransferRecord(self.direction, name, num_bytes, queued, began, ended))
 
     def _choose(self) -> Operation | None:
         """Return the operation to be served next, and leave it at the head of its deque."""

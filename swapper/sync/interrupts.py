@@ -15,7 +15,7 @@ import os
 import threading
 from signal import SIGINT
 from threading import get_ident
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 # The C module under `signal`, whose functions wrap each result in an enum. That takes several times as long, and the
@@ -55,9 +55,7 @@ class uninterrupted:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._came = number, frame
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._before is not None:
             if _signal.getsignal(SIGINT) == self._on_signal:  # else what was called inside has set another
                 _signal.signal(SIGINT, self._before)

@@ -49,13 +49,10 @@ def find_fault(backend: UringBackend) -> str:
 def _places(volume: Volume) -> list[tuple[int, int]]:
     """An address in each file, and how many bytes can be used there."""
     found: dict[int, tuple[int, int]] = {}
-    step = volume.stripe_bytes or volume.capacity_bytes or 1  # one file: its beginning is the only place
-    for offset in range(0, min(volume.capacity_bytes, step * _MAX_STRIPES), step):
-        column = volume.column_of(offset)
-        if column not in found:
-            found[column] = (offset, min(TEST_BYTES, volume.capacity_bytes - offset, step))
-        if len(found) == len(volume.files):
-            break
+    num_bytes = min(volume.capacity_bytes, (volume.stripe_bytes or TEST_BYTES) * _MAX_STRIPES)
+    for column, _, low, high in volume.file_ranges(0, num_bytes):
+        if low < high:
+            found.setdefault(column, (low, min(TEST_BYTES, high - low)))
     return list(found.values())
 
 
