@@ -27,10 +27,10 @@ from infinity.checkpoint.arrays import (
     TENSORS,
     ArraySpec,
     ArrayWriter,
-    SavedTensor,
     group_metadata,
     reading_from,
 )
+from infinity.checkpoint.arrays import SavedTensor as SavedTensor  # for users, as WEIGHT
 from infinity.checkpoint.foreign_arrays import found_arrays
 from infinity.checkpoint.manifest import (
     MANIFEST,
@@ -43,7 +43,7 @@ from infinity.checkpoint.manifest import (
 )
 from infinity.checkpoint.training_state_checks import check_training_state
 from infinity.errors import CheckpointError, StorageError, format_bytes
-from infinity.numerics.chunk_format import WEIGHT
+from infinity.numerics.chunk_format import WEIGHT as WEIGHT
 from infinity.numerics.plain_data import UNREADABLE, RawBytes, from_json, to_json
 from swapper import SwapperError
 from swapper.errors import limit_cure
@@ -477,24 +477,3 @@ def seal(folder: Path) -> Checkpoint:
 def _make_group(folder: Path) -> None:
     folder.mkdir()
     (folder / "zarr.json").write_text(group_metadata())
-
-
-__all__ = [
-    "BASE",
-    "EXCLUDED",
-    "EXCLUDED_CHECKSUMS",
-    "LATEST",
-    "RAW",
-    "TIED",
-    "TRAINING_STATE",
-    "WEIGHT",
-    "Checkpoint",
-    "CheckpointFiles",
-    "SavedTensor",
-    "find",
-    "is_tag",
-    "reading_again",
-    "seal",
-    "tags",
-    "writing",
-]
