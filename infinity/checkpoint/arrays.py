@@ -24,8 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity.errors import CheckpointError, ModelError
+from infinity.errors import CheckpointError, ModelError, StorageError, format_bytes
 from infinity.numerics.raw_bytes import raw_bytes
+from swapper import SwapperError
+from swapper.errors import limit_cure
 from swapper.volumes.block_files import BlockFile, BlockThreads
 from swapper.wrappers.checksum import crc32c
 
@@ -470,6 +472,20 @@ def reading_from(path: Path) -> Iterator[None]:
     except OSError as error:
         cure = "Give this process read permission, mount the drive, or load another checkpoint"
         raise CheckpointError(path, f"it cannot be read: {error.strerror or error}", cure=cure) from error
+
+
+@contextlib.contextmanager
+def as_storage_error(directory: Path, num_bytes: int, what: str) -> Iterator[None]:
+    """Turn an OSError of the ``with`` block into a `StorageError`. ``num_bytes``: of all files that are written."""
+    try:
+        yield
+    except SwapperError:  # some are OSErrors as well, of the drives that weights and states are read from
+        raise
+    except OSError as error:
+        limit = limit_cure(error)
+        free = f"Give a directory that can be written to, with {format_bytes(num_bytes)} free"
+        problem = f"cannot take {what}: {error.strerror or error}"
+        raise StorageError(directory, problem, cure=f"To save, {limit}" if limit else free) from error
 
 
 class ElementsInOrder:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from infinity.checkpoint.arrays import as_storage_error
 from infinity.checkpoint.checkpoint_loading import other_shapes
 from infinity.checkpoint.original_names import original_entries
-from infinity.checkpoint.safetensors_export import as_storage_error, save_configs, write_shards
+from infinity.checkpoint.safetensors_export import save_configs, write_shards
 from infinity.checkpoint.safetensors_file import Entry
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.device.drive_tensors import DriveTensors
@@ -76,7 +77,8 @@ def export_checkpoint(
     num_bytes = sum(entry.file_bytes for entry in entries)
     dtypes = (entry.dtype for entry in entries if entry.dtype.is_floating_point)
     configs = functools.partial(save_configs, model, dtype=dtype or next(dtypes, torch.float32), generation=generation)
-    with as_storage_error(directory, num_bytes), progress("export", num_bytes, is_shown=shows_progress) as note:
+    storing = as_storage_error(directory, num_bytes, "the weights")
+    with storing, progress("export", num_bytes, is_shown=shows_progress) as note:
         write_shards(entries, directory, "model", configs, max_shard_bytes, note)
     return num_bytes
 

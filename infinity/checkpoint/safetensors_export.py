@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from infinity.checkpoint.arrays import as_storage_error
 from infinity.checkpoint.original_names import original_entries
 from infinity.checkpoint.safetensors_file import Entry, check_entries, refuse, write_file
-from infinity.errors import ModelError, StorageError, format_bytes
+from infinity.errors import ModelError
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.metrics.progress import progress
 from infinity.optim.groups import TiledParameter
@@ -31,7 +32,6 @@ from infinity.units.buffers import persistent_buffers
 from infinity.units.layout import Slot
 from infinity.units.tiles import tiled_in, untiled_name
 from infinity.units.unit import Unit, is_float8
-from swapper import SwapperError
 from swapper.volumes.publish import Staging, locked, sync_tree
 
 _SMALL_NUMEL = 1 << 18
@@ -111,7 +111,7 @@ def _save(
 ) -> None:
     """``entries``: not called for a PEFT model. ``dtype``: for `save_configs`."""
     model = weights.parameter_map.model
-    with as_storage_error(directory, sum(unit.num_bytes for unit in weights.parameter_map.units)):
+    with as_storage_error(directory, sum(unit.num_bytes for unit in weights.parameter_map.units), "the weights"):
         if is_adapted(model):
             save_adapters(model, directory)
             return
@@ -167,21 +167,6 @@ def write_shards(
             with staging.file(f"shard-{number}") as file:
                 write_file(file, shard, note)
         _publish(staging, configs(staging), directory, stem, shards)
-
-
-@contextlib.contextmanager
-def as_storage_error(directory: Path, num_bytes: int) -> Iterator[None]:
-    """Turn an OSError of the ``with`` block into a `StorageError`. ``num_bytes``: of all files."""
-    try:
-        yield
-    except SwapperError:  # some are OSErrors as well, of the drives that weights are read from
-        raise
-    except OSError as error:
-        raise StorageError(
-            directory,
-            f"cannot take the weights: {error.strerror or error}",
-            cure=f"Give a directory that can be written to, with {format_bytes(num_bytes)} free",
-        ) from error
 
 
 def _publish(

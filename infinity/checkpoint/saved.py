@@ -27,6 +27,7 @@ from infinity.checkpoint.arrays import (
     TENSORS,
     ArraySpec,
     ArrayWriter,
+    as_storage_error,
     group_metadata,
     reading_from,
 )
@@ -45,8 +46,6 @@ from infinity.checkpoint.training_state_checks import check_training_state
 from infinity.errors import CheckpointError, StorageError, format_bytes
 from infinity.numerics.chunk_format import WEIGHT as WEIGHT
 from infinity.numerics.plain_data import UNREADABLE, RawBytes, from_json, to_json
-from swapper import SwapperError
-from swapper.errors import limit_cure
 from swapper.volumes.block_files import BlockThreads, free_bytes
 from swapper.volumes.publish import Staging, exchange, locked, sync_directory, sync_tree
 
@@ -357,7 +356,7 @@ def writing(
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last counts the new checkpoint, so it is 1 or more, not {keep_last}")
     needed = sum(each.file_bytes + _FILE_BYTES for each in specs)
-    try:
+    with as_storage_error(directory, needed, "the checkpoint"):
         if os.path.lexists(directory / tag) and not (directory / tag).is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"'{tag}' in it is not a directory")
         if _is_foreign(directory / tag):
@@ -398,21 +397,6 @@ def writing(
                     staging.publish([], [], (LATEST, LATEST), lambda name: False)
                 if keep_last is not None:
                     _retire(directory, tag, keep_last, staging.path)
-    except SwapperError:  # some are OSErrors as well: of the drives that states are read from
-        raise
-    except OSError as error:
-        raise StorageError(
-            directory,
-            f"cannot take the checkpoint: {error.strerror or error}",
-            cure=_cure(error, needed),
-        ) from error
-
-
-def _cure(error: OSError, num_bytes: int) -> str:
-    limit = limit_cure(error)
-    if limit:
-        return f"To save, {limit}"
-    return f"Give a directory that can be written to, with {format_bytes(num_bytes)} free"
 
 
 def tags(directory: Path) -> list[str]:
@@ -460,17 +444,12 @@ def seal(folder: Path) -> Checkpoint:
     # None: from now on zarr reads all arrays, those that the program did not change as well.
     arrays: list[tuple[ArraySpec, None]] = [(spec, None) for spec in found_arrays(folder)]
     contents = manifest_of(arrays, _files_of(folder, {MANIFEST}), time.time_ns())
-    try:
-        with Staging(folder.parent, folder.name) as staging:
-            (staging.path / MANIFEST).write_bytes(contents)
-            sync_tree(folder)
-            sync_tree(staging.path)
-            (staging.path / MANIFEST).replace(folder / MANIFEST)
-            sync_directory(folder)
-    except OSError as error:
-        raise StorageError(
-            folder, f"cannot take a manifest: {error.strerror or error}", cure=_cure(error, len(contents))
-        ) from error
+    with as_storage_error(folder, len(contents), "a manifest"), Staging(folder.parent, folder.name) as staging:
+        (staging.path / MANIFEST).write_bytes(contents)
+        sync_tree(folder)
+        sync_tree(staging.path)
+        (staging.path / MANIFEST).replace(folder / MANIFEST)
+        sync_directory(folder)
     return Checkpoint(folder)
 
 
