@@ -135,10 +135,7 @@ class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
     def load(self, kept: ActivationCheckpoint) -> torch.Tensor:
         """The tensor, read from NVMe if it is not in memory."""
         if kept.source is None:
-            if kept.memory is None:
-                self._start_read(kept)
-            if kept not in self._writing:  # what is on its way out is whole in memory
-                self._wait(kept, "read")
+            self._await_memory(kept)
             # Packed with the version of now, so that a write between here and its use is noticed.
             kept.source = self._pack(_view(kept))
         self._read_ahead()

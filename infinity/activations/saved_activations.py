@@ -186,10 +186,7 @@ class SavedActivations(Spilling[_Stored]):
                 raise EngineClosedError.after_close("backward")
             source = stored.source
             if source is None:
-                if stored.memory is None:
-                    self._start_read(stored)
-                if stored not in self._writing:  # what is on its way out is whole in memory
-                    self._wait(stored, "read")
+                self._await_memory(stored)
                 if stored.memory is None:
                     raise RuntimeError("a tensor that was saved for backward is gone")
                 source = stored.memory.to(stored.device)
@@ -250,15 +247,8 @@ class SavedActivations(Spilling[_Stored]):
             self._is_closed = True
             for stored in [*self._all.values(), *self._leaving]:
                 self._release(stored)
-            for group in (
-                self._all,
-                self._known,
-                self._oldest_first,
-                self._writing,
-                self._read,
-                self._leaving,
-                self._dead,
-            ):
+            groups = self._all, self._known, self._oldest_first, self._writing, self._read, self._leaving, self._dead
+            for group in groups:
                 group.clear()
 
 

@@ -222,6 +222,13 @@ class Spilling(ABC, Generic[_Item]):
         item.is_held = True
         self._held_bytes += item.moved_bytes
 
+    def _await_memory(self, item: _Item) -> None:
+        """Return when the item's bytes are whole in memory, read from NVMe if need be."""
+        if item.memory is None:
+            self._start_read(item)
+        if item not in self._writing:  # what is on its way out is whole in memory
+            self._wait(item, "read")
+
     def _release(self, item: _Item) -> None:
         """Nobody needs it any more."""
         try:

@@ -130,12 +130,6 @@ class RecordStream:
         target.copy_(unit.weights_of(chunk))
         return None
 
-    def write_weights(self, unit: Unit, chunk: Chunk, weights: torch.Tensor) -> Handle | None:
-        """Store the chunk's model weights, unless the unit is resident. Returns the write to wait for, if any."""
-        if self._weights is None or unit.is_persistent:
-            return None
-        return self._weights.write_chunk(unit, chunk, weights.cpu())
-
     @contextlib.contextmanager
     def opened(
         self, unit: Unit, chunk: Chunk, *, stores: bool = False, main_only: bool = False
@@ -255,7 +249,8 @@ class RecordStream:
                 if unit.flat is not None:
                     # An open unit computes with its flat buffer: it must have the same weights as the store.
                     unit.weights_of(chunk).copy_(workspace.weight)
-                written = self.write_weights(unit, chunk, workspace.weight)
+                if self._weights is not None and not unit.is_persistent:
+                    written = self._weights.write_chunk(unit, chunk, workspace.weight.cpu())
             lease.write_back([] if written is None else [written])
         except BaseException:
             lease.discard()

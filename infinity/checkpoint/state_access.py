@@ -147,15 +147,13 @@ class StateAccess:
 
     def has_state(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has optimizer state, from an update or a load. An updated main weight counts."""
-        state = self._state_after_first(parameter)
-        return state is not None and (not state.is_fresh or (self._stored.has_main_weights and state.num_updates > 0))
-
-    def _state_after_first(self, parameter: torch.Tensor) -> ParameterState | None:
         state = self._state_of(parameter)
-        if state is not None and state.is_fresh:
+        if state is None:
+            return False
+        if state.is_fresh:
             unit, _ = self._parameter_map.locate(parameter)
             self._coordinator.parameter_cache.await_update(unit)  # it may be the first one
-        return state
+        return not state.is_fresh or (self._stored.has_main_weights and state.num_updates > 0)
 
     def _state_of(self, parameter: torch.Tensor) -> ParameterState | None:
         unit, slot = self._parameter_map.locate(parameter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import torch
 
@@ -35,33 +35,28 @@ class Gathered:
     """Slot index -> checksum of its weights when last stored. None: changes are found by torch's version counters."""
 
 
+@dataclass(eq=False)
 class StoredWeights:
     """Stores weights from a unit's flat buffer: the `WeightWriter` of an engine."""
 
-    def __init__(
-        self,
-        records: StateStore,
-        weights: WeightStore | None,
-        states: dict[tuple[int, int], ParameterState],
-        chunks: Sequence[Sequence[Chunk]],
-        record_format: ChunkFormat,
-        exchange: WeightExchange,
-        before_writes: Callable[[], None] = lambda: None,
+    records: InitVar[StateStore]
+    _weights: WeightStore | None
+    """None if all units are resident."""
+    states: InitVar[dict[tuple[int, int], ParameterState]]
+    _chunks: Sequence[Sequence[Chunk]]
+    """Per unit, the chunks whose records this process keeps."""
+    record_format: InitVar[ChunkFormat]
+    exchange: WeightExchange
+    """Knows which weights other ranks keep in shards."""
+    before_writes: Callable[[], None] = lambda: None
+    """Called before each write. In a durable run, it returns when the last step is committed."""
+    _saver: Saver | None = None
+
+    def __post_init__(
+        self, records: StateStore, states: dict[tuple[int, int], ParameterState], record_format: ChunkFormat
     ) -> None:
-        """
-        Args:
-            weights: None if all units are resident.
-            chunks: per unit, the chunks whose records this process keeps.
-            exchange: knows which weights other ranks keep in shards.
-            before_writes: called before each write. In a durable run, it returns when the last step is committed.
-        """
-        self._weights = weights
-        self._chunks = chunks
-        self.exchange = exchange
-        self.before_writes = before_writes
-        self.stream = RecordStream(records, weights, states, chunks)
+        self.stream = RecordStream(records, self._weights, states, self._chunks)
         """Reads or replaces all of a unit in one pass."""
-        self._saver: Saver | None = None
         self.has_main_weights = record_format.main is not MainWeight.MODEL_WEIGHT
         """Whether main weights differ from model weights: they do not if the model is fp32."""
         self.splits_main_weights = record_format.main is MainWeight.REMAINDER

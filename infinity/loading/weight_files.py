@@ -153,13 +153,10 @@ def _open_safetensors(file: Path) -> dict[str, torch.Tensor]:
         # refuses for a file larger than memory.
         with safe_open(file, framework="np"):
             pass
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError.of_weights(file, f"is not a whole safetensors file: {error}", cure=_WHOLE) from error
-    try:
         return _mapped_tensors(file)
-    except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError.of_weights(file, f"is not a whole safetensors file: {error}", cure=_WHOLE) from error
 
 
