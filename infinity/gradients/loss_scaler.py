@@ -28,18 +28,22 @@ class LossScaler:
         """
         self._rules = rules
         self._has_zero = has_zero
+        self.is_active = rules is not None
+        """Whether losses are scaled at all."""
         self.scale = rules.initial if rules is not None else 1.0
         """What losses are multiplied with, and gradients divided by before they are used."""
-        self._hysteresis_left = rules.hysteresis if rules is not None else 1
         self._num_finite = 0
-        self._num_steps = 0
-
-    @property
-    def is_active(self) -> bool:
-        """Whether losses are scaled at all."""
-        return self._rules is not None
-
-    # ------------------------------------------------------------------------------------------- DeepSpeed's names for it
+        # The rest has DeepSpeed's names.
+        self.dynamic = self.dynamic_loss_scale = rules is not None and rules.is_dynamic
+        """Whether the factor follows the steps."""
+        self.cur_iter = 0
+        """How many steps have been noted."""
+        self.cur_hysteresis = rules.hysteresis if rules is not None else 1
+        """The overflow that will halve the factor, counted from the next one, which is 1."""
+        self.scale_window = rules.window if rules is not None and rules.is_dynamic else None
+        """How many finite steps come before the one that doubles the factor; None: it is fixed."""
+        self.min_scale = self.min_loss_scale = rules.minimum if rules is not None and rules.is_dynamic else None
+        """The least factor; None: it is fixed."""
 
     @property
     def cur_scale(self) -> float:
@@ -47,35 +51,6 @@ class LossScaler:
         return self.scale
 
     loss_scale = cur_scale
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether the factor follows the steps."""
-        return self._rules is not None and self._rules.is_dynamic
-
-    dynamic_loss_scale = dynamic
-
-    @property
-    def cur_iter(self) -> int:
-        """How many steps have been noted."""
-        return self._num_steps
-
-    @property
-    def cur_hysteresis(self) -> int:
-        """The overflow that will halve the factor, counted from the next one, which is 1."""
-        return self._hysteresis_left
-
-    @property
-    def scale_window(self) -> int | None:
-        """How many finite steps come before the one that doubles the factor; None: it is fixed."""
-        return self._rules.window if self._rules is not None and self._rules.is_dynamic else None
-
-    @property
-    def min_scale(self) -> float | None:
-        """The least factor; None: it is fixed."""
-        return self._rules.minimum if self._rules is not None and self._rules.is_dynamic else None
-
-    min_loss_scale = min_scale
 
     # ------------------------------------------------------------------------------------------------------------ the rule
 
@@ -93,14 +68,14 @@ class LossScaler:
             StepError: the factor would have to be smaller than the config allows.
         """
         rules = self._rules
-        self._num_steps += 1
+        self.cur_iter += 1
         if rules is None or not rules.is_dynamic:
             return
         if not is_finite:
             self._num_finite = 0
             # The first `hysteresis` - 1 overflows skip the step, and leave the factor.
-            if self._has_zero and self._hysteresis_left > 1:
-                self._hysteresis_left -= 1
+            if self._has_zero and self.cur_hysteresis > 1:
+                self.cur_hysteresis -= 1
                 return
             # As in DeepSpeed, the error is raised by an overflow at the minimum, not by the one that leads there.
             if self._has_zero and self.scale <= rules.minimum:
@@ -118,21 +93,21 @@ class LossScaler:
         if is_due:
             self.scale = min(self.scale * _FACTOR, LARGEST_LOSS_SCALE)
         if is_due or rules.refills_hysteresis:
-            self._hysteresis_left = rules.hysteresis
+            self.cur_hysteresis = rules.hysteresis
 
     def state(self) -> dict[str, float]:
         """The state from which `load_state` continues."""
         return {
             "dynamic": self.dynamic,
             "scale": self.scale,
-            "patience": self._hysteresis_left,  # the name that written checkpoints have
+            "patience": self.cur_hysteresis,  # the name that written checkpoints have
             "num_finite": self._num_finite,
-            "num_steps": self._num_steps,
+            "num_steps": self.cur_iter,
         }
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Go on from what `state` gave, if losses are, and were, scaled dynamically at all."""
-        self._num_steps = int(state.get("num_steps", 0))  # which DeepSpeed's checkpoints lack
+        self.cur_iter = int(state.get("num_steps", 0))  # which DeepSpeed's checkpoints lack
         if self._rules is not None and self._rules.is_dynamic and state["dynamic"]:
             self.scale = float(state["scale"])
-            self._hysteresis_left, self._num_finite = int(state["patience"]), int(state["num_finite"])
+            self.cur_hysteresis, self._num_finite = int(state["patience"]), int(state["num_finite"])
