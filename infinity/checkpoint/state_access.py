@@ -56,6 +56,8 @@ class StateAccess:
         self._records = records
         self._states = states
         self._stored = stored
+        self.has_main_weights = stored.has_main_weights
+        """Whether main weights differ from model weights: they do not if the model is fp32."""
         self.copies = coordinator.copies
         """Makes the copies that callers get: large ones in files."""
         self.stream = stored.stream
@@ -72,11 +74,6 @@ class StateAccess:
             )
         self._elements_follow = False
 
-    @property
-    def has_main_weights(self) -> bool:
-        """Whether main weights differ from model weights: they do not if the model is fp32."""
-        return self._stored.has_main_weights
-
     # ---------------------------------------------------------------------------------------------------------- reading
 
     def main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -86,7 +83,7 @@ class StateAccess:
 
     def main_weights(self, unit: Unit, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
         """Slot index -> the same, for some parameters of a unit. Each record is read once."""
-        recorded = [slot for slot in slots if self._stored.has_main_weights and slot.spec.is_trainable]
+        recorded = [slot for slot in slots if self.has_main_weights and slot.spec.is_trainable]
         found = {slot.index: self._model_weight(unit, slot) for slot in slots if slot not in recorded}
         for slots in [[slot] for slot in recorded] if self.shared is not None else [recorded]:
             with contextlib.nullcontext() if self.shared is None else self.shared.reading(unit, slots):
@@ -153,7 +150,7 @@ class StateAccess:
         if state.is_fresh:
             unit, _ = self._parameter_map.locate(parameter)
             self._coordinator.parameter_cache.await_update(unit)  # it may be the first one
-        return not state.is_fresh or (self._stored.has_main_weights and state.num_updates > 0)
+        return not state.is_fresh or (self.has_main_weights and state.num_updates > 0)
 
     def _state_of(self, parameter: torch.Tensor) -> ParameterState | None:
         unit, slot = self._parameter_map.locate(parameter)
@@ -243,7 +240,7 @@ class StateAccess:
         with self._coordinator.opened(unit):
             self._coordinator.parameter_cache.remember(unit, slot)
             place = unit.weight(slot)
-            if not self._stored.has_main_weights or not slot.spec.is_trainable:
+            if not self.has_main_weights or not slot.spec.is_trainable:
                 place.copy_(values)
                 self._stored.store_modified(unit, [slot])
                 return
@@ -257,7 +254,7 @@ class StateAccess:
     def resume_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """Load a saved main weight where the current weight is its cast. Other elements were changed, and stay."""
         _, slot = self._parameter_map.locate(parameter)
-        if not self._stored.has_main_weights or tuple(values.shape) != tuple(slot.spec.shape):
+        if not self.has_main_weights or tuple(values.shape) != tuple(slot.spec.shape):
             return
         came, main = self.main_weight(parameter), values.cpu()
         # Two roundings to bf16 differ at ties: torch rounds to even, `split_bits` away from zero. Either may have made
@@ -294,7 +291,7 @@ class StateAccess:
     @property
     def is_divided(self) -> bool:
         """Whether ranks keep shards of the main weights, so that one rank alone cannot read them."""
-        return self._exchange.shards.is_divided and self._stored.has_main_weights
+        return self._exchange.shards.is_divided and self.has_main_weights
 
     def stored(self, parameter: torch.Tensor) -> torch.Tensor:
         """A trainable parameter's main weight, on the CPU; a frozen one's weight, in its own dtype."""

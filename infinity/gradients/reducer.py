@@ -131,11 +131,6 @@ class ReducedGradients(GradientStore):
 
     # ------------------------------------------------------------------------------------------- beside a backward
 
-    @property
-    def _keeps_shards(self) -> bool:
-        """Whether a mean is that of this rank's shard alone."""
-        return self._exchange is not None
-
     def begin_means(self, step: int, updates: ShardUpdates | None = None) -> bool:
         """The last ``engine.backward`` of a step begins: `offer` tells of units that have all of its gradients.
 
@@ -143,7 +138,7 @@ class ReducedGradients(GradientStore):
         """
         self.average_postponed()
         self._end_dropped()
-        if not self._keeps_shards:
+        if self._exchange is None:  # each rank needs whole means
             return False
         self._step, self._is_last_over, self._timeout_seconds = step, False, _TIMEOUT_SECONDS
         self._updates = updates
@@ -179,7 +174,7 @@ class ReducedGradients(GradientStore):
 
     def average_last(self, step: int) -> None:
         """The last ``engine.backward`` of a step has ended: as `average`, at once or by the time the step needs it."""
-        if not self._keeps_shards:
+        if self._exchange is None:  # each rank needs whole means
             self.average(step)
             return
         if self._step is None:
@@ -356,7 +351,7 @@ class ReducedGradients(GradientStore):
 
     def average_for_update(self, step: int) -> None:
         """As `average`; an update of all comes next. Where shards are updated, all get the norms."""
-        if not self._keeps_shards:
+        if self._exchange is None:  # each rank needs whole means
             self.average(step)
             return
         self.agreed_norms.clear()

@@ -145,6 +145,7 @@ class GradientBuffer:
         self.dtype = dtype
         """fp32 or bf16."""
         self.values = flat.tensor()[: unit.layout.trainable_numel * dtype.itemsize].view(dtype)
+        self.dtype = dtype
         self._reference: weakref.ref[Any] | None = None
 
     def fill(self, read: Callable[[torch.Tensor], Handle], stored: torch.dtype) -> None:

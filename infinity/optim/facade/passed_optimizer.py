@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class PassedOptimizer:
     """Turns a script's optimizer into a paged one, and back."""
 
-    def __init__(self, passed: Optimizer, own: Optimizer, paged: PagedOptimizer) -> None:
+    def __init__(self, passed: Any, own: Optimizer, paged: PagedOptimizer) -> None:
         """
         Args:
             passed: what the script has.
@@ -33,7 +33,8 @@ class PassedOptimizer:
         Raises:
             OptimizerNotPageableError: Python cannot exchange the class.
         """
-        self._passed = passed
+        self.optimizer = passed
+        """The script's, which is a `PagedOptimizer` until `restore`."""
         self._own = own
         name = type(own).__name__  # loggers show it
         try:
@@ -50,15 +51,10 @@ class PassedOptimizer:
         # torch's schedulers wrap `step` on the instance, and warn if the mark is missing. The script's scheduler has
         # marked its optimizer before: the paged one gets the same mark.
         if hasattr(vars(own).get("step"), "_wrapped_by_lr_sched"):
-            step: Any = functools.partial(PagedOptimizer.step, self.optimizer)  # it is a PagedOptimizer now
+            step: Any = functools.partial(PagedOptimizer.step, passed)  # it is a PagedOptimizer now
             step._wrapped_by_lr_sched = True
             vars(paged)["step"] = step
         paged.adopt_optimizer(passed)
-
-    @property
-    def optimizer(self) -> Any:
-        """The script's, which is a `PagedOptimizer` until `restore`."""
-        return self._passed
 
     def restore(self, *, had_states: bool) -> None:
         """The script's optimizer is what it was, but for what was changed in its groups. May be called again.
@@ -66,13 +62,13 @@ class PassedOptimizer:
         Args:
             had_states: it would have states in plain torch.
         """
-        if not isinstance(self._passed, PagedOptimizer):
+        if not isinstance(self.optimizer, PagedOptimizer):
             return
-        object.__setattr__(self._passed, "__dict__", vars(self._own))
-        object.__setattr__(self._passed, "__class__", type(self._own))
+        object.__setattr__(self.optimizer, "__dict__", vars(self._own))
+        object.__setattr__(self.optimizer, "__class__", type(self._own))
         # In plain torch the states would be here: an empty dict would let a script start anew without notice.
-        if had_states and not self._passed.state:
-            self._passed.state = _Gone()
+        if had_states and not self.optimizer.state:
+            self.optimizer.state = _Gone()
 
 
 _GONE = "the engine that held the states of this optimizer is closed, and the states are lost"
