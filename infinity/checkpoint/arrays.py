@@ -496,12 +496,14 @@ class ElementsInOrder:
         self._parts = parts
         self._rest = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def some(self, at_most: int) -> torch.Tensor:
-        """The next elements, 1-D: at least one, at most ``at_most``. Valid until the next call."""
-        if not self._rest.numel():
-            _, self._rest = next(self._parts)
-        found, self._rest = self._rest[:at_most], self._rest[at_most:]
-        return found
+    def take(self, numel: int) -> Iterator[torch.Tensor]:
+        """Yield the next ``numel`` elements in parts, 1-D. Each is valid until the next one."""
+        while numel > 0:
+            if not self._rest.numel():
+                _, self._rest = next(self._parts)
+            part, self._rest = self._rest[:numel], self._rest[numel:]
+            numel -= part.numel()
+            yield part
 
     def end(self) -> None:
         """Finish after the last element. Raises RuntimeError if elements are left."""

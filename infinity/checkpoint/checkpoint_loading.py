@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -396,19 +397,18 @@ class Loading:
         return self._sources[key]
 
     def _copied(self, like: Any, value: SavedTensor) -> torch.Tensor:
-        """The whole tensor, on a drive if it is large; for a tile, its rows in memory."""
-        if value.shape != tuple(like.shape):
-            rows, whole = self._rows(value), torch.empty(tuple(like.shape), dtype=value.dtype, device="cpu")
-            flat, filled = whole.reshape(-1), 0
-            while filled < flat.numel():
-                part = rows.some(flat.numel() - filled)
-                flat[filled : filled + part.numel()].copy_(part)
-                filled += part.numel()
-            return whole
+        """The whole tensor, or a tile's rows, on a drive if it is large."""
+        shape = tuple(like.shape)
+        is_whole = value.shape == shape
+        elements = ElementsInOrder(value.parts(self._threads)) if is_whole else self._rows(value)
         # The copy is filled in the order of its memory, and the file is in C order: so the copy gets C strides, not the
         # parameter's.
-        stride = torch.empty(tuple(like.shape), device="meta", dtype=torch.float32).stride()
-        with self._access.copies.new(value.shape, stride, value.dtype) as made:
-            for start, part in value.parts(self._threads):
-                made.write(start, part)
+        stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
+        with self._access.copies.new(shape, stride, value.dtype) as made:
+            filled = 0
+            for part in elements.take(math.prod(shape)):
+                made.write(filled, part)
+                filled += part.numel()
+            if is_whole:
+                elements.end()
             return made.finish()

@@ -274,17 +274,15 @@ def _plain(workspace: ChunkBuffer, kind: str) -> torch.Tensor | None:
 def _take(source: ElementsInOrder, target: torch.Tensor) -> None:
     # NumPy copies with one thread. torch would use all its OpenMP threads, which wait for each other if something else
     # computes at the same time.
-    filled = 0
-    into = target.numpy()
-    while filled < into.size:
-        part = source.some(into.size - filled)
+    filled, into = 0, target.numpy()
+    for part in source.take(into.size):
         into[filled : filled + part.numel()] = part.to(torch.float32).numpy()
         filled += part.numel()
 
 
 def _skip(source: ElementsInOrder, numel: int) -> None:
-    while numel > 0:
-        numel -= source.some(numel).numel()
+    for _ in source.take(numel):
+        pass
 
 
 def _spans(param_slice: ParameterSlice) -> Iterator[slice]:
