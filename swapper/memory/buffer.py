@@ -42,44 +42,26 @@ def bytes_of(buffer: Buffer, *, for_read: bool) -> npt.NDArray[np.uint8]:
             return _EMPTY
         try:
             flat = buffer.detach().view(-1)  # .numpy() refuses a tensor that requires a gradient
-            array: npt.NDArray[np.uint8] = (flat if buffer.dtype is torch.uint8 else flat.view(torch.uint8)).numpy()
+            found: npt.NDArray[np.uint8] = (flat if buffer.dtype is torch.uint8 else flat.view(torch.uint8)).numpy()
         except (RuntimeError, TypeError) as error:  # a lazily conjugated or negated tensor
             raise ArgumentError(f"a {buffer.dtype} tensor cannot be seen as bytes: {error}") from error
-        return array
-    if isinstance(buffer, np.ndarray):
-        return _bytes_of_array(buffer, for_read=for_read)
+        return found
+    if isinstance(buffer, np.ma.MaskedArray):
+        raise ArgumentError("the mask of a MaskedArray would be lost; pass its .data and its .mask in two calls")
+    name = type(buffer).__name__
     try:
-        view = memoryview(buffer)
+        # asarray() makes a plain array of a subclass: np.matrix would stay two-dimensional after reshape(-1).
+        array = np.asarray(buffer if isinstance(buffer, np.ndarray) else memoryview(buffer))
     except (TypeError, ValueError, BufferError) as error:
         raise ArgumentError(
-            f"a {type(buffer).__name__} has no memory to transfer; pass a CPU tensor, a numpy array or a bytearray"
+            f"a {name} has no memory to transfer; pass a CPU tensor, a numpy array or a bytearray"
         ) from error
-    if "O" in view.format:
-        raise _objects(buffer)
-    _check(buffer, is_contiguous=view.c_contiguous, is_writable=not view.readonly or not for_read)
-    return np.frombuffer(view.cast("B"), dtype=np.uint8) if view.nbytes else _EMPTY
-
-
-def _bytes_of_array(array: npt.NDArray[Any], *, for_read: bool) -> npt.NDArray[np.uint8]:
-    if isinstance(array, np.ma.MaskedArray):
-        raise ArgumentError("the mask of a MaskedArray would be lost; pass its .data and its .mask in two calls")
     if array.dtype.hasobject:
-        raise _objects(array)
-    _check(array, is_contiguous=array.flags.c_contiguous, is_writable=array.flags.writeable or not for_read)
-    # asarray() makes a plain array of a subclass: np.matrix would stay two-dimensional after reshape(-1).
-    return np.asarray(array).reshape(-1).view(np.uint8) if array.nbytes else _EMPTY
-
-
-def _check(buffer: Buffer, *, is_contiguous: bool, is_writable: bool) -> None:
-    if not is_contiguous:
-        raise ArgumentError(f"a {type(buffer).__name__} that is not contiguous cannot be transferred; copy it first")
-    if not is_writable:
         raise ArgumentError(
-            f"a read cannot store into a {type(buffer).__name__} that is read-only; pass a writable one"
+            f"a {name} of objects has no bytes of its own, only references to them; pass an array of numbers"
         )
-
-
-def _objects(buffer: Buffer) -> ArgumentError:
-    return ArgumentError(
-        f"a {type(buffer).__name__} of objects has no bytes of its own, only references to them; pass an array of numbers"
-    )
+    if not array.flags.c_contiguous:
+        raise ArgumentError(f"a {name} that is not contiguous cannot be transferred; copy it first")
+    if for_read and not array.flags.writeable:
+        raise ArgumentError(f"a read cannot store into a {name} that is read-only; pass a writable one")
+    return array.reshape(-1).view(np.uint8) if array.nbytes else _EMPTY

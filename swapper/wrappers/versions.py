@@ -21,7 +21,6 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -184,11 +183,30 @@ class VersionedBackend(BackendWrapper):
 
     def _write(self, request: IORequest) -> None:
         start, stop = request.offset, request.offset + len(request.memory)
-        first, last = start // ALIGNMENT, -(-stop // ALIGNMENT)
+        if not (start | stop) % ALIGNMENT:
+            self._store(request, start // ALIGNMENT, request.memory, request.address)
+            return
+        # Blocks at the ends are not written whole: all blocks are read into other memory, and written from there with
+        # the new bytes. No other request changes them meanwhile: the scheduler orders requests that share a block.
+        first = start // ALIGNMENT
+        blocks = AlignedRegion(-(-stop // ALIGNMENT) * ALIGNMENT - first * ALIGNMENT).array()
+        address: int = blocks.__array_interface__["data"][0]
+
+        def put(_: IORequest, read_bytes: int, error: OSError | None) -> None:
+            if error is not None or read_bytes < blocks.size:
+                request.complete(0, error or OSError(errno.EAGAIN, _SHORT))
+                return
+            within = start % ALIGNMENT
+            blocks[within : within + stop - start] = np.frombuffer(request.memory, dtype=np.uint8)
+            self._store(request, first, blocks.data, address)
+
+        self._read(IORequest(Direction.READ, first * ALIGNMENT, blocks.data, address, put))
+
+    def _store(self, request: IORequest, first: int, memory: memoryview, address: int) -> None:
+        """Write ``memory`` to free slots, which become those of the blocks from ``first`` on; then end the request."""
+        num_bytes = len(memory)
         with self._lock:
-            # No other request changes these entries meanwhile: the scheduler orders requests that share a block.
-            before = self._slots[first:last].tolist()
-            ranges = self._allocate(last - first)
+            ranges = self._allocate(num_bytes // ALIGNMENT)
         if ranges is None:
             message = (
                 "no free slot: more was written since the last commit than the durable run has reserved space for, "
@@ -197,52 +215,19 @@ class VersionedBackend(BackendWrapper):
             )
             request.complete(0, OSError(errno.ENOSPC, message))
             return
-        # Blocks at the ends that are not written whole are copied, with the new bytes, to their new slots: `old` is
-        # read into `edges`, put() adds the new bytes, and parts() writes all. Example: bytes [100, 12288) are blocks 0
-        # to 2, and edges = {0: its copy}. In consecutive slots these are two parts: block 0 from its copy, blocks 1 and
-        # 2 from the user's memory.
-        cut = {block for block, address in ((first, start), (last - 1, stop)) if address % ALIGNMENT}
-        edges = {block: AlignedRegion(ALIGNMENT).array() for block in cut}
-        old = [
-            ((before[block - first] - 1) * ALIGNMENT, array.data, int(array.__array_interface__["data"][0]))
-            for block, array in edges.items()
-            if before[block - first] and not request.may_pad
-        ]
+        parts, begin = [], 0
+        for low, high in ranges:
+            end = begin + (high - low) * ALIGNMENT
+            parts.append((low * ALIGNMENT, memory[begin:end], address + begin))
+            begin = end
+        del memory  # see _move(): the request may be over before this thread returns
 
-        def put(is_whole: int, error: OSError | None) -> None:  # is_whole: the 1 that _move() gets below, or 0
-            if error is None and not is_whole:
-                error = OSError(errno.EAGAIN, _SHORT)
-            if error is not None:
-                self._end_write(request, first, ranges, error)
-                return
-            for block, array in edges.items():
-                low, high = max(block * ALIGNMENT, start), min((block + 1) * ALIGNMENT, stop)
-                array[low - block * ALIGNMENT : high - block * ALIGNMENT] = np.frombuffer(
-                    request.memory[low - start : high - start], dtype=np.uint8
-                )
-            self._move(Direction.WRITE, list(parts()), len(request.memory), end)
-
-        def parts() -> Iterator[tuple[int, memoryview, int]]:
-            begin = first
-            for low, high in ranges:
-                inside = [block for block in edges if begin <= block < begin + high - low]
-                cuts = sorted({begin, begin + high - low, *inside, *(block + 1 for block in inside)})
-                for block, end_block in pairwise(cuts):
-                    place = (low + block - begin) * ALIGNMENT
-                    if block in edges:
-                        array = edges[block]
-                        yield place, array.data, int(array.__array_interface__["data"][0])
-                    else:
-                        head = block * ALIGNMENT - start
-                        yield place, request.memory[head : end_block * ALIGNMENT - start], request.address + head
-                begin += high - low
-
-        def end(transferred_bytes: int, error: OSError | None) -> None:
-            if error is None and transferred_bytes < len(request.memory):
+        def then(written_bytes: int, error: OSError | None) -> None:
+            if error is None and written_bytes < num_bytes:
                 error = OSError(errno.EAGAIN, _SHORT)
             self._end_write(request, first, ranges, error)
 
-        self._move(Direction.READ, old, 1, put)
+        self._move(Direction.WRITE, parts, num_bytes, then)
 
     def _move(
         self,
