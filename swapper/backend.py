@@ -52,8 +52,6 @@ class IORequest:
         offset: First byte in the backend's address space.
         memory: The bytes in memory; its length is the length of the transfer.
         address: Where ``memory`` starts.
-        may_pad: A write may overwrite the other bytes of the blocks at its two ends. Otherwise a backend that can only
-            write whole blocks must read them first.
         batch: The parts into which the backend has divided it.
         on_complete: Called exactly once, from any thread, also from inside ``submit``.
     """
@@ -63,7 +61,6 @@ class IORequest:
     memory: memoryview
     address: int
     on_complete: CompletionCallback
-    may_pad: bool = False
     batch: Batch | None = None
 
     def release_memory(self) -> None:
@@ -177,7 +174,7 @@ class IOBackend(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Writes rewrite whole blocks of so many bytes; 1 if they touch no byte beside their own."""
+        """Writes rewrite whole blocks of so many bytes, with what was there beside their own; 1 if they rewrite no other."""
 
     @property
     def boundary_bytes(self) -> int:

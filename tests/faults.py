@@ -135,7 +135,7 @@ class FaultInjectingBackend(BackendWrapper):
         if len(memory) == 0:
             request.complete(0)
         else:
-            self.inner.submit(IORequest(request.direction, request.offset, memory, address, complete, request.may_pad))
+            self.inner.submit(IORequest(request.direction, request.offset, memory, address, complete))
 
     def close(self, timeout_seconds: float) -> bool:
         """Close the inner backend; return false if something hangs, as with a real drive."""

@@ -218,9 +218,7 @@ class _Noted(BackendWrapper):
             is_over[0] = True
             request.complete(transferred_bytes, error)
 
-        self.inner.submit(
-            IORequest(request.direction, request.offset, request.memory, request.address, complete, request.may_pad)
-        )
+        self.inner.submit(IORequest(request.direction, request.offset, request.memory, request.address, complete))
 
 
 def copied(source: Path, target: Path) -> Path:

@@ -22,8 +22,8 @@ class FileTransfer:
     [Note: bounced transfers]
     O_DIRECT moves whole, aligned blocks between aligned memory and aligned offsets. Any other request goes through
     memory of the worker's own. A read fetches the blocks around it and copies its bytes out. A write first fetches the
-    blocks at its two ends, unless ``may_pad`` allows to destroy their other bytes. It then copies its bytes in and
-    writes whole blocks. No other request changes these blocks meanwhile: the scheduler counts them as touched.
+    blocks at its two ends. It then copies its bytes in and writes whole blocks. No other request changes these blocks
+    meanwhile: the scheduler counts them as touched.
 
     [Note: runs] A request may be longer than ``step_bytes``. One loop of this thread then carries it out step by step,
     each with one view and one system call.
@@ -110,14 +110,13 @@ class FileTransfer:
             if usable > 0:
                 memory[:usable] = blocks[head : head + usable]
             return max(0, usable)
-        if not request.may_pad:
-            edges = {0} if head else set()
-            if (head + num_bytes) % ALIGNMENT:
-                edges.add(whole - ALIGNMENT)  # a set: both ends may be in one block
-            for edge in edges:
-                block = blocks[edge : edge + ALIGNMENT]
-                if os.preadv(fd, (block,), start + edge) != ALIGNMENT:
-                    return 0  # a short transfer of nothing: going on would write zeros over the other bytes
+        edges = {0} if head else set()
+        if (head + num_bytes) % ALIGNMENT:
+            edges.add(whole - ALIGNMENT)  # a set: both ends may be in one block
+        for edge in edges:
+            block = blocks[edge : edge + ALIGNMENT]
+            if os.preadv(fd, (block,), start + edge) != ALIGNMENT:
+                return 0  # a short transfer of nothing: going on would write zeros over the other bytes
         blocks[head : head + num_bytes] = memory
         return max(0, min(num_bytes, os.pwritev(fd, (blocks,), start) - head))
 

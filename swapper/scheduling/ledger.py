@@ -74,17 +74,10 @@ class Ledger:
         """
         written, first, stop = self._written, operation.first, operation.stop
         is_read = operation.direction is Direction.READ
-        if not self._is_written:
-            if is_read:
-                gap = written.first_gap(first, stop)
-                if gap is not None:
-                    raise ExtentError.unwritten(self.extent.name, gap[0], gap[1] - gap[0])
-            else:
-                # The neighbours in the blocks at the two ends matter only if somebody wrote them.
-                operation.may_pad = not (
-                    (operation.hazard_start < first and written.first_overlap(operation.hazard_start, first))
-                    or (stop < operation.hazard_stop and written.first_overlap(stop, operation.hazard_stop))
-                )
+        if is_read and not self._is_written:
+            gap = written.first_gap(first, stop)
+            if gap is not None:
+                raise ExtentError.unwritten(self.extent.name, gap[0], gap[1] - gap[0])
         # A write on its way may heal them: checked when it has ended.
         if is_read and self.has_broken and not any(each.direction is Direction.WRITE for each in self.operations):
             self.check_broken(operation)

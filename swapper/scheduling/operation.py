@@ -146,7 +146,6 @@ class Operation(IORequest, Handle):
         if then is not None:
             self.callbacks = [then]
         self.on_complete = _nothing  # until it is handed over
-        self.may_pad = False  # see `IORequest`; `Ledger.admit` decides
         self.batch = None
 
     @property
@@ -181,7 +180,6 @@ class Transfer(IORequest):
             operation.memory[low:high],
             operation.address + low,
             operation.on_complete,
-            operation.may_pad,
             operation=operation,
         )
 

@@ -42,31 +42,28 @@ class _Job:
     """One request on its way, and the bytes that were read back for it.
 
     Attributes:
+        start, stop: The range of its addresses. Their checksums are forgotten once a write has begun.
         cuts: Addresses at which segments have to end.
-        drops: The range of addresses whose checksums are forgotten once a write has begun.
         edges: Pages of which the request covers a part, at most two.
         to_read: Ranges to be read back before the transfer.
         read_back: By page, the first address and the bytes of such a range.
     """
 
     # Example: blocks of 4 KiB, pages of 64 KiB, page 0 written whole. A write of bytes [100, 5000):
-    #   edges = (0,), drops = (100, 5000), cuts = (0, 8192, 100, 5000), to_read = [(0, 65536)]
+    #   edges = (0,), cuts = (0, 8192, 100, 5000), to_read = [(0, 65536)]
     # The page is read back and verified. Its segments are then [0, 100), [5000, 8192) and [8192, 65536); the write adds
-    # [100, 5000). A write of [4096, 65536) would have drops = cuts = (4096, 65536).
+    # [100, 5000). A write of [4096, 65536) would have cuts = (4096, 65536).
 
-    __slots__ = ("cuts", "drops", "edges", "read_back", "request", "start", "stop", "to_read")
+    __slots__ = ("cuts", "edges", "read_back", "request", "start", "stop", "to_read")
 
     def __init__(self, request: IORequest, block_bytes: int, table: ChecksumTable) -> None:
         self.request = request
         self.start = start = request.offset
         self.stop = stop = start + len(request.memory)
-        self.drops = (start, stop)
         self.cuts: tuple[int, ...] = (start, stop)
         if request.direction is Direction.WRITE and (start | stop) % block_bytes:
-            blocks = start // block_bytes * block_bytes, min(round_up(stop, block_bytes), table.capacity_bytes)
-            # may_pad: the rest of these blocks was never written, and holds anything after the write.
-            self.drops = blocks if request.may_pad else self.drops
-            self.cuts = blocks if request.may_pad else (*blocks, start, stop)
+            last_stop = min(round_up(stop, block_bytes), table.capacity_bytes)
+            self.cuts = (start // block_bytes * block_bytes, last_stop, start, stop)
         size = table.page_bytes
         first, last = start // size, (stop - 1) // size
         ends = (first,) if first == last else (first, last)
@@ -196,9 +193,7 @@ class IntegrityBackend(BackendWrapper):
 
     def _transfer(self, job: _Job) -> None:
         outer, on_complete = job.request, partial(self._on_transferred, job)
-        self.inner.submit(
-            IORequest(outer.direction, outer.offset, outer.memory, outer.address, on_complete, outer.may_pad)
-        )
+        self.inner.submit(IORequest(outer.direction, outer.offset, outer.memory, outer.address, on_complete))
 
     def _on_transferred(self, job: _Job, inner: IORequest, transferred_bytes: int, error: OSError | None) -> None:
         inner.release_memory()
@@ -226,8 +221,7 @@ class IntegrityBackend(BackendWrapper):
             for start, stop in pairwise(sorted({segment.start, *inside, segment.stop})):
                 checksum = crc32c(job.bytes_on_drive(page, start, stop)) if is_right else None
                 kept.append(Segment(start, stop, checksum))
-        low, high = job.drops
-        self._table.replace(page, [each for each in kept if each.stop <= low or high <= each.start])
+        self._table.replace(page, [each for each in kept if each.stop <= job.start or job.stop <= each.start])
 
     def _is_right(self, job: _Job, page: int, segment: Segment) -> bool:
         if segment.checksum is None:

@@ -43,9 +43,7 @@ class LateBackend(BackendWrapper):
             request.complete(transferred_bytes, error)
             is_over.set()
 
-        self.inner.submit(
-            IORequest(request.direction, request.offset, request.memory, request.address, complete, request.may_pad)
-        )
+        self.inner.submit(IORequest(request.direction, request.offset, request.memory, request.address, complete))
         assert is_over.wait(300)
 
     def answer_all(self) -> None:

@@ -262,18 +262,6 @@ def test_neighbours_in_one_block_are_a_hazard_where_blocks_are_written_whole() -
             assert len(backend.open) == num_open
 
 
-def test_a_write_may_destroy_only_neighbours_that_nobody_wrote() -> None:
-    backend = ManualBackend(64 * _BLOCK, block_bytes=_BLOCK)
-    with _opened(backend) as swapper:
-        extent = swapper.allocate(4 * _BLOCK, "x")
-        may_pad = []
-        for offset, num_bytes in ((100, 50), (0, 100), (2 * _BLOCK, 10), (2 * _BLOCK + 10, 10), (2 * _BLOCK, _BLOCK)):
-            swapper.write(extent, np.ones(num_bytes, dtype=np.uint8), offset=offset)
-            may_pad.append(backend.submitted[-1].may_pad)
-            backend.complete_all()
-        assert may_pad == [True, False, True, False, True]
-
-
 def test_completions_inside_submit_do_not_grow_the_stack() -> None:
     num_pieces = 5000
     with Swapper(MemoryBackend(num_pieces * _BLOCK), SwapperConfig(request_bytes=_BLOCK)) as swapper:

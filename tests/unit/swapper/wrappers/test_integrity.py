@@ -253,27 +253,6 @@ def test_what_a_short_write_has_written_is_protected_in_whole_blocks(short_bytes
     assert _is_damaged(backend, 0, 4 * _PAGE)
 
 
-def test_what_padding_has_destroyed_is_not_called_damage() -> None:
-    backend, inner = _manual(block_bytes=ALIGNMENT)
-    for low, high in ((0, ALIGNMENT), (ALIGNMENT, ALIGNMENT + 5), (ALIGNMENT + 5, _PAGE), (_PAGE, 2 * _PAGE)):
-        start(backend, _WRITE, low, random_bytes(high - low, low))
-        inner.complete_all()
-    padded = start(backend, _WRITE, ALIGNMENT + 10, random_bytes(100, 1), may_pad=True)
-    inner.complete_all()
-    padded.require_whole(100)
-    inner.region.array()[ALIGNMENT : ALIGNMENT + 10] = 0
-    inner.region.array()[ALIGNMENT + 110 : 2 * ALIGNMENT] = 0
-    completion = start(backend, _READ, 0, aligned_bytes(2 * _PAGE))
-    inner.complete_all()
-    completion.require_whole(2 * _PAGE)
-    for address in (ALIGNMENT - 1, ALIGNMENT + 10, 2 * ALIGNMENT):
-        _flip(inner, address)
-        completion = start(backend, _READ, 0, aligned_bytes(2 * _PAGE))
-        inner.complete_all()
-        assert isinstance(completion.error, CorruptedDataError)
-        _flip(inner, address)
-
-
 # ------------------------------------------------------------------------------------------------- reads that go wrong
 
 
