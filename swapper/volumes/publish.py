@@ -32,7 +32,7 @@ from typing import IO
 from swapper.volumes.thread_pool import ThreadPool
 
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # missing in libc before glibc 2.28
-_NUM_THREADS = 8  # files that are synced or removed at a time
+_NUM_THREADS = 8  # files that are synced at a time
 _HIDDEN = ".*.saving-*"
 _LOCK, _REPLACED = ".lock", "replaced"  # names in a hidden directory
 _MARK = b"swapper: files that are being saved\n"
@@ -86,7 +86,7 @@ class Staging:
         try:
             self._lock = mark(self.path)
         except BaseException:
-            remove_tree(self.path)
+            shutil.rmtree(self.path, ignore_errors=True)
             raise
 
     @contextlib.contextmanager
@@ -169,7 +169,7 @@ def _remove_hidden(path: Path, lock: int | None) -> None:
     finally:
         if lock is not None:
             os.close(lock)
-    remove_tree(path)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _empty(folder: Path) -> None:
@@ -177,7 +177,7 @@ def _empty(folder: Path) -> None:
     with contextlib.suppress(OSError):  # the mark last: if this process is killed meanwhile, the rest is known as ours
         for entry in list(os.scandir(folder)):
             if entry.is_dir(follow_symlinks=False):
-                remove_tree(Path(entry.path))
+                shutil.rmtree(entry.path, ignore_errors=True)
             elif entry.name != _LOCK:
                 os.unlink(entry.path)
         if os.listdir(folder) == [_LOCK]:
@@ -358,23 +358,6 @@ def sync_tree(folder: Path) -> None:
     paths = [Path(place, name) for place, _, names in os.walk(folder) for name in ("", *names)]
     with ThreadPool(_NUM_THREADS) as pool:
         pool.map(_sync_target, paths)
-
-
-def remove_tree(folder: Path) -> None:
-    """Remove a directory (no link) with its contents, as far as possible."""
-    found = list(os.walk(folder))
-    depths: dict[int, list[str]] = {}  # directories by depth: the deepest are removed first
-    for place, _, _ in found:
-        depths.setdefault(place.count("/"), []).append(place)
-    with ThreadPool(_NUM_THREADS) as pool:  # as in `sync_tree`
-        for place, _, names in found:
-            for name in names:
-                pool.submit(os.unlink, os.path.join(place, name))
-    for depth in sorted(depths, reverse=True):
-        with ThreadPool(_NUM_THREADS) as pool:
-            for place in depths[depth]:
-                pool.submit(os.rmdir, place)
-    shutil.rmtree(folder, ignore_errors=True)  # what came meanwhile; usually nothing is left
 
 
 def _sync_target(path: Path) -> None:

@@ -50,16 +50,6 @@ def test_an_error_of_one_sync_is_raised(tmp_path: Path, monkeypatch: pytest.Monk
         publish.sync_tree(folder)
 
 
-def test_a_tree_is_removed_and_what_its_links_name_is_not(tmp_path: Path) -> None:
-    kept, folder = _tree(tmp_path / "kept"), _tree(tmp_path / "tree")
-    (folder / "a/link").symlink_to(kept, target_is_directory=True)
-    (folder / "e/link").symlink_to(kept / "e/file")
-    publish.remove_tree(folder)
-    assert not folder.exists()
-    assert sum(path.is_file() for path in kept.rglob("*")) == 3
-    publish.remove_tree(folder)  # is gone already
-
-
 def test_what_fails_leaves_no_directory_that_was_made_for_it(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     for target in (tmp_path / "new" / "below", tmp_path / "there"):
