@@ -239,7 +239,6 @@ class SavedActivations(Spilling[_Stored]):
         if has_left and not self._all and not still:
             self._oldest_first.clear()
             self._slack_bytes = 0
-            self._space.tidy()
 
     def close(self) -> None:
         """Release everything. Also after an error. A later backward raises EngineClosedError."""

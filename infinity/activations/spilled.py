@@ -33,18 +33,12 @@ other last bits."""
 
 
 class SpillSpace:
-    """Extents in volumes that are opened when they are needed, because the first step shows how much that is.
-
-    Extents are reused by size, from step to step.
-    """
+    """Extents in volumes that are opened when they are needed, because the first step shows how much that is."""
 
     def __init__(self, open_swapper: Callable[[int], Swapper]) -> None:
         """``open_swapper`` opens a volume of that many bytes. `EngineResources` closes it."""
         self._open_swapper = open_swapper
         self._swappers: list[Swapper] = []
-        self._free: dict[int, list[tuple[Swapper, Extent]]] = {}
-        self._sizes: set[int] = set()
-        """Of the extents taken since the last `tidy`."""
 
     def allocate(self, num_bytes: int) -> tuple[Swapper, Extent]:
         """An extent of ``num_bytes``.
@@ -52,11 +46,6 @@ class SpillSpace:
         Raises:
             UnsupportedSchedule: there is no NVMe tier, or its directories have no room.
         """
-        self._sizes.add(num_bytes)
-        # Extents are reused by size: each step of a model spills the same sizes.
-        free = self._free.get(num_bytes)
-        if free:
-            return free.pop()
         for swapper in self._swappers:
             try:
                 return swapper, swapper.allocate(num_bytes, "activations")
@@ -88,22 +77,11 @@ class SpillSpace:
         self._swappers.append(swapper)
         return swapper
 
-    def free(self, num_bytes: int, place: tuple[Swapper, Extent]) -> None:
-        """The extent is free again."""
-        self._free.setdefault(num_bytes, []).append(place)
-
-    def discard(self, place: tuple[Swapper, Extent]) -> None:
-        """Do not reuse the extent: a request on it has failed. Its space is free when that request has ended."""
+    def free(self, place: tuple[Swapper, Extent]) -> None:
+        """The extent is not needed any more. Its space is free when no request uses it, not even one that hangs."""
         swapper, extent = place
         with contextlib.suppress(SwapperError):
             swapper.free(extent)
-
-    def tidy(self) -> None:
-        """Free the extents of sizes that the step did not use."""
-        for num_bytes in [size for size in self._free if size not in self._sizes]:
-            for swapper, extent in self._free.pop(num_bytes):
-                swapper.free(extent)
-        self._sizes.clear()
 
 
 class Spilled:
@@ -231,15 +209,10 @@ class Spilling(ABC, Generic[_Item]):
 
     def _release(self, item: _Item) -> None:
         """Nobody needs it any more."""
-        try:
+        with contextlib.suppress(SwapperError):
             self._wait(item, "write")
-        # Its blocks may be written at any time, so nothing else may be placed there.
-        except SwapperError:
-            if item.place is not None:
-                self._space.discard(item.place)
-        else:
-            if item.place is not None:
-                self._space.free(item.num_bytes, item.place)
+        if item.place is not None:
+            self._space.free(item.place)
         item.source = item.place = item.under_way = None
         self._drop_memory(item)
 

@@ -164,7 +164,6 @@ class VerticalSchedule:
         self.traffic = Traffic(
             is_vertical=True, spilled_bytes=step.checkpoints.spilled_bytes, resumed_bytes=resumed_bytes
         )
-        on.space.tidy()
         # After the `try`: an error of the collective is no reason to repeat the step.
         on.stepper.gradients.average_last(options.step)
         return losses
