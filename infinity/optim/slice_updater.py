@@ -64,10 +64,6 @@ class SliceUpdater:
         tried: list[dict[str, Any]] = []
         # A class may look at `p.grad` of parameters that it holds on to: trials must not use or change it.
         with _without_gradients(wrapped_optimizer.params()):
-            for group in wrapped_optimizer.param_groups if not self._is_known else ():
-                # First for all groups: what is wrong with a state is a better error than bits that differ.
-                executor = OptimizerExecutor(wrapped_optimizer.optimizer)
-                learn_schema(executor, executor.training(hyperparameters(group)), self._device)
             for group in wrapped_optimizer.param_groups:
                 values = hyperparameters(group)
                 if not any(_behave_equally(other, values) for other in tried):
@@ -392,29 +388,20 @@ def check_parts(
     """
     if not updater.mixes_elements:
         return
-    if any(getattr(param, "is_part_of_dtensor", False) for param in wrapped_optimizer.params()):
-        raise OptimizerNotPageableError(
-            wrapped_optimizer.name,
-            "it updates whole parameters, and with tensor parallelism by DTensors each rank has a part of them",
-            cure="Take an optimizer that treats every element by itself (AdamW, SGD, Lion), or do not divide the model",
-        )
-    if is_divided:
-        raise OptimizerNotPageableError(
-            wrapped_optimizer.name,
-            f"it updates whole parameters, and with zero_optimization.stage {zero_stage} each rank has a part of them",
-            cure="Set zero_optimization.stage to 0: each rank then pages all states, and they train as one",
-        )
     cut = [tiled for tiled in wrapped_optimizer.tiled.tiled if not tiled.by_expert or tiled.tiles[0].requires_grad]
-    if cut:
-        by_expert = all(tiled.by_expert for tiled in cut)
-        key, cure = (
-            ("experts", 'Set infinity.experts to "whole"')
-            if by_expert
-            else ("tile_above", "Remove infinity.tile_above")
-        )
-        raise OptimizerNotPageableError(
-            wrapped_optimizer.name, f"it updates whole parameters, and infinity.{key} makes several of one", cure=cure
-        )
+    if any(getattr(param, "is_part_of_dtensor", False) for param in wrapped_optimizer.params()):
+        problem = "with tensor parallelism by DTensors each rank has a part of them"
+        cure = "Take an optimizer that treats every element by itself (AdamW, SGD, Lion), or do not divide the model"
+    elif is_divided:
+        problem = f"with zero_optimization.stage {zero_stage} each rank has a part of them"
+        cure = "Set zero_optimization.stage to 0: each rank then pages all states, and they train as one"
+    elif cut and all(tiled.by_expert for tiled in cut):
+        problem, cure = "infinity.experts makes several of one", 'Set infinity.experts to "whole"'
+    elif cut:
+        problem, cure = "infinity.tile_above makes several of one", "Remove infinity.tile_above"
+    else:
+        return
+    raise OptimizerNotPageableError(wrapped_optimizer.name, f"it updates whole parameters, and {problem}", cure=cure)
 
 
 def check_state_format(form: StateFormat, wrapped_optimizer: WrappedOptimizer, updater: SliceUpdater) -> None:
@@ -428,29 +415,23 @@ def check_state_format(form: StateFormat, wrapped_optimizer: WrappedOptimizer, u
     if form is StateFormat.FP32:
         return
     cls = type(wrapped_optimizer.optimizer)
+    problem = ""
     if updater.mixes_elements:
-        raise ConfigError.value(
-            _KEY,
-            form.value,
-            f"rounded states are opened part by part, and {cls.__name__} updates whole parameters",
-            cure='Set it to "fp32"',
-        )
-    for index, group in enumerate(wrapped_optimizer.param_groups):
+        problem = f"rounded states are opened part by part, and {cls.__name__} updates whole parameters"
+        cure = 'Set it to "fp32"'
+    for index, group in enumerate(wrapped_optimizer.param_groups if not problem else ()):
+        refused = [name for name in updater.state_names(index) if name not in _ONE_BYTE.get(cls, frozenset())]
         if isinstance(wrapped_optimizer.optimizer, torch.optim.RMSprop) and group.get("centered"):
-            raise ConfigError.value(
-                _KEY,
-                form.value,
+            problem = (
                 f"{cls.__name__} with centered=True takes the root of a difference of two states, and between rounded ones that "
-                "may be negative",
-                cure='Set it to "fp32", or centered to false',
+                "may be negative"
             )
-        names = updater.state_names(index)
-        refused = [name for name in names if name not in _ONE_BYTE.get(cls, frozenset())]
-        if form.is_one_byte and refused:
-            raise ConfigError.value(
-                _KEY,
-                form.value,
+            cure = 'Set it to "fp32", or centered to false'
+        elif form.is_one_byte and refused:
+            problem = (
                 f"one byte per element is for the running means of Adam, AdamW, SGD and Lion, and {cls.__name__} keeps "
-                f"'{refused[0]}'",
-                cure='Set it to "bf16" or "fp32"' + (", or amsgrad to false" if group.get("amsgrad") else ""),
+                f"'{refused[0]}'"
             )
+            cure = 'Set it to "bf16" or "fp32"' + (", or amsgrad to false" if group.get("amsgrad") else "")
+    if problem:
+        raise ConfigError.value(_KEY, form.value, problem, cure=cure)
