@@ -21,7 +21,7 @@ import numpy.typing as npt
 from swapper.config import ALIGNMENT, round_up
 from swapper.memory.region import AlignedRegion
 from swapper.uncopyable import Closable, closed_unless_made
-from swapper.volumes.scratch_file import extend, write_all
+from swapper.volumes.scratch_file import reserve_space, write_all
 from swapper.volumes.thread_pool import ThreadPool
 
 Bytes = npt.NDArray[np.uint8]
@@ -45,7 +45,7 @@ class BlockFile:
         self._fd = _open(path, os.O_RDONLY if num_bytes is None else os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         if num_bytes:
             with closed_unless_made(self.release):
-                extend(self._fd, num_bytes)
+                reserve_space(self._fd, num_bytes, otherwise=lambda: os.ftruncate(self._fd, num_bytes))
 
     def use(self) -> None:
         """Keep it open until `release`."""

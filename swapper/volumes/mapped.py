@@ -18,7 +18,7 @@ import numpy.typing as npt
 from swapper.errors import VolumeError
 from swapper.memory.mapping import map_memory, owned_array, unmap
 from swapper.uncopyable import closed_unless_made
-from swapper.volumes.scratch_file import extend, open_nameless, write_all
+from swapper.volumes.scratch_file import open_nameless, reserve_space, write_all
 
 # 0x4000 is MAP_NORESERVE, on all of Linux but Alpha, MIPS and PA-RISC. Without it, the kernel reserves memory for a
 # copy of each page, and refuses a file that is larger than all memory.
@@ -36,7 +36,7 @@ class MappedFile:
         self._num_bytes = num_bytes
         self._fd = open_nameless(directory)
         with closed_unless_made(self.close):
-            extend(self._fd, num_bytes)
+            reserve_space(self._fd, num_bytes, otherwise=lambda: os.ftruncate(self._fd, num_bytes))
 
     def write(self, data: npt.NDArray[np.uint8], offset: int) -> None:
         """Put bytes at an offset."""

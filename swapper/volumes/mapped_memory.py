@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from swapper.errors import VolumeError, VolumeTooSmallError, error_words, limit_cure
+from swapper.errors import VolumeError, error_words, limit_cure
 from swapper.memory.mapping import map_memory, owned_array, unmap
 from swapper.sync.limits import start_threads
-from swapper.volumes.scratch_file import CANNOT_RESERVE, FULL, fallocate, open_nameless, write_in_place
+from swapper.volumes.scratch_file import FULL, fallocate, open_nameless, reserve_space, taking_space, write_in_place
 
 WINDOW_BYTES = 64 << 20
 """Bytes of all arrays together that may be in memory before they are written out."""
@@ -133,24 +133,16 @@ class _Segment:
         # A write to a mapped page without space on the drive would end the process with SIGBUS.
         offset = self._taken_bytes
         length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        stat = os.fstatvfs(self._fd)
-        free_bytes = stat.f_bavail * stat.f_frsize
-        if stat.f_blocks and free_bytes < length:
-            raise VolumeTooSmallError(self._directory, length, free_bytes)
-        try:
+        with taking_space(self._fd, self._directory, length):
             try:
-                fallocate(self._fd, length, offset, _KEEP_SIZE)
-            except OSError as refusal:
-                if refusal.errno not in CANNOT_RESERVE:
+                reserve_space(self._fd, length, offset, _KEEP_SIZE, otherwise=lambda: self._fill(offset, length))
+            except OSError as error:
+                self.free(offset, num_bytes)  # what it got before it failed
+                if error.errno in FULL:
                     raise
-                self._fill(offset, length)
-        except OSError as error:
-            self.free(offset, num_bytes)  # what it got before it failed
-            if error.errno in FULL:
-                raise VolumeTooSmallError(self._directory, length, free_bytes, error_words(error)) from error
-            problem = f"cannot reserve {length} bytes in {str(self._directory)!r}: {error_words(error)}"
-            problem += f"; {limit_cure(error) or 'choose another directory'}"
-            raise VolumeError(self._directory, problem) from error
+                problem = f"cannot reserve {length} bytes in {str(self._directory)!r}: {error_words(error)}"
+                problem += f"; {limit_cure(error) or 'choose another directory'}"
+                raise VolumeError(self._directory, problem) from error
         self._taken_bytes = offset + length
         return offset
 

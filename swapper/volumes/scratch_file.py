@@ -15,7 +15,7 @@ import os
 import struct
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swapper.config import ALIGNMENT
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})  # of a transfer: the file system has no direct I/O
-CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})  # fallocate does not work here
+_CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})  # fallocate does not work here
 _FILL_BYTES = 8 << 20  # of zeros, in one write
 _FILL_CHECK_BYTES = 64 << 20  # written before it is checked whether they took any space
 _FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_NOCOW_FL = 0x80086601, 0x40086602, 0x00800000  # of <linux/fs.h>, 64 bits
@@ -96,28 +96,15 @@ class ScratchFile(Uncopyable):
         self.num_bytes = num_bytes
 
     def _grow(self, num_bytes: int) -> None:
-        directory = self.directory
-        stat = os.fstatvfs(self.fd)
-        free_bytes = stat.f_bavail * stat.f_frsize + self.num_bytes
-        # First, because a reservation that fails half way would fill the drive for a moment, for all its users.
-        # f_blocks is 0 on file systems that report no sizes.
-        if stat.f_blocks and free_bytes < num_bytes:
-            raise VolumeTooSmallError(directory, num_bytes, free_bytes)
-        if not self.num_bytes and self.drive.file_system == "btrfs":  # it takes the flag for empty files only
-            write_in_place(self.fd)
-        try:
+        with taking_space(self.fd, self.directory, num_bytes, own_bytes=self.num_bytes):
+            if not self.num_bytes and self.drive.file_system == "btrfs":  # it takes the flag for empty files only
+                write_in_place(self.fd)
             try:
-                fallocate(self.fd, num_bytes)
-            except OSError as refusal:
-                if refusal.errno not in CANNOT_RESERVE:
-                    raise
-                self._fill(num_bytes)
-        except OSError as error:
-            if error.errno in FULL or error.errno == errno.EFBIG:  # return the space that it got before it failed
-                os.ftruncate(self.fd, self.num_bytes)
-            if error.errno in FULL:
-                raise VolumeTooSmallError(directory, num_bytes, free_bytes, error_words(error)) from error
-            raise
+                reserve_space(self.fd, num_bytes, otherwise=lambda: self._fill(num_bytes))
+            except OSError as error:
+                if error.errno in FULL or error.errno == errno.EFBIG:  # return the space that it got before it failed
+                    os.ftruncate(self.fd, self.num_bytes)
+                raise
 
     def _fill(self, num_bytes: int) -> None:
         """Take the space by writing zeros, or none if the file system does not give any for them.
@@ -190,18 +177,39 @@ def fallocate(fd: int, num_bytes: int, offset: int = 0, mode: int = 0) -> None:
             raise OSError(code, os.strerror(code))
 
 
-def extend(fd: int, num_bytes: int) -> None:
-    """Give a file a length, with space for it where the file system can reserve any.
+def reserve_space(fd: int, num_bytes: int, offset: int = 0, mode: int = 0, *, otherwise: Callable[[], object]) -> None:
+    """As `fallocate`; calls ``otherwise`` where the file system cannot reserve space.
 
     Raises:
         OSError: There is no room.
     """
     try:
-        fallocate(fd, num_bytes)
+        fallocate(fd, num_bytes, offset, mode)
     except OSError as error:
-        if error.errno not in CANNOT_RESERVE:
+        if error.errno not in _CANNOT_RESERVE:
             raise
-        os.ftruncate(fd, num_bytes)
+        otherwise()
+
+
+@contextlib.contextmanager
+def taking_space(fd: int, directory: Path, num_bytes: int, *, own_bytes: int = 0) -> Iterator[None]:
+    """A file becomes ``num_bytes`` long in the ``with`` block, of which it has ``own_bytes``.
+
+    Raises:
+        VolumeTooSmallError: There is not so much room, found before the block or in it.
+    """
+    stat = os.fstatvfs(fd)
+    free_bytes = stat.f_bavail * stat.f_frsize + own_bytes
+    # First, because a reservation that fails half way would fill the drive for a moment, for all its users.
+    # f_blocks is 0 on file systems that report no sizes.
+    if stat.f_blocks and free_bytes < num_bytes:
+        raise VolumeTooSmallError(directory, num_bytes, free_bytes)
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise VolumeTooSmallError(directory, num_bytes, free_bytes, error_words(error)) from error
+        raise
 
 
 def write_all(fd: int, view: memoryview, offset: int) -> None:

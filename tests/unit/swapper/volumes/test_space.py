@@ -143,7 +143,7 @@ def test_what_cannot_be_reserved_after_all_goes_to_the_others(
     real = scratch_module.fallocate
     largest = 4 * _STRIPE + 100
 
-    def limited(fd: int, num_bytes: int) -> None:
+    def limited(fd: int, num_bytes: int, *more: int) -> None:
         if str(paths[1]) in os.readlink(f"/proc/self/fd/{fd}") and num_bytes > largest:
             raise OSError(code, os.strerror(code))
         real(fd, num_bytes)
@@ -194,7 +194,7 @@ def test_files_that_cannot_grow_keep_their_lengths(paths: list[Path], monkeypatc
     """These tell what lies where."""
     real = scratch_module.fallocate
 
-    def limited(fd: int, num_bytes: int) -> None:
+    def limited(fd: int, num_bytes: int, *more: int) -> None:
         if str(paths[2]) in os.readlink(f"/proc/self/fd/{fd}") and num_bytes > 4 * _STRIPE:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(fd, num_bytes)
