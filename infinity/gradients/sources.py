@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -109,32 +109,16 @@ class DeviceGradients(GradientSource):
         super().release()
 
 
-class MemoryUse(Protocol):
-    """Memory in use by something that ends by itself."""
+class SpillingWrite(GradientSource):
+    """Gradients on their way to NVMe, in memory that the write reads until it has ended."""
 
-    @property
-    def used_bytes(self) -> int:
-        """So much of it, from its beginning, is not in use any more."""
-
-    def is_released(self) -> bool: ...
-
-    def add_release_callback(self, on_release: Callable[[], None]) -> None:
-        """Call ``on_release``, from any thread, at the end, and when `used_bytes` has grown."""
-
-
-class SpillingWrite:
-    """Gradients on their way to NVMe."""
-
-    used_bytes = 0  # the write reads all of the memory until it has ended
-
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: Handle, dtype: torch.dtype) -> None:
+        super().__init__((), dtype)
         self._handle = handle
+        handle.add_done_callback(lambda _: self.release())
 
     def is_released(self) -> bool:
-        return self._handle.done()
-
-    def add_release_callback(self, on_release: Callable[[], None]) -> None:
-        self._handle.add_done_callback(lambda _: on_release())
+        return self._handle.done()  # before the callback, maybe
 
 
 class GradientBuffer:

@@ -19,7 +19,6 @@ from infinity.gradients.sources import (
     GradientBuffer,
     GradientSource,
     MemoryGradients,
-    MemoryUse,
     SpilledGradients,
     SpillingWrite,
 )
@@ -79,7 +78,7 @@ class GradientStore:
         self._kept_dtype = torch.float32 if fits_wide else self._waiting.dtype
         self._scratch_bytes = max(sizes, default=0)
         self._numbers = itertools.count()  # for `UnitGrads.number`
-        self._memory_uses: deque[tuple[MemoryUse, FlatBuffer | None]] = deque()
+        self._memory_uses: deque[tuple[GradientSource, FlatBuffer | None]] = deque()
         """Memory that an update or a write uses, each until `_retire` finds that this has ended; None: not of the pool."""
         self._ended = Bell()  # rung when a use of memory ends, by a thread of the update stream or the swapper
         self.scaler = scaler or LossScaler(None)
@@ -401,7 +400,7 @@ class GradientStore:
             # Not returned to the pool: the user's tensor keeps the memory.
             self._detach(buffer)
         else:
-            self._add_memory_use(SpillingWrite(handle), buffer.flat)
+            self._add_memory_use(SpillingWrite(handle, buffer.dtype), buffer.flat)
 
     def _allocate(self, num_bytes: int) -> FlatBuffer:
         """Memory of the pool; waits for room."""
@@ -453,7 +452,7 @@ class GradientStore:
                 self._pool.release(flat)
         return made_room or len(self._memory_uses) < num_uses
 
-    def _add_memory_use(self, use: MemoryUse, flat: FlatBuffer | None) -> None:
+    def _add_memory_use(self, use: GradientSource, flat: FlatBuffer | None) -> None:
         use.add_release_callback(self._ended.ring)
         self._memory_uses.append((use, flat))
 
