@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 
 from swapper.config import BackendName, SwapperConfig
@@ -58,11 +58,4 @@ class IOSetting:
         Raises:
             ArgumentError: A value cannot work.
         """
-        return SwapperConfig(
-            request_bytes=self.request_bytes,
-            num_threads=self.num_threads,
-            max_inflight=self.max_inflight,
-            deadline_seconds=deadline_seconds,
-            direct=direct,
-            backend=self.backend,
-        )
+        return SwapperConfig(**asdict(self), direct=direct, deadline_seconds=deadline_seconds)
