@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from swapper.extents.extent import Extent, NameOf
     from swapper.memory.held import hang_error, is_held
     from swapper.memory.region import AlignedRegion
-    from swapper.memory.staging import StagingBuffer, StagingPool, StagingStatistics
+    from swapper.memory.staging import StagingBuffer, StagingPool
     from swapper.meters.busy import BusySeconds, BusyTimes
     from swapper.meters.observer import TransferRecord
     from swapper.scheduling.handle import Handle
@@ -106,7 +106,6 @@ __all__ = [
     "StagingBuffer",
     "StagingExhaustedError",
     "StagingPool",
-    "StagingStatistics",
     "StallError",
     "Statistics",
     "Swapper",

@@ -33,29 +33,6 @@ Pin = Callable[[int, int], Callable[[], None] | None]
 """``pin(address, num_bytes)`` registers memory with a device's driver and returns what undoes it; None if it cannot."""
 
 
-@dataclass(frozen=True, slots=True)
-class StagingStatistics:
-    """A snapshot of a staging pool.
-
-    Attributes:
-        buffer_bytes: Size of each buffer.
-        num_buffers: Buffers of the staging pool.
-        num_leased: Buffers in use now, by an owner or by a transfer that outlives the lease.
-        most_leased: The most buffers in use at once.
-        num_leases: Buffers leased so far.
-        wait_seconds: Time that leases have spent waiting, summed over threads.
-        owners: Each owner, and how many buffers it holds now.
-    """
-
-    buffer_bytes: int
-    num_buffers: int
-    num_leased: int
-    most_leased: int
-    num_leases: int
-    wait_seconds: float
-    owners: tuple[tuple[str, int], ...]
-
-
 class StagingBuffer(Uncopyable):
     """The lease of one buffer. A context manager that releases it.
 
@@ -78,8 +55,6 @@ class StagingBuffer(Uncopyable):
         self._tensor: torch.Tensor | None = torch.from_numpy(array)
         staging_pool._leased[index] = _Lease(weakref.ref(array), owner)
         staging_pool.free.remove(index)  # a finalizer may have given another one back in between
-        staging_pool._num_leases += 1
-        staging_pool._most_leased = max(staging_pool._most_leased, staging_pool.num_buffers - len(staging_pool.free))
 
     def __repr__(self) -> str:
         state = "released" if self._tensor is None else "leased"
@@ -174,9 +149,6 @@ class StagingPool(Closable):
         self._lock = threading.RLock()
         self._available = threading.Condition(self._lock)  # entered by its lock: see [Note: bells] in swapper.sync.bell
         self._is_refusing = self._is_closed = False
-        self._most_leased = 0
-        self._num_leases = 0
-        self._wait_seconds = 0.0
 
     def _map(self) -> None:
         """Allocate the memory, and make it known to the driver and to those who want to know it."""
@@ -321,7 +293,6 @@ class StagingPool(Closable):
         return bool(tenants(self._address + index * self.buffer_bytes, self.buffer_bytes))
 
     def _wait(self, timeout_seconds: float) -> None:
-        started_seconds = time.monotonic()
         left_seconds = timeout_seconds
         most_seconds = max(timeout_seconds / _NUM_PAUSES, _HELD_SECONDS)
         while not (has_buffer := self._has_buffer()) and left_seconds > 0:
@@ -332,7 +303,6 @@ class StagingPool(Closable):
             self._available.wait(pause_seconds)
             # A process that was stopped meanwhile (SIGSTOP, a debugger) has lost no more than this pause.
             left_seconds -= min(pause_seconds, time.monotonic() - paused_seconds)
-        self._wait_seconds += time.monotonic() - started_seconds
         if not has_buffer:
             raise StagingExhaustedError(self.num_buffers, timeout_seconds, self._owners())
 
@@ -343,20 +313,12 @@ class StagingPool(Closable):
             owners["transfers that have not ended, although nobody waits for them any more"] = num_held
         return owners.most_common()
 
-    def statistics(self) -> StagingStatistics:
-        """Return a snapshot."""
-        self.check_process()
+    @property
+    def num_leased(self) -> int:
+        """Buffers in use now, by an owner or by a transfer that outlives the lease."""
         with self._lock:
             self._look_again()
-            return StagingStatistics(
-                self.buffer_bytes,
-                self.num_buffers,
-                self.num_buffers - len(self.free),
-                self._most_leased,
-                self._num_leases,
-                self._wait_seconds,
-                tuple(self._owners()),
-            )
+            return self.num_buffers - len(self.free)
 
     def stop_leasing(self) -> None:
         """Refuse all leases, also those that wait, with a ``SwapperClosedError``.

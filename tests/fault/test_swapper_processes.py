@@ -110,7 +110,6 @@ def test_a_forked_child_is_refused_in_words_and_harms_nobody(tmp_path: Path) -> 
                 swapper.statistics,
                 staging_pool.lease,
                 staging_pool.try_lease,
-                staging_pool.statistics,
                 lambda: staging_buffer.tensor,
             ):
                 try:

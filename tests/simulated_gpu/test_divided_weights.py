@@ -114,7 +114,7 @@ def test_each_unit_has_the_shards_of_all(num_staging_buffers: int, seed: int) ->
             device.synchronize(device.download(found, doubled, device.mark()))
             assert bool((found == 2 * _value(unit.index, number)).all())
     store.close()
-    assert staging_pool.statistics().num_leased == 0
+    assert staging_pool.num_leased == 0
     staging_pool.close()
     swapper.close()
     device.end()

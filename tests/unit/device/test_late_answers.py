@@ -65,11 +65,11 @@ def test_a_page_is_lent_again_when_the_backend_has_let_go_of_it(direction: Direc
         assert staging_pool.try_lease() is None
         with pytest.raises(StagingExhaustedError, match="transfers that have not ended"):
             staging_pool.lease(0.0)
-        assert staging_pool.statistics().num_leased == 1
+        assert staging_pool.num_leased == 1
         stall(swapper._scheduler)
         assert handle.done() and staging_pool.try_lease() is None
         backend.complete_all()
-        assert staging_pool.statistics().num_leased == 0
+        assert staging_pool.num_leased == 0
         staging_pool.lease(0.0).release()
 
 
@@ -98,7 +98,7 @@ def test_a_page_that_nobody_can_give_back_any_more_comes_back() -> None:
         staging_buffers = [staging_pool.lease(), staging_pool.lease()]
         view = staging_buffers[0].tensor[:10].view(torch.int16)
         staging_buffers.clear()
-        assert staging_pool.statistics().num_leased == 1, "somebody has a view"
+        assert staging_pool.num_leased == 1, "somebody has a view"
         del view
         staging_pool.lease(0.0)
 
@@ -207,7 +207,7 @@ def test_hundreds_of_late_answers_change_nothing_of_others(seed: int) -> None:
         give_back(memory)
     held.clear()
     pool.reclaim()
-    assert staging_pool.statistics().num_leased == 0 and pool.used_bytes == 0, "and all of it comes back"
+    assert staging_pool.num_leased == 0 and pool.used_bytes == 0, "and all of it comes back"
     swapper.close()
     staging_pool.close()
 

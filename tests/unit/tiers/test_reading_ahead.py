@@ -63,7 +63,7 @@ class _Store:
 
     @property
     def num_leased(self) -> int:
-        return self.staging_pool.statistics().num_leased
+        return self.staging_pool.num_leased
 
     @property
     def read_bytes(self) -> int:

@@ -62,7 +62,7 @@ class _Bench:
     def close(self) -> None:
         self.store.close()
         self.swapper.close()
-        assert self.staging_pool.statistics().num_leased == 0, "every staging buffer has come back"
+        assert self.staging_pool.num_leased == 0, "every staging buffer has come back"
         self.staging_pool.close()
 
 
@@ -137,7 +137,7 @@ def test_a_device_that_fails_ends_all_and_no_buffer_stays_leased(num_staging_buf
             for unit, arrival in zip(bench.units, arrivals, strict=True):
                 arrival.wait()
                 arrivals[unit.index] = bench.store.fetch(unit, is_demand=True)
-    wait_until(lambda: not bench.staging_pool.statistics().num_leased)
+    wait_until(lambda: not bench.staging_pool.num_leased)
     with pytest.raises(RuntimeError, match="the device is lost"):
         bench.store.fetch(bench.units[0], is_demand=True).wait()
     bench.close()

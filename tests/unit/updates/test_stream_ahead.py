@@ -28,11 +28,11 @@ def _step(bench: SlowStream, *numbers: int) -> None:
 
 def _read_ahead(bench: SlowStream, *numbers: int) -> None:
     """Say that it comes again, and wait until the chunks of these units have staging buffers, and no others."""
-    owners = tuple((f"optimizer state of unit {number}", 3) for number in numbers)
+    owners = [(f"optimizer state of unit {number}", 3) for number in numbers]
     before = bench.swapper.statistics().num_reads
     bench.stream.expect_again()
     soon(lambda: bench.swapper.statistics().num_reads == before + 3 * len(numbers))
-    soon(lambda: bench.staging_pool.statistics().owners == owners)
+    soon(lambda: bench.staging_pool._owners() == owners)
 
 
 def test_in_the_order_of_the_step_before(bench: SlowStream) -> None:
@@ -42,7 +42,7 @@ def test_in_the_order_of_the_step_before(bench: SlowStream) -> None:
         return bench.swapper.statistics().read_bytes - before
 
     _step(bench, 2, 0, 1)
-    soon(lambda: bench.staging_pool.statistics().num_leased == 0)  # nobody has said that it comes again
+    soon(lambda: bench.staging_pool.num_leased == 0)  # nobody has said that it comes again
     of_step = read_bytes()
     bench.stream.expect_again()
     _step(bench, 2, 0, 1)

@@ -63,7 +63,7 @@ def test_the_first_error_is_told_when_nobody_updates_any_more(num_workers: int) 
         with pytest.raises(ArithmeticError, match="the first of two"):
             bench.stream.submit(bench.job(bench.units[0], {0: 1.0}))
         bench.swapper.flush()
-        soon(lambda: bench.staging_pool.statistics().num_leased == 0)
+        soon(lambda: bench.staging_pool.num_leased == 0)
 
 
 def _gradients(jobs: Sequence[Any]) -> list[Gradients]:
@@ -104,5 +104,5 @@ def test_a_page_stays_while_its_weights_are_on_their_way_though_the_next_update_
         bench.stream.submit(job)
         with pytest.raises(ArithmeticError, match="the optimizer failed"):
             wait_for(job)
-        soon(lambda: bench.staging_pool.statistics().num_leased == 0)
+        soon(lambda: bench.staging_pool.num_leased == 0)
         assert device.num_lazy == 1, "a staging buffer went back before its copy had run"
