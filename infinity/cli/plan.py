@@ -165,7 +165,7 @@ def plan(
                 "machine": dataclasses.asdict(machine),
                 "chosen": _as_json(given),
                 "choices": [_as_json(each) for each in rungs],
-                "smallest_change": None if change is None else change.beyond(given),
+                "smallest_change": None if change is None else change.differences_from(given),
                 "largest": None if most is None else {"num_layers": most[0], "num_parameters": most[1]},
             }
         )
@@ -324,7 +324,7 @@ def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, 
     elif change is None:
         display("No change of the config helps: more memory or more space on the drives is needed.")
     else:
-        changes = change.beyond(given).items()
+        changes = change.differences_from(given).items()
         keys = ", ".join(f"{key} = {value if isinstance(value, str) else json.dumps(value)}" for key, value in changes)
         display(f"The smallest change that makes it fit: {keys}")
 

@@ -161,7 +161,7 @@ class Ranks:
         """Errors name the first cause from now on."""
         self.causes = causes
 
-    def check_neighbours(self) -> None:
+    def check_local_ranks(self) -> None:
         """Raise RankError if the process of a rank on this machine has ended."""
         why = self.causes.find_ended() if self.causes is not None else None
         if why is not None:

@@ -84,7 +84,7 @@ def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[in
         if not any(lack):
             continue
         # Called while a member is waited for: raises if one on this machine has ended.
-        group = group_of(members, everyone.check_neighbours) if len(members) > 1 else None
+        group = group_of(members, everyone.check_local_ranks) if len(members) > 1 else None
         if is_mine:
             same = everyone if members == everyone.members else known.get(("", members))
             made = Ranks(members.index(everyone.number), len(members), group, everyone.causes, members, same)

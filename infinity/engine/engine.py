@@ -369,7 +369,7 @@ class Engine(Relayout):
             )
         self._stepper.divide_by(self._style.divisor(is_engine_step=self.counts.is_in_step))
         # What the script has written into p.grad between backward and step, e.g. its own clipping.
-        self._parts.live.apply_user_writes()
+        self._parts.live_gradients.apply_user_writes()
         if not self.counts.is_in_step:
             self._style.on_plain_step()
             self._vertical.on_ordinary_step()
@@ -431,7 +431,7 @@ class Engine(Relayout):
         if set_to_none:
             self._forget_gradients(kept)
         else:
-            self._parts.live.zero(kept)
+            self._parts.live_gradients.zero(kept)
             self._on_gradients_dropped()
 
     def _forget_gradients(self, kept: Collection[tuple[int, int]] = ()) -> None:

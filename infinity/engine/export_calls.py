@@ -157,7 +157,7 @@ class ExportCalls(LoopSettings):
         """``is_last``: no more tensors of its unit are needed."""
         parts = self._parts
         if self.is_asleep:  # then the engine has released its upload buffers
-            parts.storage.take_uploads_back()
+            parts.storage.take_upload_buffers_back()
         with entry.value() as value:
             is_cast = dtype is not None and value.dtype == self.config.compute_dtype
             copy = value.detach().to(self.device, dtype if is_cast else value.dtype, copy=True)

@@ -239,7 +239,7 @@ class Parts:
         momenta = self._make_momenta()
         gradients = self._make_gradients(momenta)
         # Gradients as scripts see them in ``parameter.grad`` between backward and step.
-        self.live = LiveGradients(gradients, self._parameter_cache.await_update)
+        self.live_gradients = LiveGradients(gradients, self._parameter_cache.await_update)
         self.stream = self._make_stream()
         undo.callback(self.stream.close)
         if self.durable is not None:
@@ -348,7 +348,7 @@ class Parts:
         # Knows whether forward, backward or step may come now, and refuses what is out of order.
         self.guard = PhaseGuard(stepper, self.counts)
         self.backwards = Backwards(
-            parameter_map, parameter_cache, lock, stepper, self.guard, self.live, self.style, self.counts
+            parameter_map, parameter_cache, lock, stepper, self.guard, self.live_gradients, self.style, self.counts
         )
         self.reporter = self._make_reporter()
         # Run in this order at the beginning of each call: closed, forked or ended first, because the later ones read
@@ -378,7 +378,7 @@ class Parts:
         recomputed = RecomputedForward if self.config.infinity.activation_checkpointing else None
         self.module_hooks = ModuleHooks(parameter_map, self.coordinator, blocks, recomputed)
         self.parameter_handler = ParameterHandler(
-            parameter_map, self.module_hooks, self.coordinator, stepper, self.live, self.consistent, assigned
+            parameter_map, self.module_hooks, self.coordinator, stepper, self.live_gradients, self.consistent, assigned
         )
         self.plan_tracker = PlanTracker(
             plan.plan(plan.placement, plan.reason_against, room_bytes, bandwidth_of(self.config))

@@ -277,13 +277,13 @@ class EngineResources:
         self.records.take_memory_back()
         self.arrivals.open()
 
-    def take_uploads_back(self) -> None:
+    def take_upload_buffers_back(self) -> None:
         """After `release_memory`: what weights need on their way to the device, until `release_uploads`."""
         if self._upload_pool is not None:
             self._upload_pool.allocate_memory()
 
     def release_uploads(self) -> None:
-        """The counterpart of `take_uploads_back`."""
+        """The counterpart of `take_upload_buffers_back`."""
         if self._upload_pool is not None:
             self._upload_pool.release_memory()
         self.device.release_unused()

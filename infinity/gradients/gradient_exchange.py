@@ -194,12 +194,12 @@ class GradientExchange:
 @dataclass(frozen=True)
 class _Running:
     _of: GradientExchange
-    _each: UnitExchange
+    _exchange: UnitExchange
 
     def run(self, ranks: Ranks) -> None:
-        if not self._each.done.is_set():  # what was queued twice is done already
-            self._of.exchange(ranks, self._each)
+        if not self._exchange.done.is_set():  # what was queued twice is done already
+            self._of.exchange(ranks, self._exchange)
 
     def finish(self, error: Exception | None) -> None:
-        self._each.error = error
-        self._each.done.set()
+        self._exchange.error = error
+        self._exchange.done.set()

@@ -102,9 +102,9 @@ def norm_of_model(mesh: Mesh, norms: Sequence[ParameterNorm], scale: float, step
     return total_norm(found) / (1.0 if common is None else common)
 
 
-def _of(of_ranks: _OfProcess, fqn: str, *, is_scaled: bool) -> tuple[bool, float] | None:
-    found = of_ranks.norms.get(fqn)
-    return found if found is None or is_scaled or of_ranks.scale is None else (found[0], found[1] / of_ranks.scale)
+def _of(process: _OfProcess, fqn: str, *, is_scaled: bool) -> tuple[bool, float] | None:
+    found = process.norms.get(fqn)
+    return found if found is None or is_scaled or process.scale is None else (found[0], found[1] / process.scale)
 
 
 def _merged(mesh: Mesh, what: str, fqn: str, of_tensor_ranks: Sequence[tuple[bool, float] | None]) -> torch.Tensor:

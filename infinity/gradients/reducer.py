@@ -328,7 +328,7 @@ class ReducedGradients(GradientStore):
                 raise self._exchange.error
         self._whole.clear()  # all are exchanged; `_advance` reads the set again in the next step
 
-    def _meet(self, what: str) -> None:
+    def _wait_for_ranks(self, what: str) -> None:
         """Meet, and use meanwhile what has been exchanged."""
         errors: list[Exception] = []
 
@@ -356,7 +356,7 @@ class ReducedGradients(GradientStore):
             return
         self.agreed_norms.clear()
         self._end_dropped()
-        self._meet(f"averaging gradients for the owners in step {step}")
+        self._wait_for_ranks(f"averaging gradients for the owners in step {step}")
         self._finish()
         # Gradients that came to units after they had been exchanged: these units go once more, with all ranks.
         # What came to units that had been exchanged.

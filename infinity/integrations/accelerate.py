@@ -68,7 +68,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.defers_norms = defers_norms
         self._is_accelerate_prepared = True
         self._has_backward = False
-        self._norm: torch.Tensor | None = None
+        self._latest_norm: torch.Tensor | None = None
 
     def backward(self, loss: torch.Tensor, *, is_last: bool, retain_graph: bool = False) -> None:
         """Backward of one micro-batch. ``loss`` is already divided. ``is_last``: the step comes next."""
@@ -125,8 +125,8 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def norm_to_come(self) -> torch.Tensor:
         """A 0-d fp64 tensor on the CPU, NaN so far. The next `step` writes the norm of gradients into it."""
-        self._norm = torch.full((), float("nan"), dtype=torch.float64, device="cpu")
-        return self._norm
+        self._latest_norm = torch.full((), float("nan"), dtype=torch.float64, device="cpu")
+        return self._latest_norm
 
     def step(self, closure: Any = None) -> None:
         """As accelerate's: no effect before the last micro-batch of a step."""
@@ -140,9 +140,9 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         else:  # the script has called `loss.backward()` itself
             self.optimizer.step(closure)
         norm = self.engine.get_global_grad_norm()
-        if self._norm is not None and norm is not None:
-            self._norm.fill_(norm)
-        self._norm = None
+        if self._latest_norm is not None and norm is not None:
+            self._latest_norm.fill_(norm)
+        self._latest_norm = None
 
     @property
     def step_was_skipped(self) -> bool:

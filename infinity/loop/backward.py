@@ -215,7 +215,7 @@ class Backwards:
         if not is_complete:
             self.close()
         self._clock.end_compute()
-        self._parameter_cache.close_unused()
+        self._parameter_cache.unbind_unused()
         if is_complete:
             self._parameter_cache.training_schedule.commit()
             if fetches:

@@ -16,7 +16,7 @@ from torch import nn
 from infinity.errors import ModelError
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.paging.rank_weights import sum_over_ranks
-from infinity.paging.saved_tensors import are_forbidden
+from infinity.paging.saved_tensors import hooks_are_forbidden
 from infinity.torch_internals.names import in_backward, outside_modes, untraced
 from infinity.units.experts import ExpertTiles, walk_along
 from infinity.units.unit import Unit
@@ -140,8 +140,8 @@ class ExpertCalls:
             for unit in units:
                 unit.end_use()
             # Without hooks for saved tensors (torch.func), the graph holds the weights themselves, so units stay open.
-            if not are_forbidden():
-                self._coordinator.parameter_cache.close_unused(units)
+            if not hooks_are_forbidden():
+                self._coordinator.parameter_cache.unbind_unused(units)
                 self._coordinator.parameter_cache.pump()
         finally:
             self._coordinator.end_forward()

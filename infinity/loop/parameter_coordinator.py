@@ -37,7 +37,7 @@ from infinity.paging.saved_tensors import (
     PackedByAnother,
     PackedSavedTensor,
     SavingHooks,
-    are_forbidden,
+    hooks_are_forbidden,
     in_use,
     modified,
 )
@@ -221,7 +221,7 @@ class ParameterCoordinator:
             self.backwards.close()
             self._preconditions.begin_forward()
             self.copies.warn_of_written()
-            self.parameter_cache.close_unused()
+            self.parameter_cache.unbind_unused()
             # Hooks that an interrupted forward left up: see [Note: interrupted hooks] in infinity.paging.saved_tensors.
             self.saving.clear_top()
             self.parameter_cache.begin_micro_batch(is_training=torch.is_grad_enabled())
@@ -246,7 +246,7 @@ class ParameterCoordinator:
         if in_backward():
             return
         self.clock.end_compute()
-        self.parameter_cache.close_unused()
+        self.parameter_cache.unbind_unused()
         # An evaluation ends with its forward. A training micro-batch ends with its backward: `Backwards.end`.
         if self.parameter_cache.schedule is self.parameter_cache.eval_schedule:
             self.parameter_cache.schedule.commit()
@@ -269,7 +269,7 @@ class ParameterCoordinator:
         self.saving.pop(most=None)
         for unit in self.parameter_cache.units:
             unit.forget_uses(keeps_gathered=True)
-        self.parameter_cache.close_unused()
+        self.parameter_cache.unbind_unused()
         self.backwards.close()
         while self._num_locks_of_forward:
             self._unlock_forward()
@@ -331,8 +331,8 @@ class ParameterCoordinator:
         if self._vertical is not None and self._vertical.defers(unit):
             return
         unit.end_use()
-        if unit.num_active == 0 and not are_forbidden():
-            self.parameter_cache.close_unused([unit])
+        if unit.num_active == 0 and not hooks_are_forbidden():
+            self.parameter_cache.unbind_unused([unit])
             if self.is_computing:
                 self.parameter_cache.pump()
 
@@ -559,7 +559,7 @@ class ParameterCoordinator:
         with self.held([unit]):
             yield
         if not was_bound:
-            self.parameter_cache.close_unused([unit])
+            self.parameter_cache.unbind_unused([unit])
 
     @contextmanager
     def replacing(self, unit: Unit) -> Iterator[None]:

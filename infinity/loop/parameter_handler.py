@@ -19,7 +19,7 @@ from infinity.loop.module_hooks import ModuleHooks
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.paging.assigned import AssignedData
 from infinity.paging.parameter_map import ParameterMap
-from infinity.paging.saved_tensors import are_forbidden, keep_saved
+from infinity.paging.saved_tensors import hooks_are_forbidden, keep_saved
 from infinity.threads.engine_lock import is_inside
 from infinity.torch_internals.names import has_memory, in_backward, lazy_bits, outside_modes, with_lazy_bits
 from infinity.torch_internals.operations import (
@@ -165,7 +165,7 @@ class ParameterHandler:
 
     @outside_modes
     def _end(self, units: Sequence[Unit]) -> None:
-        self._coordinator.parameter_cache.close_unused(units)
+        self._coordinator.parameter_cache.unbind_unused(units)
 
     def _run(
         self,
@@ -184,7 +184,7 @@ class ParameterHandler:
                 result = function(args[0].detach().clone().requires_grad_(args[0].requires_grad), *args[1:], **kwargs)
                 result.flags.writeable = False  # what is written there would reach no weight
                 return result
-            if are_forbidden() and not may_write(function, kwargs):
+            if hooks_are_forbidden() and not may_write(function, kwargs):
                 # What is saved is the weight itself, which is about to lose its memory: a view holds it.
                 args, kwargs = (
                     replaced(tree, lambda leaf: _as_view(leaf) if id(leaf) in places else leaf)

@@ -27,43 +27,43 @@ _DECADES = 7
 
 
 @functools.cache
-def magnitudes(is_square: bool) -> Tensor:
+def magnitudes(is_unsigned: bool) -> Tensor:
     """The levels that are not negative: increasing, from 0 to 1, float32.
 
-    ``is_square``: for a state that averages squares, so no level is negative.
+    ``is_unsigned``: for a state that averages squares, so no level is negative.
     """
     ends = torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")
     # Decade 0 is 1e-7 .. 1e-6, decade 6 is 0.1 .. 1. Signed: 1 + 2 + .. + 64 = 127 levels, and with 0 and 1 129.
     # Squares need no sign, so each decade has twice as many: 2 + 4 + .. + 128 = 254, and with 0 and 1 all 256 codes.
     levels = [ends[:1]]
     for decade in range(_DECADES):
-        edges = torch.linspace(0.1, 1, 2 ** (decade + is_square) + 1, dtype=torch.float32, device="cpu")
+        edges = torch.linspace(0.1, 1, 2 ** (decade + is_unsigned) + 1, dtype=torch.float32, device="cpu")
         levels.append((edges[:-1] + edges[1:]) / 2.0 * 10.0 ** (decade + 1 - _DECADES))
     return torch.cat([*levels, ends[1:]])
 
 
 @functools.cache
-def code_values(is_square: bool) -> Tensor:
+def code_values(is_unsigned: bool) -> Tensor:
     """What all 256 codes stand for: increasing, float32."""
-    levels = magnitudes(is_square)
+    levels = magnitudes(is_unsigned)
     # Signed: 127 negative levels, 0 is code 127, 128 positive levels. The slice leaves 0 and -1 out.
-    return levels if is_square else torch.cat([-levels[1:-1].flip(0), levels])
+    return levels if is_unsigned else torch.cat([-levels[1:-1].flip(0), levels])
 
 
-def zero_code(is_square: bool) -> int:
+def zero_code(is_unsigned: bool) -> int:
     """The code of 0. Those of larger magnitudes lie above it, and below it if they are negative."""
-    return 256 - magnitudes(is_square).numel()
+    return 256 - magnitudes(is_unsigned).numel()
 
 
 @functools.cache
-def middles(is_square: bool) -> Tensor:
+def middles(is_unsigned: bool) -> Tensor:
     """Between two levels each: a quotient that is larger gets the upper one. The last is infinity, float32."""
-    levels = magnitudes(is_square)
+    levels = magnitudes(is_unsigned)
     return torch.cat([(levels[1:] + levels[:-1]) / 2, levels.new_full((1,), torch.inf)])
 
 
 @functools.cache
-def starts(is_square: bool) -> Tensor:
+def starts(is_unsigned: bool) -> Tensor:
     """For the upper 16 bits of a quotient from 0 to 1: how many middles lie below the least such quotient, uint8.
 
     The next middle is the only one that may lie among the quotients with these bits.
@@ -71,27 +71,27 @@ def starts(is_square: bool) -> Tensor:
     # 0x3F800000 is 1.0, the largest quotient. Positive floats are ordered as their bits, so bits >> 16 is an index of a
     # table of 16,257 bytes. It replaces the binary search of `codes_of` by one lookup and one comparison.
     least = (torch.arange((0x3F800000 >> 16) + 1, dtype=torch.int32, device="cpu") << 16).view(torch.float32)
-    return torch.bucketize(least, middles(is_square)).to(torch.uint8)
+    return torch.bucketize(least, middles(is_unsigned)).to(torch.uint8)
 
 
-def codes_of(quotients: Tensor, *, is_square: bool) -> Tensor:
+def codes_of(quotients: Tensor, *, is_unsigned: bool) -> Tensor:
     """Codes of values divided by their block's scale, in torch's operations: what the kernel does. uint8, of the same shape."""
-    found = torch.bucketize(quotients.abs(), middles(is_square).to(quotients.device))
-    if is_square:
+    found = torch.bucketize(quotients.abs(), middles(is_unsigned).to(quotients.device))
+    if is_unsigned:
         return found.to(torch.uint8)
     # At least level 1, so that a negative value stays negative; at most level 127, because there is no code for -1.
     below = found.clamp(1, zero_code(False))
     return (zero_code(False) + torch.where(quotients < 0, -below, found)).to(torch.uint8)
 
 
-def scales_of_loaded(blocks: Tensor, largest: Tensor, *, is_square: bool) -> Tensor:
+def scales_of_loaded(blocks: Tensor, largest: Tensor, *, is_unsigned: bool) -> Tensor:
     """Scales by which loaded values are levels, as far as there are such: see [Note: loading].
 
     Args:
         blocks: float32, [blocks, 256].
         largest: the largest magnitude of each block, [blocks, 1].
     """
-    if is_square:
+    if is_unsigned:
         return largest
     # If the largest magnitude was a negative level, the scale was this magnitude / 0.993. The division may round to a
     # neighbour of the scale that was stored, so both neighbours are tried as well.
@@ -107,5 +107,5 @@ def scales_of_loaded(blocks: Tensor, largest: Tensor, *, is_square: bool) -> Ten
 
 def _are_levels(blocks: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
     """Whether all values of each block are levels times its scale, [blocks, 1]."""
-    codes = codes_of(torch.where(scales > 0, blocks / scales, 0.0), is_square=False)
+    codes = codes_of(torch.where(scales > 0, blocks / scales, 0.0), is_unsigned=False)
     return (levels[codes.int()] * scales == blocks).all(1, keepdim=True)

@@ -146,21 +146,21 @@ def _encode_blocks(state: str, values: Tensor, stored: Tensor, noise: Noise | No
     _scales(blocks).copy_(torch.where(is_usable | (largest == 0), largest, torch.nan))
 
 
-def _encode_dynamic(is_square: bool, values: Tensor, stored: Tensor, *, is_loaded: bool) -> None:
+def _encode_dynamic(is_unsigned: bool, values: Tensor, stored: Tensor, *, is_loaded: bool) -> None:
     """`StateFormat.INT8_DYNAMIC`, by a kernel or in torch's operations."""
     # Loaded values need the search for their scale, which only torch's operations do.
     if has_kernels(values) and not is_loaded:
-        codes, tables = stored.numpy(), (middles(is_square).numpy(), starts(is_square).numpy())
-        _kernels().encode_dynamic(values.numpy(), codes, codes.view("float32"), *tables, zero_code(is_square))
+        codes, tables = stored.numpy(), (middles(is_unsigned).numpy(), starts(is_unsigned).numpy())
+        _kernels().encode_dynamic(values.numpy(), codes, codes.view("float32"), *tables, zero_code(is_unsigned))
         return
     blocks = stored.view(-1, STATE_BLOCK_BYTES)
     padded = torch.zeros(len(blocks) * STATE_BLOCK, dtype=torch.float32, device=values.device)
     padded[: values.numel()] = values
     padded = padded.view(-1, STATE_BLOCK)
     largest = padded.abs().amax(1, keepdim=True)
-    scales = scales_of_loaded(padded, largest, is_square=is_square) if is_loaded else largest
+    scales = scales_of_loaded(padded, largest, is_unsigned=is_unsigned) if is_loaded else largest
     is_usable = (largest > 0) & (largest < torch.inf)
-    blocks[:, :STATE_BLOCK] = codes_of(torch.where(is_usable, padded / scales, 0.0), is_square=is_square)
+    blocks[:, :STATE_BLOCK] = codes_of(torch.where(is_usable, padded / scales, 0.0), is_unsigned=is_unsigned)
     _scales(blocks).copy_(torch.where(is_usable | (largest == 0), scales, torch.nan))
 
 
@@ -170,9 +170,9 @@ def _scales(blocks: Tensor) -> Tensor:
 
 
 @functools.cache
-def _levels(is_square: bool) -> Tensor:
+def _levels(is_unsigned: bool) -> Tensor:
     """What codes stand for, without the sign: increasing, from 0 to 1, float32 (exactly). See [Note: levels]."""
-    num_octaves = _SQUARE_OCTAVES if is_square else _SIGNED_OCTAVES
+    num_octaves = _SQUARE_OCTAVES if is_unsigned else _SIGNED_OCTAVES
     levels = [0.0, 8.0 ** (1 - num_octaves)]
     for exponent in range(1, num_octaves):
         # An octave is a factor of 8: from start to 8 * start in 2 ** exponent equal steps. 8 ** -6 and 8 ** -5 enclose
@@ -180,15 +180,15 @@ def _levels(is_square: bool) -> Tensor:
         start, num_steps = levels[-1], 2**exponent
         levels += [start + 7 * start * step / num_steps for step in range(1, num_steps + 1)]
     exact = torch.tensor(levels, dtype=torch.float64, device="cpu")
-    return (exact**2 if is_square else exact).to(torch.float32)
+    return (exact**2 if is_unsigned else exact).to(torch.float32)
 
 
 @functools.cache
-def _code_values(is_square: bool) -> Tensor:
+def _code_values(is_unsigned: bool) -> Tensor:
     """What all 256 codes stand for."""
-    levels = _levels(is_square)
+    levels = _levels(is_unsigned)
     # A signed code of 128 and more is a level with the sign: index 128 + i is -levels[i].
-    return levels if is_square else torch.cat([levels, -levels])
+    return levels if is_unsigned else torch.cat([levels, -levels])
 
 
 def _kernels() -> Any:

@@ -570,7 +570,7 @@ class ParameterCache:
                 "fewer parameters at a time",
             )
 
-    def close_unused(self, units: Iterable[Unit] | None = None) -> None:
+    def unbind_unused(self, units: Iterable[Unit] | None = None) -> None:
         """Unbind those of the units, or of all, that no module or operation holds.
 
         What was written into them is stored (see `store_changes`), unless that can wait until they leave or are updated.

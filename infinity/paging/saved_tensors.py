@@ -173,7 +173,7 @@ def _home(pack: Any) -> str:
     return str(getattr(getattr(pack, "func", pack), "__module__", ""))
 
 
-def are_forbidden() -> bool:
+def hooks_are_forbidden() -> bool:
     """Whether torch allows no hooks: then what is saved are weights themselves, whose units have to stay open."""
     return saving_hooks._saved_tensors_hooks_get_disabled_error_message() is not None
 
@@ -222,7 +222,7 @@ class SavingHooks:
 
     def push(self) -> None:
         """Put them up in the calling thread. Where torch.func forbids hooks, what is saved keeps the flat buffers alive."""
-        if are_forbidden():
+        if hooks_are_forbidden():
             return
         ours: tuple[Any, Any] = self._pack, self._unpack
         theirs = hooks_of_the_user()

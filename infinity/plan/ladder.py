@@ -90,7 +90,7 @@ class Outcome:
         seconds = None if self.plan is None else self.plan.predicted_step_seconds
         return seconds or None  # 0: nothing is moved, and the speed of computing is unknown
 
-    def beyond(self, given: Outcome) -> dict[str, Any]:
+    def differences_from(self, given: Outcome) -> dict[str, Any]:
         """The changes that turn ``given`` into this one: keys with another value there, without directories."""
         same = {
             "zero_optimization.offload_param.device": given.param_tier,

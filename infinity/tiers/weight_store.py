@@ -161,7 +161,7 @@ class WeightStore:
         self._swapper = swapper
         self._device = device
         self._uploader = None if staging_pool is None else Uploader(device, staging_pool)
-        self._blocks: dict[int, HostWeights] = {}
+        self._in_host_memory: dict[int, HostWeights] = {}
         self._packed: dict[int, StoredForm] = {}
         """Unit index -> its stored form, for units with packed weights."""
         self._unpacker = Unpacker(device)
@@ -178,7 +178,7 @@ class WeightStore:
         if form.slots:
             self._packed[unit.index] = form
         if in_host_memory:
-            self._blocks[unit.index] = HostWeights(form.num_bytes, self._device)
+            self._in_host_memory[unit.index] = HostWeights(form.num_bytes, self._device)
         else:
             unit.extent = self.swapper.allocate(
                 form.num_bytes, f"weights of {unit.name}", name_of=weight_contents(unit.layout, form)
@@ -195,15 +195,15 @@ class WeightStore:
         """Start to fetch the unit's weights into ``unit.flat``. Waits for nothing."""
         if unit.index in self._packed:
             return self._fetch_packed(unit, self._packed[unit.index], is_demand=is_demand)
-        if unit.index in self._blocks:
-            return self._blocks[unit.index].fetch(unit.memory)
+        if unit.index in self._in_host_memory:
+            return self._in_host_memory[unit.index].fetch(unit.memory)
         if self._uploader is not None:
             read = functools.partial(self._read, unit)
             return self._uploader.fetch(f"weights of {unit.name}", unit.memory, read, is_demand=is_demand)
         return self._read(unit, unit.memory, 0, is_demand=is_demand)
 
     def _fetch_packed(self, unit: Unit, form: StoredForm, *, is_demand: bool) -> Arrival:
-        block, memory = self._blocks.get(unit.index), unit.memory
+        block, memory = self._in_host_memory.get(unit.index), unit.memory
         if not self._device.uses_host_memory:
             return self._upload_packed(unit, form, is_demand=is_demand)
         if block is not None:
@@ -218,7 +218,7 @@ class WeightStore:
         return self._unpacker.begin(reads, functools.partial(form.unpack, packed, memory))
 
     def _upload_packed(self, unit: Unit, form: StoredForm, *, is_demand: bool) -> Arrival:
-        block, memory = self._blocks.get(unit.index), unit.memory
+        block, memory = self._in_host_memory.get(unit.index), unit.memory
         stored = self._scratch[unit.index] = scratch_for(form.num_bytes, memory.device)
         if block is not None:
             upload = block.fetch(stored)
@@ -237,8 +237,8 @@ class WeightStore:
     def read_packed(self, unit: Unit, packed: PackedSlot, target: torch.Tensor) -> None:
         """Read one packed weight, still packed, into host memory (uint8). Returns when it has been read."""
         start = self._packed[unit.index].raw_bytes + packed.start
-        if unit.index in self._blocks:
-            target.copy_(self._blocks[unit.index].present[start : start + packed.num_bytes])
+        if unit.index in self._in_host_memory:
+            target.copy_(self._in_host_memory[unit.index].present[start : start + packed.num_bytes])
             return
         self.swapper.read(extent_of(unit), target, offset=start).wait()
 
@@ -246,8 +246,8 @@ class WeightStore:
         """Write packed bytes from host memory; ``start`` counts from the end of the plain weights. Returns when
         stored."""
         place = self._packed[unit.index].raw_bytes + start
-        if unit.index in self._blocks:
-            self._blocks[unit.index].write(place, source)
+        if unit.index in self._in_host_memory:
+            self._in_host_memory[unit.index].write(place, source)
             return
         self.swapper.write(extent_of(unit), source, offset=place).wait()
 
@@ -262,8 +262,8 @@ class WeightStore:
         Returns None if they were copied at once.
         """
         offset = chunk.start * target.element_size()  # the trainable segment is the first one
-        if unit.index in self._blocks:
-            source = self._blocks[unit.index].present[offset : offset + target.numel() * target.element_size()]
+        if unit.index in self._in_host_memory:
+            source = self._in_host_memory[unit.index].present[offset : offset + target.numel() * target.element_size()]
             target.copy_(source.view(target.dtype))
             return None
         if unit.extent is None or self._swapper is None:
@@ -280,8 +280,8 @@ class WeightStore:
         Returns None if they were copied at once.
         """
         offset = chunk.start * source.element_size()
-        if unit.index in self._blocks:
-            self._blocks[unit.index].write(offset, source)
+        if unit.index in self._in_host_memory:
+            self._in_host_memory[unit.index].write(offset, source)
             return None
         if unit.extent is None or self._swapper is None:
             raise RuntimeError(f"the weights of unit {unit.name} rest elsewhere")
@@ -296,19 +296,19 @@ class WeightStore:
             source = source[: max(self._packed[unit.index].raw_bytes - offset, 0)]
             if not source.numel():
                 return None
-        if unit.index in self._blocks:
-            self._blocks[unit.index].write(offset, source)
+        if unit.index in self._in_host_memory:
+            self._in_host_memory[unit.index].write(offset, source)
             return None
         return self.swapper.write(extent_of(unit), source, offset=offset)
 
     def release_memory(self, put_aside: PutAside) -> None:
         """Move weights that rest in host memory elsewhere until `take_memory_back`, as far as ``put_aside`` takes them."""
-        for block in self._blocks.values():
+        for block in self._in_host_memory.values():
             block.release_memory(put_aside)
 
     def take_memory_back(self) -> None:
         """The counterpart of `release_memory`."""
-        for block in self._blocks.values():
+        for block in self._in_host_memory.values():
             block.take_memory_back()
 
     def close(self) -> None:
@@ -317,9 +317,9 @@ class WeightStore:
         if self._uploader is not None:
             self._uploader.close()
         self._unpacker.close()
-        for block in self._blocks.values():
+        for block in self._in_host_memory.values():
             block.release()
-        self._blocks.clear()
+        self._in_host_memory.clear()
         self._scratch.clear()
 
 

@@ -91,7 +91,7 @@ class TransferQueue:
         self.observers = observers
 
     @property
-    def is_full(self) -> bool:
+    def is_backend_full(self) -> bool:
         """Whether the backend has no room for another transfer."""
         number, num_bytes = len(self.inflight), self.inflight_bytes
         is_busy = number >= self.limit and (num_bytes >= self.few_bytes or number >= self.most_inflight)
@@ -106,7 +106,7 @@ class TransferQueue:
     def blocked_by(self) -> Operation | None:
         """A hung operation, if all transfers at the backend hang and it takes no more; else None."""
         operations = [transfer.operation for transfer in self.inflight]
-        return operations[0] if self.is_full and all(each.state is _STALLED for each in operations) else None
+        return operations[0] if self.is_backend_full and all(each.state is _STALLED for each in operations) else None
 
     def enqueue(self, operation: Operation) -> None:
         """Queue a ready operation."""
@@ -146,7 +146,7 @@ class TransferQueue:
             tick: How often the watchdog has woken up so far: the clock of deadlines, see `tick_seconds`.
             taken: The list to append to. The caller submits its transfers when it has released the lock.
         """
-        while self.num_queued and not self.is_full:
+        while self.num_queued and not self.is_backend_full:
             operation = self._choose()
             if operation is None:
                 break

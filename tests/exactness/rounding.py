@@ -64,9 +64,9 @@ def _levels(num_bits: int) -> list[float]:
     return found
 
 
-def _bytes(values: Any, noise: Any, is_square: bool) -> Any:
-    exact = _levels(8 if is_square else 7)
-    levels = np.array([level**2 for level in exact] if is_square else exact, dtype=np.float32)
+def _bytes(values: Any, noise: Any, is_unsigned: bool) -> Any:
+    exact = _levels(8 if is_unsigned else 7)
+    levels = np.array([level**2 for level in exact] if is_unsigned else exact, dtype=np.float32)
     chance = (noise // 256).astype(np.float32) / np.float32(1 << 24)
     result = np.zeros_like(values)
     for start in range(0, values.size, _BLOCK):
@@ -78,16 +78,16 @@ def _bytes(values: Any, noise: Any, is_square: bool) -> Any:
         below = np.searchsorted(levels, sizes, side="right") - 1
         above = np.minimum(below + 1, levels.size - 1)
         is_up = sizes - levels[below] > chances * (levels[above] - levels[below])
-        if is_square:
+        if is_unsigned:
             is_up |= (below == 0) & (sizes > 0)
         result[start : start + _BLOCK] = np.where(is_up, levels[above], levels[below]) * largest * np.sign(block)
     return result
 
 
-def _dynamic(values: Any, is_square: bool) -> Any:
+def _dynamic(values: Any, is_unsigned: bool) -> Any:
     found = [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (decade + is_square) + 1)
+        edges = torch.linspace(0.1, 1, 2 ** (decade + is_unsigned) + 1)
         found += (10 ** (decade - 6) * ((edges[1:] + edges[:-1]) / 2)).tolist()
     levels = np.array(sorted(found), dtype=np.float32)
     middles = (levels[1:] + levels[:-1]) / np.float32(2)
@@ -98,7 +98,7 @@ def _dynamic(values: Any, is_square: bool) -> Any:
         if largest == 0:
             continue
         nearest = levels[np.searchsorted(middles, np.abs(block) / largest)]
-        if not is_square:  # no -1, and nothing that is negative becomes zero
+        if not is_unsigned:  # no -1, and nothing that is negative becomes zero
             nearest = np.where(block < 0, np.clip(nearest, levels[1], levels[-2]), nearest)
         result[start : start + _BLOCK] = np.copysign(nearest * largest, block) * (nearest > 0)
     return result

@@ -302,7 +302,7 @@ def test_a_key_of_memory_is_a_change_that_helps(
     given = ladder.given()
     assert not given.fits
     found = ladder.smallest_change(given)
-    assert found is not None and found.fits and found.beyond(given) == change
+    assert found is not None and found.fits and found.differences_from(given) == change
 
 
 def test_no_time_is_told_where_the_drives_are_unknown(tmp_path: Path) -> None:

@@ -140,15 +140,15 @@ def test_a_window_stores_what_was_changed_in_it(form: StateFormat) -> None:
         assert torch.equal(stored[state], expected)
 
 
-@pytest.mark.parametrize("is_square", [False, True])
-def test_the_dynamic_map_is_that_of_bitsandbytes(is_square: bool) -> None:
+@pytest.mark.parametrize("is_unsigned", [False, True])
+def test_the_dynamic_map_is_that_of_bitsandbytes(is_unsigned: bool) -> None:
     """Against numbers of its own map; and each start is at most one level away from what it stands for."""
-    found = dynamic_map.code_values(is_square)
+    found = dynamic_map.code_values(is_unsigned)
     assert found.numel() == 256 and bool((found[1:] > found[:-1]).all())
-    known = {0: 0.0, 1: 3.25e-7, 2: 7.75e-7, 255: 1.0, 254: 0.996484375} if is_square else _SIGNED
+    known = {0: 0.0, 1: 3.25e-7, 2: 7.75e-7, 255: 1.0, 254: 0.996484375} if is_unsigned else _SIGNED
     for code, value in known.items():
         assert found[code].item() == pytest.approx(value, rel=1e-6)
-    starts, middles = dynamic_map.starts(is_square).int(), dynamic_map.middles(is_square)
+    starts, middles = dynamic_map.starts(is_unsigned).int(), dynamic_map.middles(is_unsigned)
     last = (torch.arange(len(starts) - 1, dtype=torch.int32) << 16 | 0xFFFF).view(torch.float32)
     assert int((torch.bucketize(last, middles) - starts[:-1]).max()) == 1
 

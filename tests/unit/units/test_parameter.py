@@ -188,5 +188,5 @@ def test_an_open_unit_has_ordinary_parameters_that_copy_truly(held: Held) -> Non
         assert type(duplicate) is nn.Parameter
         assert torch.equal(duplicate, held.values[_NAME])
         assert duplicate.data_ptr() != parameter.data_ptr()
-    held.coordinator.parameter_cache.close_unused(held.units)
+    held.coordinator.parameter_cache.unbind_unused(held.units)
     assert type(held.model.get_parameter(_NAME)) is PagedParameter
