@@ -10,6 +10,7 @@ streams them. The format is described in https://github.com/huggingface/safetens
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -17,13 +18,12 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
+from safetensors.torch import save
 
 from infinity.errors import ModelError
-from infinity.loading.weight_files import DTYPES
 from infinity.numerics.raw_bytes import raw_bytes, rows_of
 
 _ALIGNMENT_BYTES = 8  # the header's length is a multiple, so that the tensors start aligned in a mapped file
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PIECE_BYTES = 16 << 20  # cast and written at a time: the memory beside the tensor itself
 
 
@@ -65,7 +65,7 @@ def write_file(file: IO[bytes], entries: Sequence[Entry], note: Callable[[int], 
         for name in entry.names:
             # Each name has data of its own: the library's reader refuses tensors that overlap.
             offsets = [end, end + entry.num_bytes]
-            described[name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+            described[name] = {"dtype": name_of(entry.dtype), "shape": list(entry.shape), "data_offsets": offsets}
             end += entry.num_bytes
     header = json.dumps(described).encode()
     header += b" " * (-len(header) % _ALIGNMENT_BYTES)
@@ -107,7 +107,9 @@ def check_entries(entries: Sequence[Entry]) -> None:
                 name.encode()
             except UnicodeEncodeError:
                 refuse(ascii(name), "its name cannot be encoded as text")
-        if entry.dtype not in _NAMES:
+        try:
+            name_of(entry.dtype)
+        except Exception:
             refuse(entry.names[0], f"the format has no {entry.dtype}")
 
 
@@ -118,3 +120,10 @@ def refuse(name: str, why: str) -> None:
         cure="Rename or convert it, or save engine.module.state_dict() with torch.save",
         fqn=name,
     )
+
+
+@functools.cache
+def name_of(dtype: torch.dtype) -> str:
+    """The format's name of a dtype, read from a file that the library writes."""
+    written = save({"empty": torch.empty(0, dtype=dtype, device="cpu")})
+    return str(json.loads(written[8 : 8 + int.from_bytes(written[:8], "little")])["empty"]["dtype"])

@@ -20,14 +20,13 @@ from infinity.torch_internals.pickles import DamagedPickleError, read_pickle
 from swapper.volumes.mapped import map_file
 
 _SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
-DTYPES = {
+_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -39,7 +38,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""safetensors' names of dtypes -> torch's."""
 _WHOLE = "Fetch it again, or save it again"
 
 
@@ -168,7 +166,7 @@ def _mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        dtype = DTYPES.get(entry["dtype"])
+        dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
             raise CheckpointError.of_weights(
                 file, f"has '{name}' of dtype {entry['dtype']}, which torch lacks", cure="Convert it first"

@@ -269,7 +269,7 @@ def _the_parameter_itself(module: Any, weight: nn.Parameter) -> None:
 def test_what_looks_at_a_weights_memory_is_refused_by_name(look: Callable[..., Any], tmp_path: Path) -> None:
     model = _Looking(look)
     before = copy.deepcopy(model.enc.state_dict())
-    with pytest.raises(ModelError, match=r"'dec' looks at the memory of parameter 'enc\.weight'.*in forward"):
+    with pytest.raises(ModelError, match=r"'dec' is a view of parameter 'enc\.weight'.*in forward"):
         infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
     assert all(torch.equal(before[name], value) for name, value in model.enc.state_dict().items())
 

@@ -383,7 +383,7 @@ def test_broken_indexes_and_missing_shards_are_named(llama: Path, config: dict[s
 
 
 def test_a_wrong_directory_is_named(llama: Path, config: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere' is not there"):
+    with pytest.raises(CheckpointError, match="nowhere' does not exist"):
         infinity.load_pretrained(transformers.LlamaForCausalLM, tmp_path / "nowhere", config=config)
     (llama / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no config\.json"):

@@ -115,7 +115,8 @@ def test_one_more_chunk_takes_few_calls(
                     if number > 1:  # the first ones compile the kernel and lay the chunks out
                         found.append(sum(num for name, num in counter.by_function.items() if name not in _WAITS))
             least.append(min(found))
-    most = 40 if is_resident else 46  # weights that are paged out are read as well
+    # Weights that are paged out are read as well, and a worker may wait for a read once more on a busy machine.
+    most = 40 if is_resident else 48
     if shapes[0] == (60,):  # their last elements go to torch: one call, and copies there and back
         most += 20
     assert least[1] - least[0] <= most * (_NUM_CHUNKS[1] - _NUM_CHUNKS[0]), least
