@@ -241,7 +241,7 @@ def test_a_script_that_just_ends_has_saved_or_says_why_not(when: str, tmp_path: 
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     if when == "too early":  # a hook that comes after the engine's own end
-        assert ended.stdout.startswith("EngineClosedError this call: the interpreter ends")
+        assert ended.stdout.startswith("EngineClosedError this call: the interpreter is shutting down")
         assert not (tmp_path / "saved").exists()
     else:
         assert ended.stdout == ""
