@@ -119,6 +119,9 @@ class PrefetchSchedule:
         if self._recorded_backward_start is None:
             self._recorded_backward_start = len(self._recorded)
             self.present = -1
+            if self._groups and not self.num_commits:  # the first forecast is a guess without experts
+                self.order = (*self._recorded, *reversed(self._recorded))
+                self.backward_start = len(self._recorded)
             if self.order:
                 self._position = self.backward_start % len(self.order)
 

@@ -285,6 +285,21 @@ def test_experts_are_forecast_when_their_router_has_chosen() -> None:
     assert _ahead(schedule, 5) == [23, 1, 10, 12, 0]
 
 
+def test_the_first_backward_is_forecast_by_its_forward() -> None:
+    schedule = PrefetchSchedule([0, 1, 2, 3], {2: 0, 3: 0})
+    schedule.begin()
+    schedule.touch(0)
+    schedule.route(0, [3])
+    schedule.touch(3)
+    schedule.touch(1)
+    schedule.begin_backward()
+    assert _upcoming(schedule) == [1, 3, 0]
+    for unit in (1, 3, 0):
+        schedule.touch(unit)
+    schedule.commit()
+    assert schedule.order == (0, -1, 1, 1, -1, 0)
+
+
 def test_experts_of_a_layer_that_is_computed_once_more() -> None:
     schedule = PrefetchSchedule([0, 1], _LAYERS)
     _train(schedule, [10, 11], [20, 21], recomputes=True)
