@@ -566,7 +566,9 @@ def test_a_rank_that_leaves_a_forward_ends_with_the_others(tmp_path: Path) -> No
     for error in errors:
         assert "RankError" in error
         assert "rank 1 is at 'engine.save_checkpoint with tag 'last''" in error
-    assert any(re.search("gathering the weights of [0-9]+: another rank does not reach this call", error) for error in errors)
+    assert any(
+        re.search("gathering the weights of [0-9]+: another rank does not reach this call", error) for error in errors
+    )
 
 
 def test_a_failing_initialize_gives_the_weights_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
