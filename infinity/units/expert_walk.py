@@ -20,7 +20,7 @@ order of their creation. So these nodes ask for the weights in one order on all 
 before or after its own node does, which fetches nothing more. The nodes form a chain, from the module's input to its
 output, of numbers that are 0:
 
-    input -> _Begin -> _Visit -> _Visit -> ... -> _Attach (with the output) -> output
+    input -> _Begin -> _Visit -> _Visit -> ... -> Attach (with the output) -> output
 
 A trained expert gets a gradient of zeros from a visit, as it has in torch as a part of the gradient of all experts.
 """
@@ -123,7 +123,7 @@ class _Visit(torch.autograd.Function):
         return gradients[0], zeros, None, None
 
 
-class _Attach(torch.autograd.Function):
+class Attach(torch.autograd.Function):
     """Returns a copy of ``x``; its backward also sends a zero to ``anchor``."""
 
     @staticmethod
@@ -139,4 +139,4 @@ class _Attach(torch.autograd.Function):
 
 _begin: Any = _Begin.apply
 _visit: Any = _Visit.apply
-_attach: Any = _Attach.apply
+_attach: Any = Attach.apply

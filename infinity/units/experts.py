@@ -31,7 +31,7 @@ from torch import nn
 from infinity.optim.groups import TiledParameter
 from infinity.torch_internals.names import without_torch_function
 from infinity.torch_internals.operations import name_of
-from infinity.units.expert_walk import Walk, anchor_of
+from infinity.units.expert_walk import Attach, Walk, anchor_of
 from infinity.units.parameter import placeholder
 from infinity.units.tiles import TiledWeight, Tiles
 
@@ -384,18 +384,13 @@ class _Zero(torch.autograd.Function):
         return gradients[0], torch.zeros(shape, dtype=dtype, device=device)
 
 
-class _Join(torch.autograd.Function):
-    """Returns ``x``; its backward also sends a zero to ``anchor``."""
+class _Join(Attach):
+    """As `Attach`, with a view in place of a copy."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         ctx.form = anchor.dtype, anchor.device
         return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        dtype, device = ctx.form
-        return gradients[0], torch.zeros((), dtype=dtype, device=device)
 
 
 _zero: Any = _Zero.apply

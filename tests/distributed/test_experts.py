@@ -236,7 +236,6 @@ def test_two_ranks_train_as_one_process_with_their_batches(use: str, tmp_path: P
 def test_ranks_read_their_shards_of_the_experts_that_any_of_them_needs(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         fetched: list[str] = []
-        routed: set[str] = set()
         fetch = DividedWeights.fetch
 
         def noted(self: DividedWeights, unit: Any, **options: Any) -> Any:
@@ -254,7 +253,7 @@ def test_ranks_read_their_shards_of_the_experts_that_any_of_them_needs(tmp_path:
         model = mixtures.frozen(mixtures.make("qwen3_moe", num_hidden_layers=5, num_experts=16))
         with _engine(model, _config(tmp_path, "auto"), 100_000) as engine:
             num_bytes = {unit.name: unit.num_bytes for unit in engine._parts.parameter_map.units}
-            _watch(engine.module, routed)
+            routed = mixtures.watch_routing(engine.module)
             engine._parts.storage.observe(note)
             for step in range(3):
                 fetched.clear()
@@ -268,21 +267,6 @@ def test_ranks_read_their_shards_of_the_experts_that_any_of_them_needs(tmp_path:
                 assert of_ranks == sum(num_bytes[name] for name in experts)
 
     require_ranks(2, train, tmp_path)
-
-
-def _watch(model: nn.Module, routed: set[str]) -> None:
-    """``routed`` gets the names of the units that this rank's tokens go to."""
-
-    def watch(name: str, module: nn.Module) -> None:
-        def note(_: nn.Module, args: tuple[Any, ...]) -> None:
-            for expert in set(args[1].flatten().tolist()):
-                routed.update(f"{name}.{each}_by_expert.{expert}.weight" for each in ("gate_up_proj", "down_proj"))
-
-        module.register_forward_pre_hook(note)
-
-    for name, module in model.named_modules():
-        if name.endswith("mlp.experts"):
-            watch(name, module)
 
 
 def _check_fetched(fetched: list[str], routed: set[str]) -> list[str]:

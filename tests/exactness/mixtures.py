@@ -95,3 +95,20 @@ def case(
 def _batch(draw: Draw) -> Batch:
     tokens = draw.integers(VOCABULARY, 1, 5)
     return {"input_ids": tokens, "labels": tokens}
+
+
+def watch_routing(model: nn.Module) -> set[str]:
+    """A set that gets the names of the units of experts that tokens go to."""
+    routed: set[str] = set()
+
+    def watch(name: str, module: nn.Module) -> None:
+        def note(_: nn.Module, args: tuple[Any, ...]) -> None:
+            for expert in set(args[1].flatten().tolist()):
+                routed.update(f"{name}.{each}_by_expert.{expert}.weight" for each in ("gate_up_proj", "down_proj"))
+
+        module.register_forward_pre_hook(note)
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.experts"):
+            watch(name, module)
+    return routed

@@ -120,7 +120,7 @@ def test_only_touched_experts_are_updated(tmp_path: Path) -> None:
     }
     singles = [part for name, p in named.items() for part in parts.get(name, [p])]
     optimizer = torch.optim.AdamW(singles, lr=1e-2, weight_decay=0.1, fused=True)
-    routed = _watch(reference)
+    routed = mixtures.watch_routing(reference)
     section = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
     changes = {"optimizer": section, "infinity": {"experts": "touched_only", "staging_buffer_bytes": None}}
     with infinity.initialize(model=case.make("none"), config=everything_on_nvme(tmp_path, changes))[0] as engine:
@@ -149,23 +149,6 @@ def test_only_touched_experts_are_updated(tmp_path: Path) -> None:
             assert torch.equal(value, found[name]), name
 
 
-def _watch(model: nn.Module) -> set[str]:
-    """Gets the names of experts that a token goes to, as they are paged."""
-    routed: set[str] = set()
-
-    def watch(name: str, module: nn.Module) -> None:
-        def note(_: nn.Module, args: tuple[Any, ...]) -> None:
-            for expert in set(args[1].flatten().tolist()):
-                routed.update(f"{name}.{each}_by_expert.{expert}.weight" for each in ("gate_up_proj", "down_proj"))
-
-        module.register_forward_pre_hook(note)
-
-    for name, module in model.named_modules():
-        if name.endswith("mlp.experts"):
-            watch(name, module)
-    return routed
-
-
 def _draw(step: int) -> Any:
     from tests.exactness.case import Draw
 
@@ -187,7 +170,7 @@ def test_only_routed_experts_are_read(tmp_path: Path) -> None:
             fetched.append(unit.name),
             fetch(unit, **options),
         )[1]
-        routed = _watch(engine.module)
+        routed = mixtures.watch_routing(engine.module)
         for step in range(3):
             routed.clear()
             fetched.clear()
