@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -221,25 +222,25 @@ class Stepper:
         self._submit(unit, source, self._factor(None, scale))
 
     def _update_waiting(self, *, only_consistent: bool) -> None:
-        waiting, self._waiting = self._waiting, []
-        for place, (unit, gradients) in enumerate(waiting):
-            # In backward a unit waits until no graph needs its weights. When backward has ended, it is updated in any
-            # case.
-            if not only_consistent or (self.gradients.have_arrived(unit) and unit.unbind_unused()):
+        waiting, self._waiting = deque(self._waiting), []
+        try:
+            while waiting:
+                unit, gradients = waiting[0]
+                # In backward a unit waits until no graph needs its weights. When backward has ended, it is updated in
+                # any case.
+                if only_consistent and not (self.gradients.have_arrived(unit) and unit.unbind_unused()):
+                    self._waiting.append(waiting.popleft())
+                    continue
                 self.parameter_cache.await_update(unit)
                 source = self.gradients.add_for_update(unit, gradients, self._norms)
                 self.used_up.update((unit.index, slot.index) for slot in source.slots())
                 gradients.clear()
-                try:
-                    self._submit(unit, source, None if self._divisor == 1 else _scalar(1.0 / self._divisor))
-                except BaseException:
-                    # The failed unit's gradients are used up; the units behind it still wait.
-                    self._waiting += waiting[place + 1 :]
-                    raise
+                waiting.popleft()
+                self._submit(unit, source, None if self._divisor == 1 else _scalar(1.0 / self._divisor))
                 self.updated.add(unit.index)
                 self._trim_heap()
-            else:
-                self._waiting.append((unit, gradients))
+        finally:
+            self._waiting += waiting  # after an error: those behind the failed one, whose gradients are used up
 
     def _trim_heap(self) -> None:
         """Between two units, return freed memory to the system: see `HeapTrimmer`."""
