@@ -112,7 +112,7 @@ class Parts:
             num_processes=num_local_processes(),
             is_unified=device.is_unified,
         )
-        self._divided, config = divide(mesh, config)
+        self._divided, config = divide(model, mesh, config)
         self.plan = make_plan(model, config, wrapped_optimizer, device, free_memory, self._divided)
         self.config, self.updater = self.plan.config, self.plan.updater
         if self.durable is not None:

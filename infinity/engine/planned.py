@@ -23,7 +23,7 @@ from infinity.errors import BudgetTooSmallError, ConfigError
 from infinity.machine.here import bandwidth_of
 from infinity.optim.classes import OneBitAdam
 from infinity.optim.wrapped_optimizer import WrappedOptimizer
-from infinity.packed.selection import KEY
+from infinity.packed.selection import KEY, packed_weights
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.placement import DEVICE_KEY, NUM_SHARD_BUFFERS, Placement
 from infinity.units.layout import Chunk
@@ -71,8 +71,12 @@ def durable_run_of(config: InfinityConfig, undo: contextlib.ExitStack) -> tuple[
     return durable, durable.adapted(replace(config, infinity=replace(config.infinity, durable=section)))
 
 
-def divide(mesh: Mesh, config: InfinityConfig) -> tuple[Divided, InfinityConfig]:
-    """Say which shard of states and weights this rank has. The returned config may update later than the given one."""
+def divide(model: nn.Module, mesh: Mesh, config: InfinityConfig) -> tuple[Divided, InfinityConfig]:
+    """Say which shard of states and weights this rank has. The returned config may update later than the given one.
+
+    Raises:
+        ConfigError: ``infinity.frozen_dtype`` has a pattern that matches nothing.
+    """
     ranks = mesh.data
     shards = Shards(ranks.index, ranks.num) if config.zero_stage > 0 else Shards()
     needs_all = mesh.is_divided or (ranks.num > 1 and not shards.is_divided)
@@ -80,6 +84,15 @@ def divide(mesh: Mesh, config: InfinityConfig) -> tuple[Divided, InfinityConfig]
         config = replace(config, infinity=replace(config.infinity, update="step" if ranks.num > 1 else "deferred"))
     # Stages 1 and 2 divide states only. Stage 3 divides the weights as well.
     has_parts = config.zero_stage == 3 and shards.is_divided
+    if has_parts and packed_weights(model, config.infinity.frozen_dtype, config.compute_dtype):
+        # A shard would cut through blocks that share a scale.
+        has_parts = False
+        logger.warning(
+            "%s packs weights, so each process keeps all weights, as with zero_optimization.stage 2. Optimizer states "
+            "and gradients are divided. To divide the weights as well, remove %s from the config",
+            KEY,
+            KEY,
+        )
     return Divided(mesh, shards, has_parts), config
 
 
@@ -118,7 +131,7 @@ def make_plan(
     inputs, placement, reason_against = (
         _placed_on_devices(ranks, inputs_of, config) if fills_devices else _placed(inputs_of, config)
     )
-    _check_packed(inputs, has_parts=has_parts)
+    _warn_of_nothing_packed(inputs)
     if has_parts:
         placement, reason_against = _agreed(ranks, placement, reason_against, len(inputs.units))
     if inputs.config.infinity.host_memory_budget is not None:
@@ -140,20 +153,11 @@ def make_plan(
     return Planned(**vars(inputs), placement=placement, reason_against=reason_against, splits=splits, chunks=chunks)
 
 
-def _check_packed(inputs: PlanInputs, *, has_parts: bool) -> None:
-    """Raise or warn if weights are to be packed and cannot be."""
+def _warn_of_nothing_packed(inputs: PlanInputs) -> None:
     frozen_dtype = inputs.config.infinity.frozen_dtype
-    if frozen_dtype is None:
+    if frozen_dtype is None or frozen_dtype == "bf16":
         return
-    is_any = any(slot.spec.packed is not None for unit in inputs.units for slot in unit.layout.slots)
-    if is_any and has_parts:
-        raise ConfigError.value(
-            KEY,
-            frozen_dtype,
-            "packed weights are not supported by ZeRO stage 3 on several processes",
-            cure="Set zero_optimization.stage to 2: adapters' states are divided, and each process has the packed base",
-        )
-    if not is_any and frozen_dtype != "bf16":
+    if not any(slot.spec.packed is not None for unit in inputs.units for slot in unit.layout.slots):
         logger.warning(
             "%s is %s, and nothing is packed: no weight of a linear layer is frozen. Freeze the base before "
             "infinity.initialize (requires_grad_(False)), or add adapters with PEFT",
