@@ -1,7 +1,7 @@
 """Counts what one training step costs in Python: calls of the packages by thread, and lock acquisitions. Uses no clock.
 
-    python tools/count_calls.py                  # a Llama of 8 layers, everything on the drive
-    python tools/count_calls.py --layers 1000 --json
+    python tools/count_calls.py                  # 8 blocks, 90 parameters, everything on the drive
+    python tools/count_calls.py --blocks 1000 --width 8 --json
 
 Three runs of one commit: calls of the main thread within 0.2 per cent of each other, locks within 3, for waits look up now
 and then. The states are on the drive; 16 MB have room for the weights once they are read. A step is counted from its forward
@@ -20,10 +20,6 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
-
-import torch
-from bench.measured.models import Workload, build_model, micro_batches
-from bench.measured.ours import make_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (f"{ROOT / 'infinity'}/", f"{ROOT / 'swapper'}/")
@@ -80,20 +76,66 @@ def count_locks(counts: Counts) -> None:
     threading.Lock, threading.RLock = counting(threading.Lock), counting(threading.RLock)  # type: ignore[misc]
 
 
-def count(num_layers: int, directory: Path, num_functions: int = 25, budget: str = "16MB") -> dict[str, Any]:
+def make_model(num_blocks: int, width: int) -> Any:
+    """A decoder without attention's arithmetic: a block has 10 modules and 11 parameters, as a Llama's with two biases."""
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+            self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+            self.o = nn.Linear(width, width)
+            self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+            self.down = nn.Linear(2 * width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(x)
+            x = x + self.o(torch.tanh(self.q(y)) * self.k(y) + self.v(y))
+            y = self.norm2(x)
+            return x + self.down(torch.sigmoid(self.gate(y)) * self.up(y))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(64, width)
+            self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+            self.norm = nn.RMSNorm(width)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return nn.functional.cross_entropy((self.norm(x) @ self.embedding.weight.T).flatten(0, 1), tokens.flatten())
+
+    torch.manual_seed(0)
+    return Model()
+
+
+def count(
+    num_blocks: int, width: int, directory: Path, num_functions: int = 25, budget: str = "16MB"
+) -> dict[str, Any]:
     """Count one step with everything on the drive; ``num_functions`` of each kind of thread are named."""
-    workload = Workload("tiny", num_layers, "float32", seq_len=8)
-    model, batches = build_model(workload), micro_batches(workload)
-    # Everything has to be read and written, or there would be few calls to count.
-    settings = {"directory": str(directory), "budget": budget, "infinity": {"keep_in_memory": False}}
-    # Threads of OpenMP run no Python; one is enough.
-    torch.set_num_threads(1)
     counts = Counts()
     count_locks(counts)
     # For threads that start from now on; `sys.setprofile` below is for this one.
     threading.setprofile(counts.profile)
+    import torch
+
     import infinity
     from swapper import Swapper
+
+    # Threads of OpenMP run no Python; one is enough.
+    torch.set_num_threads(1)
+    place = {"device": "nvme", "nvme_path": str(directory)}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        # Everything has to be read and written, or there would be few calls to count.
+        "infinity": {"host_memory_budget": budget, "keep_in_memory": False},
+    }
 
     def num_transfers() -> int:
         """Return the reads and writes of all swappers of this process."""
@@ -101,7 +143,8 @@ def count(num_layers: int, directory: Path, num_functions: int = 25, budget: str
         statistics = [swapper.statistics() for swapper in gc.get_objects() if type(swapper) is Swapper]
         return sum(each.num_reads + each.num_writes for each in statistics)
 
-    engine, *_ = infinity.initialize(model=model, config=make_config(workload, settings))
+    engine, *_ = infinity.initialize(model=make_model(num_blocks, width), config=config)
+    tokens = torch.randint(0, 64, (1, 8))
     with engine:
         for step in range(NUM_STEPS):
             if step == NUM_STEPS - 1:
@@ -110,15 +153,18 @@ def count(num_layers: int, directory: Path, num_functions: int = 25, budget: str
                 before = num_transfers()
                 counts.is_on = True
                 sys.setprofile(counts.profile)
-            engine.backward(engine(**next(batches)).loss)
+            loss = engine(tokens)
+            engine.backward(loss)
             engine.step()
         engine.flush()
         counts.is_on = False
         sys.setprofile(None)
         plan, transfers = engine.plan, num_transfers() - before
     calls = dict(counts.calls.most_common())
-    # Bytes of a unit / 4 are its elements, since all of it is fp32; the division is rounded up.
-    num_chunks = sum(-(-num_bytes // 4 // plan.placement.chunk_numel) for _, num_bytes in plan.units)
+    # Bytes of a unit / 4 are its elements; the division is rounded up.
+    num_chunks = sum(
+        -(-num_bytes // 4 // plan.placement.chunk_numel) for _, num_bytes in plan.units
+    )  # all of it is fp32
     in_all = sum(calls.values())
     return {
         "units": len(plan.units),
@@ -137,13 +183,14 @@ def count(num_layers: int, directory: Path, num_functions: int = 25, budget: str
 def main() -> None:
     """Prints a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--budget", default="16MB", help="of host memory")
     parser.add_argument("--functions", type=int, default=25, help="so many are named of each kind of thread")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        counted = count(arguments.layers, Path(directory), arguments.functions, arguments.budget)
+        counted = count(arguments.blocks, arguments.width, Path(directory), arguments.functions, arguments.budget)
     if arguments.json:
         print(json.dumps(counted, indent=1))
         return
