@@ -19,9 +19,12 @@ if [ "${1:-}" = --larger-than-ram ]; then
     run larger_than_ram.py "$@"
     exit
 fi
-run train.py "$@"
+run train.py --run-log train_log "$@"
 case " $* " in
-    *" --help "* | *" -h "*) ;;
+    *" --help "* | *" -h "*) exit ;;
+esac
+"$root/.venv/bin/infinity" report train_log --out train.html
+case " $* " in
     *" --model"*) printf 'To kill and resume this model as well: python tools/kill_and_resume.py %s\n' "$*" ;;
     *) run kill_and_resume.py "$@" ;;
 esac

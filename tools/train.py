@@ -103,6 +103,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--nvme-path", help="directory on the drive that holds the states (default: as in the config)")
     add("--host-memory-budget", help='hard ceiling of the engine\'s host memory, e.g. "2GB"')
     add("--plot", type=Path, default=Path("train.png"), help="of loss and times, a picture (default: train.png)")
+    add("--run-log", type=Path, help="directory for the log that `infinity watch` and `infinity report` show")
     add("--seed", type=int, default=0)
     found = parser.parse_args(arguments)
     for name in ("steps", "batch_size", "seq_len", "gradient_accumulation_steps"):
@@ -205,6 +206,7 @@ def make_config(
         "gradient_clipping": arguments.clip,
         "optimizer.params.lr": arguments.lr,
         "infinity.host_memory_budget": arguments.host_memory_budget,
+        "infinity.run_log": None if arguments.run_log is None else str(arguments.run_log),
         "zero_optimization.offload_param.nvme_path": arguments.nvme_path,
         "zero_optimization.offload_optimizer.nvme_path": arguments.nvme_path,
     }

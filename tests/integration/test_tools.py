@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from infinity.metrics import read_run
+
 _ROOT = Path(__file__).resolve().parents[2]
 _PNG = b"\x89PNG"
 
@@ -50,14 +52,15 @@ def first_and_last_loss(output: str) -> tuple[float, float]:
 
 @pytest.mark.deep
 def test_train_learns_prints_and_draws(nvme_dir: Path) -> None:
-    code, output = finish(start(nvme_dir, "train.py", "--model", "tiny", "--steps", "30"))
+    code, output = finish(start(nvme_dir, "train.py", "--model", "tiny", "--steps", "30", "--run-log", "log"))
     assert code == 0, output
     first, last = first_and_last_loss(output)
     assert last < first - 0.5
     for row in ("of them on NVMe", "host memory budget", "peak of its buffers", "waiting for reads", "optimizer"):
         assert row in output
     assert (nvme_dir / "train.png").read_bytes().startswith(_PNG)
-    assert [path.name for path in nvme_dir.iterdir()] == ["train.png"]
+    assert sorted(path.name for path in nvme_dir.iterdir()) == ["log", "train.png"]
+    assert len(read_run(nvme_dir / "log").steps) == 30
 
 
 @pytest.mark.deep
