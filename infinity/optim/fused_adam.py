@@ -397,7 +397,7 @@ class GpuAdam(FusedAdam):
 
 
 def _draw(generator: torch.Generator, num_decades: int) -> Tensor:
-    """Normal numbers, scaled down by up to ``num_decades`` powers of ten; every tenth is zero where they are."""
+    """Normal numbers. With ``num_decades``, scaled down by up to that many powers of ten, and every tenth is zero."""
     values = torch.randn(_PROBE_NUMEL, generator=generator, dtype=torch.float32, device="cpu")
     if num_decades:
         decades = torch.rand(_PROBE_NUMEL, generator=generator, dtype=torch.float32, device="cpu") * num_decades

@@ -542,7 +542,7 @@ def _spikes(magnitude: float) -> _Draw:
 def _once(others: _Draw, value: float) -> _Draw:
     def draw(shape: tuple[int, ...], step: int) -> Tensor:
         values = others(shape, step)
-        if step == 0:
+        if step == 0:  # the next step, with usual gradients, shows how far the states have carried it
             values.view(-1)[-1] = value
         return values
 

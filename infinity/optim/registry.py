@@ -84,7 +84,7 @@ class Section(Protocol):
     def params(self) -> Mapping[str, Any]: ...
 
 
-def is_known(cls: type[Optimizer]) -> bool:
+def is_verified(cls: type[Optimizer]) -> bool:
     """Whether exactly this class (no subclass) can be paged without being probed."""
     return cls in _ELEMENTWISE or mixes_elements(cls)
 

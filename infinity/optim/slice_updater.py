@@ -26,7 +26,7 @@ from infinity.optim.probe import (
     probe,
     probe_groups,
 )
-from infinity.optim.registry import is_known, mixes_elements
+from infinity.optim.registry import is_verified, mixes_elements
 from infinity.optim.wrapped_optimizer import WrappedOptimizer
 
 
@@ -52,12 +52,12 @@ class SliceUpdater:
         self._device = wrapped_optimizer.device
         self._schemas: dict[tuple[Any, ...], StateSchema] = {}
         self._elementwise: frozenset[str] = frozenset()
-        self._is_known = is_known(type(wrapped_optimizer.optimizer))
+        self._is_verified = is_verified(type(wrapped_optimizer.optimizer))
         self.mixes_elements = mixes_elements(type(wrapped_optimizer.optimizer))
         """Whether a parameter has to be updated as a whole: its elements' updates depend on each other."""
         self._is_laid_out = False
         """From the end of construction on others rely on `mixes_elements`."""
-        if not self._is_known:
+        if not self._is_verified:  # other classes may read what slices do not have
             refuse_attributes_of_parameters(wrapped_optimizer.optimizer, wrapped_optimizer.params())
         self._attributes = attributes_of(wrapped_optimizer.optimizer)
         self._has_moved = False
@@ -72,7 +72,7 @@ class SliceUpdater:
                     )  # a rule that is not known may look at more than the kind
                     self.schema_under(values)
                     tried.append(values)
-            if len(wrapped_optimizer.param_groups) > 1 and not self._is_known:
+            if len(wrapped_optimizer.param_groups) > 1 and not self._is_verified:
                 schemas = [self.schema_under(hyperparameters(group)) for group in wrapped_optimizer.param_groups]
                 executor = OptimizerExecutor(wrapped_optimizer.optimizer)
                 # Not copied: groups that share a tensor are tried with one that they share (a tensor lr, say).
@@ -83,7 +83,7 @@ class SliceUpdater:
                 probe_groups(executor, [*map(executor.training, own)], schemas, self._device)
         # Updates run in a clone of this instance. A wrapper whose inner optimizer holds the groups would update
         # nothing.
-        if tried and not self._is_known and not self._has_moved:
+        if tried and not self._is_verified and not self._has_moved:
             raise self._executor.unpageable(
                 "its step() changes no weight in its own groups: it seems to call another optimizer",
                 cure="Pass that one; what is done around its steps can be done in the training loop, to weights inside "
@@ -103,9 +103,9 @@ class SliceUpdater:
         if found is None:
             # An executor of its own: updates may be running in another thread.
             executor = OptimizerExecutor(self._wrapped_optimizer.optimizer)
-            tried = values if self._is_known else executor.training(values)
+            tried = values if self._is_verified else executor.training(values)
             found = learn_schema(executor, tried, self._device)
-            if not self._is_known:
+            if not self._is_verified:
                 self._has_moved |= self._probe(executor, tried, found)
                 # What it counts in the group is no longer zero after a step: the trial has been there.
                 self._schemas[_trial_key(advanced(executor, tried, found, self._device))] = found
@@ -132,12 +132,12 @@ class SliceUpdater:
 
         Whole parameters go one at a time, each on as many threads as in plain torch: sums depend on their number.
         """
-        return self._is_known and not self.mixes_elements
+        return self._is_verified and not self.mixes_elements
 
     def _current_executor(self) -> OptimizerExecutor:
         """The calling thread's executor: a step runs in its groups and states. One for all, if slices may not run in
         parallel."""
-        if not self._is_known:
+        if not self._is_verified:
             return self._executor
         executor: OptimizerExecutor | None = getattr(self._of_thread, "executor", None)
         if executor is None:
@@ -146,7 +146,7 @@ class SliceUpdater:
 
     def check_attributes(self) -> None:
         """Raise OptimizerNotPageableError if an attribute of the user's optimizer is another than in `initialize`."""
-        if self._is_known:
+        if self._is_verified:
             return
         now = attributes_of(self._wrapped_optimizer.optimizer)
         for name in sorted(now.keys() | self._attributes.keys()):
@@ -163,7 +163,7 @@ class SliceUpdater:
             values: the group's hyperparameters before.
             has_gradient: whether any of its parameters has one.
         """
-        if self._is_known:
+        if self._is_verified:
             return {}
         # An executor of its own: updates may be running in another thread.
         executor = OptimizerExecutor(self._wrapped_optimizer.optimizer)
@@ -210,7 +210,7 @@ class SliceUpdater:
         if state is not None:
             before.update(state)
         # A class that is not known may count in its group: each slice must begin with the same count.
-        own = dict(group) if self._is_known else copy_scalar(dict(group))
+        own = dict(group) if self._is_verified else copy_scalar(dict(group))
         (after,) = self._current_executor().run(own, [weight], [grad], [before])
         tensors: dict[str, Tensor] = {}
         advanced: dict[str, Any] = {}
@@ -293,7 +293,7 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def attribute_names(optimizer: Optimizer) -> list[str]:
-    """Names of `attributes_of`: private ones as far as the code of a class that is not torch's has them."""
+    """Names of attributes that a step may read. A private one counts only if the class's own code names it."""
     names = _names_in(type(optimizer))  # type: ignore[arg-type]  # classes can be hashed
     return [
         name

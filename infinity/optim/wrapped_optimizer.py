@@ -18,7 +18,7 @@ from infinity.optim.classes import Muon, is_for_muon
 from infinity.optim.executor import OptimizerExecutor, hyperparameters, one_element, refuse_common
 from infinity.optim.groups import Groups, Members, TiledGroups
 from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_main_weight
-from infinity.optim.registry import Section, is_known, refuse_not_pageable, refuse_wrapper, resolve
+from infinity.optim.registry import Section, is_verified, refuse_not_pageable, refuse_wrapper, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class WrappedOptimizer:
         """States that the optimizer's constructor made and no step has changed, as torch's ``optimizer.state``."""
         # What constructors of known classes fill states with: zeros, or Adagrad's initial_accumulator_value.
         initial = {0.0, *(group.get("initial_accumulator_value", 0.0) for group in optimizer.param_groups)}
-        self._initial = initial if is_known(type(optimizer)) else None
+        self._initial = initial if is_verified(type(optimizer)) else None
         if all(self._is_untouched(state) for state in optimizer.state.values()):
             # The constructor made them: each slice's first step makes the same again, so nothing has to be stored.
             self._untouched = dict(optimizer.state)
@@ -65,7 +65,7 @@ class WrappedOptimizer:
         self.started = {
             param: {name: _compact(value) for name, value in state.items()}
             for param, state in self._untouched.items()
-            if is_known(type(optimizer))
+            if is_verified(type(optimizer))
         }
         """Parameter -> the state that the optimizer's constructor made for it, and that it has until its first step.
         Each tensor is stored compactly, as the one value that fills it."""
@@ -366,7 +366,7 @@ def _construct(
     if cls is Muon:
         groups = _divided_for_muon(groups, fqns)
     # Classes that are not known get the true parameters, because they may look at shapes or values.
-    if recipe is None or not is_known(cls):
+    if recipe is None or not is_verified(cls):
         given: Any = groups if is_grouped else groups[0]["params"]
         optimizer = source(given) if recipe is None else _made(recipe, given)
         if not isinstance(optimizer, Optimizer):

@@ -14,7 +14,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from infinity.errors import OptimizerNotPageableError
 from infinity.optim.classes import Lamb, Lion, OneBitAdam, UncorrectedAdam
 from infinity.optim.probe import SLICE_ALIGNMENT
-from infinity.optim.registry import is_known
+from infinity.optim.registry import is_verified
 from infinity.optim.slice_updater import SliceUpdater, check_parts
 from infinity.optim.wrapped_optimizer import wrap_optimizer
 from tests.unit.optim.memory_backend import cut, equal_bits, page_aligned
@@ -174,7 +174,7 @@ def test_pieces_have_the_bits_of_the_whole(
     cls: type[Optimizer], arguments: dict[str, Any], restore_num_threads: None
 ) -> None:
     """Whatever the numbers of threads: torch splits tensors of this size between them at odd places."""
-    assert is_known(cls)
+    assert is_verified(cls)
     torch.set_num_threads(2)
     expected = _reference(cls, arguments)
     torch.set_num_threads(1)
