@@ -66,7 +66,7 @@ _LABEL_BYTES, _NUM_BESIDE = 192, 30
 _LOOK = timedelta(seconds=2)
 """How long to wait before looking for those who do not come."""
 _MEANWHILE_SECONDS = 0.005
-Place = tuple[int, int]
+CallCounts = tuple[int, int]
 """How many meetings a rank's script has been in, and how many exchanges of other threads it has asked for."""
 _CURE = (
     "All ranks must make the same calls in the same order: the same number of backwards and steps, each on its own data"
@@ -169,7 +169,7 @@ class Ranks:
 
     # ---------------------------------------------------------------------------------------------------------- meetings
 
-    def issue(self) -> Place:
+    def issue(self) -> CallCounts:
         """The script asks another thread for an exchange. Returns where in the script that is, the same on all ranks."""
         self._num_issued += 1
         self._publish_place()
@@ -190,7 +190,7 @@ class Ranks:
         what: str,
         values: Sequence[int] = (),
         meanwhile: Callable[[], None] | None = None,
-        issued: Place | None = None,
+        issued: CallCounts | None = None,
     ) -> list[list[int]]:
         """Wait until all ranks come with the same ``what``, and as many ``values`` (of 64 bits). Returns those of each.
 
@@ -223,7 +223,7 @@ class Ranks:
         return [[*other[3 : 3 + num]] for other in found]
 
     def _gathered(
-        self, what: str, own: bytes, meanwhile: Callable[[], None] | None = None, issued: Place | None = None
+        self, what: str, own: bytes, meanwhile: Callable[[], None] | None = None, issued: CallCounts | None = None
     ) -> list[bytes]:
         """What each rank comes with, as many bytes on all."""
         sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
@@ -432,7 +432,7 @@ class Ranks:
         name: str,
         *args: Any,
         meanwhile: Callable[[], None] | None = None,
-        issued: Place | None = None,
+        issued: CallCounts | None = None,
     ) -> None:
         """One of torch's collectives, until its end."""
         if self.error is not None:

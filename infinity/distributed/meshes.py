@@ -32,7 +32,7 @@ _CURE_OF_MPU = (
 )
 
 
-class Place(NamedTuple):
+class ModelPart(NamedTuple):
     """Which part of the model a process has."""
 
     stage: int = 0
@@ -61,13 +61,13 @@ class Mesh:
     data: Ranks
     parts: Ranks = field(default_factory=Ranks)
     tensor: Ranks = field(default_factory=Ranks)
-    places: tuple[Place, ...] = (Place(),)
+    places: tuple[ModelPart, ...] = (ModelPart(),)
     everyone: Ranks = field(default_factory=Ranks)
     source: Any = None
     groups: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ModelPart:
         """Of this process's part."""
         return self.places[self.parts.index]
 
@@ -97,13 +97,13 @@ def mesh_of(mpu: Any = None, mesh_param: Any = None) -> Mesh:
     everyone.services.pop(_SERVICE, None)
     if (mpu is None and mesh_param is None) or num_processes() == 1:
         return Mesh(everyone)
-    find: Callable[[], _OfProcess] = functools.partial(_of_mpu, mpu, everyone)
+    find: Callable[[], _Claim] = functools.partial(_of_mpu, mpu, everyone)
     if hasattr(mesh_param, "mesh_dim_names"):
         find = functools.partial(_of_device_mesh, mesh_param, everyone.number)
     elif mpu is None:
         find = functools.partial(_of_sizes, mesh_param, everyone.num)
     of_ranks = gather_results(everyone, _SAYING, find)
-    of_ranks = [_OfProcess(data, Place(*place)) for data, place in of_ranks]
+    of_ranks = [_Claim(data, ModelPart(*place)) for data, place in of_ranks]
     members = _checked(of_ranks, everyone.number)
     groups = tuple(sorted({each.data for each in of_ranks}))
     if len(members) == everyone.num:
@@ -133,16 +133,16 @@ def current_mesh() -> Mesh:
     return found if isinstance(found, Mesh) else Mesh(world())
 
 
-class _OfProcess(NamedTuple):
+class _Claim(NamedTuple):
     """What a process's script has said of it."""
 
     data: tuple[int, ...]
-    place: Place
+    place: ModelPart
 
 
-def _checked(of_ranks: Sequence[_OfProcess], number: int) -> tuple[int, ...]:
+def _checked(of_ranks: Sequence[_Claim], number: int) -> tuple[int, ...]:
     """The processes with the same part as ``number``."""
-    parts: dict[tuple[int, ...], Place] = {}
+    parts: dict[tuple[int, ...], ModelPart] = {}
     for rank, (members, place) in enumerate(of_ranks):
         if rank not in members or any(of_ranks[other] != (members, place) for other in members):
             others = sorted({str(of_ranks[other].place) for other in members})
@@ -164,7 +164,7 @@ def _checked(of_ranks: Sequence[_OfProcess], number: int) -> tuple[int, ...]:
     return of_ranks[number].data
 
 
-def _of_mpu(mpu: Any, everyone: Ranks) -> _OfProcess:
+def _of_mpu(mpu: Any, everyone: Ranks) -> _Claim:
     find_group = getattr(mpu, "get_data_parallel_group", None)
     if not callable(find_group):
         raise ConfigError(f"mpu has no get_data_parallel_group(): it is a {type(mpu).__name__}. {_CURE_OF_MPU}")
@@ -174,19 +174,19 @@ def _of_mpu(mpu: Any, everyone: Ranks) -> _OfProcess:
             f"mpu says that the ranks {list(members)} have the same part of the model, of {everyone.num}: parts by mpu are not "
             f"supported. {_CURE_OF_MPU}"
         )
-    return _OfProcess(members, Place())
+    return _Claim(members, ModelPart())  # the only part: an mpu cannot say that there are others
 
 
-def _of_sizes(sizes: Any, num: int) -> _OfProcess:
+def _of_sizes(sizes: Any, num: int) -> _Claim:
     if tuple(sizes) != (num, 1):
         raise ConfigError(
             f"mesh_param is {sizes!r}, and {num} processes train together: sequences that are divided among processes are not "
             f"supported. Leave it out, or pass ({num}, 1) or a DeviceMesh with names of its dimensions"
         )
-    return _OfProcess(tuple(range(num)), Place())
+    return _Claim(tuple(range(num)), ModelPart())
 
 
-def _of_device_mesh(mesh: Any, number: int) -> _OfProcess:
+def _of_device_mesh(mesh: Any, number: int) -> _Claim:
     names, ranks = mesh.mesh_dim_names, mesh.mesh
     if names is None:
         if ranks.dim() > 1:
@@ -200,7 +200,7 @@ def _of_device_mesh(mesh: Any, number: int) -> _OfProcess:
         raise ConfigError(f"mesh_param is a DeviceMesh without rank {number}. Make one of all processes")
     at = dict(zip(names, found[0].tolist(), strict=True))
     own: list[Any] = []
-    place = Place()
+    place = ModelPart()
     for name, index in at.items():
         kind = name.lower()
         if kind in _DATA:
@@ -216,4 +216,4 @@ def _of_device_mesh(mesh: Any, number: int) -> _OfProcess:
                 'dimensions dp, tensor-parallel ones tp, and pipeline ones pp; others ("cp", "ep") are not supported'
             )
         own.append(index)
-    return _OfProcess(tuple(sorted(ranks[tuple(own)].flatten().tolist())), place)
+    return _Claim(tuple(sorted(ranks[tuple(own)].flatten().tolist())), place)

@@ -56,7 +56,7 @@ class ParameterNorm(NamedTuple):
     """2-norm, 0-dim fp32."""
 
 
-class _OfProcess(NamedTuple):
+class _PartNorms(NamedTuple):
     """What a process sends: norms by name, and the scale of its gradients."""
 
     norms: dict[str, tuple[bool, float]]
@@ -86,8 +86,8 @@ def norm_of_model(mesh: Mesh, norms: Sequence[ParameterNorm], scale: float, step
         return total_norm([each.norm for each in norms]) / scale
     what = f"the norm of all parts' gradients in step {step}"
     # A process without gradients has no scale that would count.
-    own = _OfProcess({each.fqn: (each.is_part, float(each.norm)) for each in norms}, scale if norms else None)
-    of_parts = [_OfProcess(*each) for each in gather_results(mesh.parts, what, lambda: own)]
+    own = _PartNorms({each.fqn: (each.is_part, float(each.norm)) for each in norms}, scale if norms else None)
+    of_parts = [_PartNorms(*each) for each in gather_results(mesh.parts, what, lambda: own)]
     of_ranks = dict(zip(mesh.places, of_parts, strict=True))
     # Ranks may have looked at gradients or not, which takes the scale out: with several scales each norm is divided.
     scales = {of_part.scale for of_part in of_ranks.values() if of_part.scale is not None} or {scale}
@@ -102,7 +102,7 @@ def norm_of_model(mesh: Mesh, norms: Sequence[ParameterNorm], scale: float, step
     return total_norm(found) / (1.0 if common is None else common)
 
 
-def _of(process: _OfProcess, fqn: str, *, is_scaled: bool) -> tuple[bool, float] | None:
+def _of(process: _PartNorms, fqn: str, *, is_scaled: bool) -> tuple[bool, float] | None:
     found = process.norms.get(fqn)
     return found if found is None or is_scaled or process.scale is None else (found[0], found[1] / process.scale)
 

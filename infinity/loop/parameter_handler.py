@@ -38,7 +38,7 @@ from infinity.units.layout import Slot
 from infinity.units.parameter import (
     HeldTensor,
     PagedView,
-    Place,
+    ViewPlace,
     bind_view,
     detach_view,
     host_of,
@@ -213,7 +213,7 @@ class ParameterHandler:
                 raise RuntimeError(f"unit {place.unit.name} is not resident after a touch")
             # `place` is a recipe: dtype, shape, strides and offset into the unit's flat buffer, wherever that is now.
             base = place.unit.flat.tensor().view(place.dtype)
-            bind_view(view, with_lazy_bits(base.as_strided(place.shape, place.stride, place.offset), place.bits))
+            bind_view(view, with_lazy_bits(base.as_strided(place.shape, place.stride, place.offset), place.lazy_bits))
 
     def _outlasting(self, value: Any, units: Sequence[Unit]) -> Any:
         """A result of an operation, made safe to keep: a view of weights becomes a `PagedView` or a copy."""
@@ -227,7 +227,7 @@ class ParameterHandler:
         if unit is None or slot is None or type(value) is not torch.Tensor:
             return value.clone()
         shape, offset = tuple(value.shape), int(value.storage_offset())
-        place = Place(weakref.ref(self), unit, slot, value.dtype, shape, value.stride(), offset, lazy_bits(value))
+        place = ViewPlace(weakref.ref(self), unit, slot, value.dtype, shape, value.stride(), offset, lazy_bits(value))
         unit.on_view(slot, value)
         return make_view(value, place)
 
@@ -251,9 +251,9 @@ class ParameterHandler:
         self._coordinator.parameter_cache.remember(unit, slot)
         return view
 
-    def _whole(self, unit: Unit, slot: Slot) -> Place:
+    def _whole(self, unit: Unit, slot: Slot) -> ViewPlace:
         spec = slot.spec
-        return Place(
+        return ViewPlace(
             weakref.ref(self), unit, slot, spec.dtype, spec.shape, spec.stride, slot.offset_bytes // spec.dtype.itemsize
         )
 

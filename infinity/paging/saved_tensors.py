@@ -40,11 +40,11 @@ class PackedSavedTensor:
 
     __slots__ = (
         "__weakref__",
-        "bits",
         "count",
         "dtype",
         "is_parameter",
         "kept",
+        "lazy_bits",
         "offset",
         "shape",
         "stride",
@@ -63,7 +63,7 @@ class PackedSavedTensor:
         """Of writes to the parameter, which torch would look at."""
         self.kept: tuple[torch.Tensor, int] | None = None
         """Bytes that it goes on looking at though the parameter has got others, and where they were in the flat buffer."""
-        self.bits = tensor.is_conj(), tensor.is_neg()
+        self.lazy_bits = tensor.is_conj(), tensor.is_neg()
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride() if slot is None else slot.spec.stride
@@ -98,7 +98,7 @@ class PackedSavedTensor:
         memory, start = self.kept or (self.unit.flat.tensor(), 0)
         offset = self.offset - start // self.dtype.itemsize
         view = memory.view(self.dtype).as_strided(self.shape, self.stride, offset)
-        return view if self.bits == (False, False) else with_lazy_bits(view, self.bits)
+        return view if self.lazy_bits == (False, False) else with_lazy_bits(view, self.lazy_bits)
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ import torch
 
 from infinity.device.compute import ComputeDevice, Fence
 from infinity.distributed.collective_thread import CollectiveThread
-from infinity.distributed.collectives import Place, Ranks
+from infinity.distributed.collectives import CallCounts, Ranks
 from infinity.errors import RankError
 from infinity.tiers.extent_labels import weight_contents
 from infinity.tiers.weight_store import LandedRead, WeightStore, Written, extent_of, landed
@@ -38,7 +38,7 @@ _ON_THE_WIRE = torch.int32
 class Gather:
     """A unit's weights on their way: this rank's shard from where it is stored, then those of all ranks."""
 
-    def __init__(self, store: DividedWeights, unit: Unit, issued: Place, after: Fence, *, is_demand: bool) -> None:
+    def __init__(self, store: DividedWeights, unit: Unit, issued: CallCounts, after: Fence, *, is_demand: bool) -> None:
         self.unit = unit
         self.is_demand = is_demand
         self.landing: StagingBuffer | None = None

@@ -28,11 +28,11 @@ from infinity.torch_internals.operations import leaves
 # only gets no hint. F.embedding's message contains "scalar type" too, so `_OF_INDICES` has to be tried first.
 _OF_DTYPES = re.compile(r"dtype|scalar type|datatype|Type promoting|type \(.*should be the same")
 _OF_INDICES = re.compile(r"argument #1 'indices' to have one of the following scalar types")
-Place = tuple[nn.Module, str, torch.Tensor | None]
+ModuleBuffer = tuple[nn.Module, str, torch.Tensor | None]
 """Module, name, value."""
 
 
-def buffers_of(model: nn.Module) -> list[Place]:
+def buffers_of(model: nn.Module) -> list[ModuleBuffer]:
     """All buffers, so that `restore_buffers` can undo a cast."""
     return [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
 
@@ -46,7 +46,7 @@ def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> It
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def restore_buffers(buffers: Sequence[Place]) -> None:
+def restore_buffers(buffers: Sequence[ModuleBuffer]) -> None:
     """Put the buffers of `buffers_of` back into their modules."""
     for module, name, buffer in buffers:
         module._buffers[name] = buffer

@@ -267,7 +267,7 @@ class PagedParameter(_HeldParameter):
 
 
 @dataclass(frozen=True)
-class Place:
+class ViewPlace:
     """Which elements of which parameter a `PagedView` stands for. Strides in elements."""
 
     host: weakref.ref[ParameterHost]
@@ -278,14 +278,14 @@ class Place:
     stride: tuple[int, ...]
     offset: int
     """Of the first element, in elements of ``dtype`` from the beginning of the flat buffer."""
-    bits: tuple[bool, bool] = (False, False)
+    lazy_bits: tuple[bool, bool] = (False, False)
     """See `infinity.torch_internals.names.lazy_bits`."""
 
 
 class PagedView(torch.Tensor):
     """A view of a weight that may be paged out. See [Note: seen by version]."""
 
-    place: Place
+    place: ViewPlace
 
     @classmethod
     def __torch_function__(
@@ -441,7 +441,7 @@ def empty(tensor: torch.Tensor) -> None:
         set_plain_data(tensor, placeholder(tensor.dtype, tensor.device, tensor.shape))
 
 
-def make_view(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+def make_view(tensor: torch.Tensor, place: ViewPlace) -> torch.Tensor:
     """Turn ``tensor``, a view of a weight or of its `.data` alias, into a `PagedView` without memory."""
     empty(tensor)
     tensor.__class__ = PagedView

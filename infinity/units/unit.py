@@ -439,7 +439,7 @@ class Unit:
             if isinstance(view, PagedView) and view.dtype == values.dtype:
                 place, start = view.place, slot.offset_bytes // values.dtype.itemsize
                 shown = values.as_strided(place.shape, place.stride, place.offset - start)
-                detach_view(view, with_lazy_bits(shown, place.bits))
+                detach_view(view, with_lazy_bits(shown, place.lazy_bits))
 
     def on_write(self, indices: Iterable[int]) -> None:
         """Mark these slots as written to."""

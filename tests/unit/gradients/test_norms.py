@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infinity.distributed.meshes import Place, mesh_of
+from infinity.distributed.meshes import ModelPart, mesh_of
 from infinity.errors import RankError
 from infinity.gradients.norms import ParameterNorm, norm_of_model
 from tests.ranks import require_ranks
@@ -22,7 +22,7 @@ def test_the_norm_of_stages_whose_tensors_are_divided(tmp_path: Path) -> None:
 
     def norm(rank: int) -> None:
         mesh = mesh_of(mesh_param=dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp")))
-        assert (mesh.data.num, mesh.part, mesh.place) == (1, rank, Place(rank // 2, rank % 2))
+        assert (mesh.data.num, mesh.part, mesh.place) == (1, rank, ModelPart(rank // 2, rank % 2))
         stage, scale = rank // 2 * 4, 8.0 if rank > 1 else 1.0
         own = [
             ParameterNorm("rows", is_part=True, norm=values[stage + rank % 2] * scale),
