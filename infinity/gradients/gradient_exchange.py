@@ -85,7 +85,7 @@ class UnitExchange:
         flushes_denormals: whether the training thread does so.
         word: this rank's vote on an update by these gradients, see `ShardUpdates.word`.
         found: what was averaged: parameters of which all ranks had something new. Of others one may yet get its gradient.
-        owners: of each of ``found``, which of those that divide states has the whole mean, for its norm.
+        norm_ranks: of each of ``found``, which of those that divide states has the whole mean, for its norm.
         is_final: whether all ranks had the same gradients, and the same ``word``, which was not 0.
         error: why there are no means.
     """
@@ -100,7 +100,7 @@ class UnitExchange:
     flushes_denormals: bool
     word: int = 0
     found: list[Slot] = field(default_factory=list)
-    owners: list[int] = field(default_factory=list)
+    norm_ranks: list[int] = field(default_factory=list)
     is_final: bool = False
     error: Exception | None = None
     done: Latch = field(default_factory=Latch)
@@ -177,12 +177,12 @@ class GradientExchange:
             for start, stop in runs_of(each.found):
                 parts = [clipped(span, start, stop) for span in spans]
                 ranks.reduce(each.what, buffer.values, parts, self._wire)
-            each.owners = [self._collect(ranks, each, buffer, slot, spans) for slot in each.found]
+            each.norm_ranks = [self._collect(ranks, each, buffer, slot, spans) for slot in each.found]
 
     def _collect(
         self, ranks: Ranks, each: UnitExchange, buffer: GradientBuffer, slot: Slot, spans: list[tuple[int, int]]
     ) -> int:
-        """One rank gets the whole mean of a parameter: one that has a part as large as any, in turns. Returns which."""
+        """Give one rank the whole mean of a parameter, for its norm: in turns, of those with the largest part. Returns which."""
         parts = [clipped(span, slot.start, slot.stop) for span in spans]
         sizes = [stop - start for start, stop in parts]
         largest = [rank for rank, size in enumerate(sizes) if size == max(sizes)]

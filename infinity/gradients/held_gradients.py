@@ -100,7 +100,7 @@ class HeldGradients:
             self.own[key] = self.views.pop(key)
         return self.own.get(key)
 
-    def end(self, unit: Unit, slots: Sequence[Slot]) -> None:
+    def detach(self, unit: Unit, slots: Sequence[Slot]) -> None:
         """These gradients will be others, or none: what the user holds of them keeps the values that it has."""
         for slot in slots:
             key = unit.index, slot.index

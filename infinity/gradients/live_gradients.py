@@ -132,7 +132,7 @@ class LiveGradients:
         elif slot in self._gradients.slots_with_gradient(unit):
             # The sum needs the values on the gradient's device, and must not change with the memory that it came from.
             before = self._shown(unit, slot).clone().to(gradient.device)
-            self._held.end(unit, [slot])
+            self._held.detach(unit, [slot])
         with torch.enable_grad():  # a hook runs without; the user differentiates through the sum
             self._held.own[key] = HeldGradient(
                 unit, slot, gradient if before is None else before + gradient, is_new=True

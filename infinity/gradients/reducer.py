@@ -274,11 +274,11 @@ class ReducedGradients(GradientStore):
         grads.is_unscaled = exchange.is_unscaled
         if exchange.found:
             grads.on_change()
-        for slot, owner in zip(exchange.found, exchange.owners, strict=True):
+        for slot, norm_rank in zip(exchange.found, exchange.norm_ranks, strict=True):
             grads.present.add(slot.index)
             # A norm has torch's bits only if one processor takes it of the whole gradient: one rank has it
             # (`_collect`).
-            norm = gradient_norm(buffer.view(slot)).detach().cpu().float() if owner == self._shards.index else None
+            norm = gradient_norm(buffer.view(slot)).detach().cpu().float() if norm_rank == self._shards.index else None
             # Norms are exchanged as the bits of fp32, of which `average_for_update` takes the maximum: -1 is "not
             # here".
             bits = -1 if norm is None else int(norm.view(torch.int32)) & 0x7FFFFFFF  # the sign of a NaN is dropped
@@ -293,7 +293,7 @@ class ReducedGradients(GradientStore):
 
     def _update(self, grads: UnitGrads, updates: ShardUpdates) -> None:
         """The unit's gradients, of which this rank has its shard, go into the update."""
-        self._end_views(grads)
+        self._detach_users_views(grads)
         slots, scale = grads.slots(), 1.0 if grads.is_unscaled else self.scaler.scale
         source = self._as_source(grads.detach_buffer(), slots)
         grads.drop(set(grads.present))
@@ -429,7 +429,7 @@ class ReducedGradients(GradientStore):
             self._finish()
             self._dropped_step = None
 
-    def end_updates(self) -> None:
+    def finish_shard_updates(self) -> None:
         """A step is given up whose last backward has begun. All ranks come here: what all have left to `ShardUpdates` has been
         updated on all of them when this returns, and nothing else."""
         if self._step is None or self._exchange is None:

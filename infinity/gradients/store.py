@@ -255,7 +255,7 @@ class GradientStore:
         """Add ``gradients``, and give all of the unit's to an update that runs next; ``norms`` gets their 2-norms."""
         grads = self._of(unit)
         self._write_zeros(grads, gradients)
-        self._end_views(grads)
+        self._detach_users_views(grads)
         if grads.stays_in_ram and grads.buffer is not None:
             self.add(unit, gradients)
             gradients = {}
@@ -337,10 +337,10 @@ class GradientStore:
                 zero = torch.zeros((), dtype=self._waiting.dtype, device=self._pool.torch_device)
                 self._add(grads, {slot: zero.expand(slot.spec.shape)})
 
-    def _end_views(self, grads: UnitGrads) -> None:
+    def _detach_users_views(self, grads: UnitGrads) -> None:
         # What a script got from `p.grad` keeps its values, and shows the store no more.
         if grads.present:
-            self.held.end(grads.unit, grads.slots())
+            self.held.detach(grads.unit, grads.slots())
 
     def _sum(
         self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor], *, is_wide: bool = False
@@ -483,7 +483,7 @@ class GradientStore:
         grads = self._of(unit)
         self._write_zeros(grads)
         if not keeps:
-            self._end_views(grads)
+            self._detach_users_views(grads)
         self.close_sum(unit)  # the update reads either RAM or the extent
         slots, dtype = grads.slots(), grads.spilled_dtype or self._waiting.dtype
         if not keeps:
@@ -555,7 +555,7 @@ class GradientStore:
         """Replace one parameter's main gradient by ``gradient``, which has no loss scale; None drops it."""
         grads = self._of(unit)
         if slot.index in grads.present:
-            self.held.end(unit, [slot])
+            self.held.detach(unit, [slot])
         if not grads.stays_in_ram or self.scaler.scale != 1.0:
             self.show(unit)
             grads.on_change()
@@ -568,13 +568,13 @@ class GradientStore:
     def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Forget all main gradients but for those ``kept``, by (unit index, slot index); the memory stays reserved."""
         if kept:
-            self._wait_for_arrivals()
+            self._wait_for_arrivals()  # `forget` would drop downloads of gradients that are kept
         self._arrivals.forget()
         for grads in self._grads:
             gone = {index for index in grads.present | grads.zeros if (grads.unit.index, index) not in kept}
             ended = [slot for slot in grads.slots() if slot.index in gone]
             if ended:
-                self.held.end(grads.unit, ended)
+                self.held.detach(grads.unit, ended)
             grads.drop(gone)
             buffer = grads.buffer
             is_left = grads.present or grads.zeros or self._is_held(grads)

@@ -454,9 +454,9 @@ class Stepper:
         Raises:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
-        has_begun = self._shard_updates.digest != 0
+        has_begun = self._shard_updates.digest != 0  # the last backward of the step, in which units are updated
         if has_begun:
-            self.gradients.end_updates()
+            self.gradients.finish_shard_updates()
         has_changed = has_begun or (self.exchange.is_divided and bool(self.updated))
         self.clear()
         if has_changed:
