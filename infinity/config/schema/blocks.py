@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from infinity.config.schema.block import Block, Count, Flag, NoEffect, NotNull, Number, Refused, Untyped
 from infinity.config.schema.directories import parse_directories
-from infinity.config.schema.inert import with_inert_keys
+from infinity.config.schema.inert import with_deepspeed_only_keys
 from infinity.config.schema.offload_blocks import EXACT_EXCHANGE, AioBlock, ZeroBlock
 from infinity.config.schema.precision_blocks import AutocastBlock, Bf16Block, DataTypesBlock, Fp16Block, float_type
 from infinity.config.schema.quantities import (
@@ -56,7 +56,7 @@ def _strictness(value: object) -> object:
     return False if value == "warn" else value
 
 
-@with_inert_keys
+@with_deepspeed_only_keys
 class OptimizerBlock(Block):
     """`optimizer`."""
 
@@ -192,7 +192,7 @@ class InfinityBlock(Block):
     resumed run appends to its log."""
 
 
-@with_inert_keys
+@with_deepspeed_only_keys
 class ActivationCheckpointingBlock(Block):
     """`activation_checkpointing`: as in DeepSpeed, how `checkpointing.checkpoint` works once a script has called
     `checkpointing.configure(None, config)`. It switches nothing on; `infinity.activation_checkpointing` does."""
@@ -201,24 +201,24 @@ class ActivationCheckpointingBlock(Block):
     """Inputs of checkpointed functions are kept in pinned host memory until backward. On a CPU they are there anyway."""
 
 
-@with_inert_keys
+@with_deepspeed_only_keys
 class TensorParallelSizeBlock(Block):
     """`tensor_parallel.tp`."""
 
 
-@with_inert_keys
+@with_deepspeed_only_keys
 class TensorParallelBlock(Block):
     """`tensor_parallel`."""
 
     tp: TensorParallelSizeBlock = TensorParallelSizeBlock()
 
 
-@with_inert_keys
+@with_deepspeed_only_keys
 class PipelineBlock(Block):
     """`pipeline`."""
 
 
-@with_inert_keys
+@with_deepspeed_only_keys
 class CheckpointBlock(Block):
     """`checkpoint`: how DeepSpeed writes its own checkpoints."""
 
@@ -267,7 +267,7 @@ class WandbBlock(Block):
     """Name of the project in Weights & Biases."""
 
 
-@with_inert_keys
+@with_deepspeed_only_keys
 class RootBlock(Block):
     """The top level."""
 

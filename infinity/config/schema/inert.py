@@ -25,7 +25,7 @@ _KINDS: dict[str, Any] = {
 _B = TypeVar("_B", bound=Block)
 
 
-def with_inert_keys(block: type[_B]) -> type[_B]:
+def with_deepspeed_only_keys(block: type[_B]) -> type[_B]:
     """Return the model with the keys and spellings that the table has for it."""
     # A line "sequence_parallel_size count 1" in a group with a cure becomes the field
     #   sequence_parallel_size: Annotated[Count, Refused(reason, cure, allowed=(0, 1))] = 1

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from infinity.config.schema.block import Block, Count, Flag, NoEffect
 from infinity.config.schema.directories import parse_directories
-from infinity.config.schema.inert import with_inert_keys
+from infinity.config.schema.inert import with_deepspeed_only_keys
 from infinity.config.schema.quantities import parse_bytes, parse_choice
 from swapper.volumes.directory import Directory
 
@@ -18,7 +18,7 @@ EXACT_EXCHANGE = (
 )
 
 
-@with_inert_keys
+@with_deepspeed_only_keys
 class OffloadBlock(Block):
     """`offload_param` and `offload_optimizer`. Each takes the other's keys too: files in the wild mix them up."""
 
@@ -35,7 +35,7 @@ class OffloadBlock(Block):
         return self.device != "none"
 
 
-@with_inert_keys
+@with_deepspeed_only_keys
 class ZeroBlock(Block):
     """`zero_optimization`."""
 
@@ -52,7 +52,7 @@ class ZeroBlock(Block):
     zero_quantized_gradients: Annotated[Flag, NoEffect(EXACT_EXCHANGE, silent=(False,))] = False
 
 
-@with_inert_keys
+@with_deepspeed_only_keys
 class AioBlock(Block):
     """`aio`. Two of DeepSpeed's own tools write the number of threads under names that DeepSpeed does not read."""
 

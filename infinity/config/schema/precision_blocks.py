@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from infinity.config.schema.block import Block, Count, Flag, NoEffect, Number, Refused, Untyped
-from infinity.config.schema.inert import with_inert_keys
+from infinity.config.schema.inert import with_deepspeed_only_keys
 from infinity.config.schema.quantities import parse_names
 
 _FLOAT_TYPES = {
@@ -38,7 +38,7 @@ def _half_type(value: object) -> str:
     return name
 
 
-@with_inert_keys
+@with_deepspeed_only_keys
 class Fp16Block(Block):
     """`fp16`, with its loss scaling."""
 
@@ -60,7 +60,7 @@ class Fp16Block(Block):
     """Floating-point inputs of the model are cast to fp16."""
 
 
-@with_inert_keys
+@with_deepspeed_only_keys
 class Bf16Block(Block):
     """`bf16`. Also takes the loss scaling keys of `fp16`, which many files repeat here."""
 
