@@ -261,7 +261,7 @@ class HostActivations(SavedActivations):
             capacity_bytes: host memory for it, a part of the budget.
             budget_bytes: the budget, for messages.
         """
-        super().__init__(SpillSpace(_no_drive), clock, capacity_bytes)
+        super().__init__(SpillSpace(_refuse_drive_space), clock, capacity_bytes)
         self._budget_bytes = budget_bytes
 
     def _make_room(self) -> None:
@@ -282,7 +282,7 @@ class HostActivations(SavedActivations):
             stored.bring_to_host()
 
 
-def _no_drive(num_bytes: int) -> NoReturn:
+def _refuse_drive_space(num_bytes: int) -> NoReturn:
     raise RuntimeError("activations in host memory are not written")
 
 

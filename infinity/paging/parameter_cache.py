@@ -469,7 +469,7 @@ class ParameterCache:
             self._idle_at = schedule, schedule.num_commits
             there = [unit.index for unit in self.unit_at.values() if unit.index in self._experts]
             uses = [(schedule.next_use(index), -index) for index in there if not schedule.is_forecast(index)]
-            self._idle = [-index for _, index in sorted(uses)]
+            self._idle = [-index for _, index in sorted(uses)]  # `pop` gives the least used, of equals the lowest
         while self._idle:
             unit = self.units[self._idle.pop()]
             if unit.flat is None or unit.is_persistent or unit.num_active or schedule.is_routed(unit.index):

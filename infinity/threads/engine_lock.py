@@ -56,19 +56,19 @@ def is_inside() -> bool:
     return bool(_inside.calls)
 
 
-def _enter(inside: dict[str, Any], call: object) -> None:
-    inside.setdefault("calls", set()).add(call)
-    inside["torch_function"] = no_override
+def _enter(thread_values: dict[str, Any], call: object) -> None:
+    thread_values.setdefault("calls", set()).add(call)
+    thread_values["torch_function"] = no_override
 
 
-def _leave(inside: dict[str, Any], call: object) -> None:
+def _leave(thread_values: dict[str, Any], call: object) -> None:
     """Undo `_enter`. May be repeated, if an interrupt has cut off either."""
     # `get` and `discard`, which raise nothing if `_enter` did not get as far.
-    calls = inside.get("calls", set())
+    calls = thread_values.get("calls", set())
     calls.discard(call)
     if not calls:
         # The class's defaults apply again: operations on bound weights go through `guard`'s function.
-        inside.clear()
+        thread_values.clear()
 
 
 def guard(function: Callable[..., Any]) -> Any:
@@ -83,8 +83,8 @@ def guard(function: Callable[..., Any]) -> Any:
 
 
 def _end(held: list[dict[str, Any]], call: object) -> None:
-    for inside in held:
-        _leave(inside, call)
+    for thread_values in held:
+        _leave(thread_values, call)
     held.clear()
 
 
@@ -237,13 +237,13 @@ class EngineLock:
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Inside the ``with`` block, the calling thread works for the call that holds the lock."""
-        me, inside = get_ident(), vars(_inside)
+        me, thread_values = get_ident(), vars(_inside)
         try:
             self._members.add(me)
-            _enter(inside, self._key)
+            _enter(thread_values, self._key)
             yield
         finally:
-            _leave(inside, self._key)
+            _leave(thread_values, self._key)
             self._members.discard(me)
 
     def _reset_after_fork(self) -> None:

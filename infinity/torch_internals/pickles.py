@@ -179,8 +179,8 @@ def _legacy(path: Path, data: _Memory) -> _Unpickler:
         raise ValueError(f"it has {data.size} bytes, and its tensors end at {start}")
 
     def record(key: str, num_bytes: int) -> _Memory:
-        first, most = places[key]
-        return data[first : first + most]
+        begin, size = places[key]
+        return data[begin : begin + size]
 
     return _Unpickler(io.BytesIO(content), record, len(content))
 

@@ -416,7 +416,7 @@ class _Routing:
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the router's choice: the only tensor of integers among the arguments, any shape, numbers of experts."""
         given = (*args, *kwargs.values())
-        chosen = next((each for each in given if _is_choice(each)), None)
+        chosen = next((each for each in given if _may_be_routing(each)), None)
         x = next((each for each in given if isinstance(each, torch.Tensor) and each.is_floating_point()), None)
         counts = None
         if chosen is not None:
@@ -462,7 +462,7 @@ def walk_along(module: nn.Module, tiles: Sequence[ExpertTiles], counts: Sequence
         each.follow(walk)
 
 
-def _is_choice(value: Any) -> bool:
+def _may_be_routing(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.dtype in (torch.int64, torch.int32)
 
 

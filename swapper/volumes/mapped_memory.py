@@ -139,7 +139,7 @@ class _Segment:
             except OSError as error:
                 self.free(offset, num_bytes)  # what it got before it failed
                 if error.errno in FULL:
-                    raise
+                    raise  # `taking_space` says how much room there was
                 problem = f"cannot reserve {length} bytes in {str(self._directory)!r}: {error_words(error)}"
                 problem += f"; {limit_cure(error) or 'choose another directory'}"
                 raise VolumeError(self._directory, problem) from error
