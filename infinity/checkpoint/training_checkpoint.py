@@ -410,7 +410,7 @@ class BackgroundSave:
 
     def _run(self, owner: object) -> None:
         try:
-            with self._device.background():
+            with self._device.background_thread():
                 self._device.compute_waits_for(self._launched)  # kernels that still write these weights
                 self.saving.run()
         except BaseException as error:

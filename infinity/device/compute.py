@@ -212,7 +212,7 @@ class ComputeDevice:
         trim_heap()
 
     @contextlib.contextmanager
-    def background(self) -> Iterator[None]:
+    def background_thread(self) -> Iterator[None]:
         """A context for the whole life of a background thread of the engine.
 
         The thread launches on this device, in a stream of its own, and records no gradients. Other settings that torch
@@ -310,9 +310,9 @@ class CudaDevice(ComputeDevice):
         torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def background(self) -> Iterator[None]:
+    def background_thread(self) -> Iterator[None]:
         # A stream of the device's: entering it makes that device the thread's, which would begin with number 0.
-        with super().background(), torch.cuda.stream(torch.cuda.Stream(self.torch_device)):
+        with super().background_thread(), torch.cuda.stream(torch.cuda.Stream(self.torch_device)):
             yield
 
     def carried(self) -> Callable[[], contextlib.AbstractContextManager[None]]:

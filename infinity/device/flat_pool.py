@@ -28,7 +28,7 @@ class FlatPool:
         self._in_use: dict[weakref.ref[FlatBuffer], int] = {}
         """Bytes of each buffer in use: less than its size after `release_front`. Weak references, because an interrupt
         may cut off the caller of `allocate`, and then nobody releases the buffer: see `reclaim`."""
-        self._quarantined: dict[FlatBuffer, None] = {}
+        self._held_by_requests: dict[FlatBuffer, None] = {}
         """See [Note: quarantine]."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
@@ -45,7 +45,7 @@ class FlatPool:
 
     def allocate(self, num_bytes: int) -> FlatBuffer | None:
         """A buffer of exactly ``num_bytes``, contents undefined, or None if the capacity does not allow it now."""
-        if self._quarantined:
+        if self._held_by_requests:
             self.reclaim()
         if self.used_bytes + num_bytes > self.capacity_bytes:
             return None
@@ -100,7 +100,7 @@ class FlatPool:
         if left is None:
             return
         if buffer.is_held:
-            self._quarantined[buffer] = None
+            self._held_by_requests[buffer] = None
             return
         del self._in_use[reference]
         self.used_bytes -= left
@@ -115,8 +115,8 @@ class FlatPool:
         Returns whether that makes room.
         """
         before = self.used_bytes
-        for buffer in [buffer for buffer in self._quarantined if not buffer.is_held]:
-            del self._quarantined[buffer]
+        for buffer in [buffer for buffer in self._held_by_requests if not buffer.is_held]:
+            del self._held_by_requests[buffer]
             self.release(buffer)
         # Dropped without `release`: an interrupt came between `allocate` and whoever asked. The memory is freed
         # already.
@@ -131,7 +131,7 @@ class FlatPool:
         Raises:
             StallError: all of their requests hang.
         """
-        hangs = [buffer.hang_error for buffer in self._quarantined]
+        hangs = [buffer.hang_error for buffer in self._held_by_requests]
         if not hangs:
             return False
         error = hangs[0]
@@ -150,4 +150,4 @@ class FlatPool:
     def close(self) -> None:
         """Release the free buffers. Those in use are released by their holders, or by the requests that have them."""
         self.release_free()
-        self._quarantined.clear()
+        self._held_by_requests.clear()

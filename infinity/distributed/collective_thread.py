@@ -38,20 +38,20 @@ class CollectiveThread:
         purpose: str,
         main: Ranks,
         parts: Sequence[tuple[int, ...]],
-        background: Callable[[], AbstractContextManager[None]],
+        background_thread: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """
         Args:
             purpose: names thread and process groups.
             main: those that exchange, as their scripts meet.
             parts: the numbers of all that do, those of each part of the model together.
-            background: what the thread works inside.
+            background_thread: what the thread works inside.
         """
         self._purpose = purpose
         self._numbered = Numbered()  # the next engine takes the process groups over
         self.main = main
         self.ranks = subsets(parts, f"{purpose} {self._numbered.number}")[main.members]
-        self.background = background
+        self.background_thread = background_thread
         # No limit: entries are few, and nobody waits to put one.
         self._queue: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -79,7 +79,7 @@ class CollectiveThread:
             self._thread.join(EXIT_SECONDS)
 
     def _run(self) -> None:
-        with self.background():
+        with self.background_thread():
             while self._do_next():  # keeps nothing of it
                 pass
         if self.error is None:  # else one of them may be under way on other ranks

@@ -424,5 +424,5 @@ class Parts:
 def _alone(device: ComputeDevice) -> Iterator[None]:
     """What a thread works inside whose operators run on it alone: see [Note: one pool] in ``infinity.threads.openmp``."""
     use_threads(1)
-    with device.background():
+    with device.background_thread():
         yield

@@ -130,7 +130,7 @@ class Shutdown:
     def _reap(self) -> None:
         if self._orders.get():
             try:
-                with self._storage.device.background():
+                with self._storage.device.background_thread():
                     self.abort()
                     self._end()
             except Exception:

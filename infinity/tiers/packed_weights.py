@@ -104,7 +104,7 @@ class Unpacker:
             unpacking.finish(RuntimeError("the unpacker is closed"))
 
     def _run(self) -> None:
-        with self._device.background():
+        with self._device.background_thread():
             while (unpacking := self._ready.get()) is not None:
                 self._begun.discard(unpacking)
                 unpacking.run()

@@ -425,7 +425,7 @@ class Uploader:
 
     def _run(self) -> None:
         try:
-            with self._device.background():
+            with self._device.background_thread():
                 self._serve()
         except BaseException as error:
             self._fail(error)

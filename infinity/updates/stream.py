@@ -264,7 +264,7 @@ class UpdateStream:
     def _run(self) -> None:
         try:
             use_threads(1)  # see [Note: one pool] in infinity.threads.openmp
-            with self._device.background():
+            with self._device.background_thread():
                 self._update_all()
         except BaseException as error:
             with self._lock:

@@ -228,8 +228,8 @@ class SimulatedGpu(SeparateHostDevice):
             self._of_thread.stream = before
 
     @contextlib.contextmanager
-    def background(self) -> Iterator[None]:
-        with super().background(), self._entered(f"of {threading.current_thread().name}"):
+    def background_thread(self) -> Iterator[None]:
+        with super().background_thread(), self._entered(f"of {threading.current_thread().name}"):
             yield
 
     def carried(self) -> Callable[[], contextlib.AbstractContextManager[None]]:

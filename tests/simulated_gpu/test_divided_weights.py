@@ -77,7 +77,7 @@ class _Gathers:
         self.put = self._queue.put
 
     def _run(self) -> None:
-        with self._device.background():
+        with self._device.background_thread():
             while (gather := self._queue.get()) is not None:
                 self.main.value = self._value_of(gather.unit.index)
                 gather.run(self.main)

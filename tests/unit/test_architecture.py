@@ -217,13 +217,13 @@ _NOT_FOR_THE_DEVICE = (
 
 
 def threads_enter_the_device(module: Module) -> Iterator[str]:
-    """What a thread of the engine begins with has ``with ... .background():`` in it."""
+    """What a thread of the engine begins with has ``with ... .background_thread():`` in it."""
     functions = {node.name: node for node in module.nodes if isinstance(node, ast.FunctionDef)}
     for node in module.nodes:
         if isinstance(node, ast.Call) and dotted(node.func) in {"threading.Thread", "Thread"}:
             targets = [ast.unparse(each.value).rpartition(".")[2] for each in node.keywords if each.arg == "target"]
             begins = functions.get(targets[0]) if targets else None
-            has_entered = begins is not None and ".background()" in ast.unparse(begins)
+            has_entered = begins is not None and ".background_thread()" in ast.unparse(begins)
             if module.path.startswith("infinity/") and module.path not in _NOT_FOR_THE_DEVICE and not has_entered:
                 yield f"{module.path}:{node.lineno} starts a thread that does not enter the device"
 
