@@ -305,7 +305,7 @@ class Parts:
             open_swapper=storage.spill_swapper,
             pool=storage.gradient_pool,
             arrivals=storage.arrivals,
-            waiting=MainGradDtype(dtype, config.infinity.rounds_gradients),
+            main_dtype=MainGradDtype(dtype, config.infinity.rounds_gradients),
             scaler=LossScaler(config.loss_scaling, has_zero=config.zero_stage > 0),
             holds_back=momenta.is_active if momenta is not None else lambda: False,
             wire=config.communication_dtype,

@@ -51,7 +51,7 @@ class GradientStore:
         open_swapper: Callable[[], Swapper],
         pool: FlatPool,
         arrivals: Arrivals | None = None,
-        waiting: MainGradDtype | None = None,
+        main_dtype: MainGradDtype | None = None,
         scaler: LossScaler | None = None,
     ) -> None:
         """
@@ -60,7 +60,7 @@ class GradientStore:
             open_swapper: gives the swapper to which the others are spilled, at their first use.
             pool: memory for all of it; of a device only where no unit's are spilled.
             arrivals: where gradients arrive from a device with a memory of its own.
-            waiting: in which dtype they wait; fp32 by default.
+            main_dtype: in which dtype they wait; fp32 by default.
         """
         kept = set(in_memory)
         self._grads = [UnitGrads(unit, stays_in_ram=unit.index in kept) for unit in units]
@@ -70,12 +70,12 @@ class GradientStore:
         self._swapper: Swapper | None = None  # opened when the first gradients are spilled
         self._pool = pool
         self._arrivals = Arrivals(device, 0) if arrivals is None else arrivals
-        self._waiting = waiting or MainGradDtype()
+        self._main = main_dtype or MainGradDtype()
         sizes = [unit.layout.trainable_numel * FP32_BYTES for unit in units]
         # If the pool holds all units in fp32, bf16 gradients are widened when they come: later ones need no wider
         # memory.
-        fits_wide = sum(sizes) <= pool.capacity_bytes and not self._waiting.rounds
-        self._kept_dtype = torch.float32 if fits_wide else self._waiting.dtype
+        fits_wide = sum(sizes) <= pool.capacity_bytes and not self._main.rounds
+        self._kept_dtype = torch.float32 if fits_wide else self._main.dtype
         self._scratch_bytes = max(sizes, default=0)
         self._numbers = itertools.count()  # for `UnitGrads.number`
         self._memory_uses: deque[tuple[GradientSource, FlatBuffer | None]] = deque()
@@ -85,7 +85,7 @@ class GradientStore:
         self.held = HeldGradients()  # tensors that scripts got from, or assigned to, ``parameter.grad``
         self.resumed_bytes = 0  # read so far, to add to sums that had been spilled before
 
-    def _of(self, unit: Unit) -> UnitGrads:
+    def _after_arrivals(self, unit: Unit) -> UnitGrads:
         """The unit's gradients, after all that were on their way have been added."""
         grads = self._grads[unit.index]
         if self._arrivals.coming:
@@ -103,7 +103,7 @@ class GradientStore:
             self._swapper = self._open_swapper()
         if grads.extent is None:
             # As large as they may become.
-            layout, itemsize = grads.unit.layout, self._waiting.dtype.itemsize if self._waiting.rounds else FP32_BYTES
+            layout, itemsize = grads.unit.layout, self._main.dtype.itemsize if self._main.rounds else FP32_BYTES
             name_of = gradient_contents(layout, lambda: (grads.spilled_dtype or torch.float32).itemsize)
             grads.extent = self._swapper.allocate(
                 layout.trainable_numel * itemsize, f"gradients of {grads.unit.name}", name_of=name_of
@@ -204,7 +204,7 @@ class GradientStore:
         grads.zeros -= added
         if grads.stays_in_ram:
             buffer = self._memory_of(grads)
-            if self._waiting.after(buffer.dtype, gradients, grads.present) == buffer.dtype or self._widen(grads):
+            if self._main.after(buffer.dtype, gradients, grads.present) == buffer.dtype or self._widen(grads):
                 buffer = self._memory_of(grads)
                 buffer.add(gradients, grads.present, self._arrivals)
                 grads.update_norms(norms, gradients, buffer.dtype)
@@ -224,7 +224,7 @@ class GradientStore:
         if not grads.stays_in_ram:
             return False
         narrow = self._memory_of(grads)
-        if narrow.dtype == torch.float32 or self._waiting.rounds:
+        if narrow.dtype == torch.float32 or self._main.rounds:
             return True
         num_bytes = grads.unit.layout.trainable_numel * FP32_BYTES
         if self._committed_bytes() + num_bytes <= self._pool.capacity_bytes:
@@ -253,7 +253,7 @@ class GradientStore:
         self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], norms: dict[tuple[int, int], torch.Tensor]
     ) -> GradientSource:
         """Add ``gradients``, and give all of the unit's to an update that runs next; ``norms`` gets their 2-norms."""
-        grads = self._of(unit)
+        grads = self._after_arrivals(unit)
         self._write_zeros(grads, gradients)
         self._detach_users_views(grads)
         if grads.stays_in_ram and grads.buffer is not None:
@@ -310,7 +310,7 @@ class GradientStore:
         """Sum what is added to a unit in memory until `close_sum` or `add_for_update`, or until room gets scarce."""
         grads = self._grads[unit.index]
         if not grads.stays_in_ram and grads.buffer is None:
-            is_wide = not self._waiting.rounds  # several gradients will be added
+            is_wide = not self._main.rounds  # several gradients will be added
             self._keep_for_now(grads, self._sum(grads, {}, is_wide=is_wide))
 
     def close_sum(self, unit: Unit, span: tuple[int, int] | None = None) -> None:
@@ -334,7 +334,7 @@ class GradientStore:
             self.open_sum(grads.unit)
             for slot in slots:
                 # One element, expanded: no memory for a gradient of zeros.
-                zero = torch.zeros((), dtype=self._waiting.dtype, device=self._pool.torch_device)
+                zero = torch.zeros((), dtype=self._main.dtype, device=self._pool.torch_device)
                 self._add(grads, {slot: zero.expand(slot.spec.shape)})
 
     def _detach_users_views(self, grads: UnitGrads) -> None:
@@ -350,8 +350,8 @@ class GradientStore:
             known = grads.detach_buffer()
             known.add(gradients, grads.present, self._arrivals)
             return known
-        stored = (grads.spilled_dtype if grads.present else None) or self._waiting.dtype
-        dtype = torch.float32 if is_wide else self._waiting.after(stored, gradients, grads.present)
+        stored = (grads.spilled_dtype if grads.present else None) or self._main.dtype
+        dtype = torch.float32 if is_wide else self._main.after(stored, gradients, grads.present)
         buffer = GradientBuffer(grads.unit, self._allocate(grads.unit.layout.trainable_numel * dtype.itemsize), dtype)
         try:
             if grads.present:
@@ -466,7 +466,7 @@ class GradientStore:
 
     def norms_of(self, unit: Unit) -> dict[int, torch.Tensor]:
         """Slot index -> 2-norm of the parameter's whole main gradient (0-dim fp32), of all that have one."""
-        grads = self._of(unit)
+        grads = self._after_arrivals(unit)
         self._write_zeros(grads)
         if not grads.stays_in_ram:
             self.close_sum(unit)
@@ -480,12 +480,12 @@ class GradientStore:
 
     def source(self, unit: Unit, *, keeps: bool = False) -> GradientSource:
         """The unit's main gradients for an update, which must be the next to use them; gone then, unless ``keeps``."""
-        grads = self._of(unit)
+        grads = self._after_arrivals(unit)
         self._write_zeros(grads)
         if not keeps:
             self._detach_users_views(grads)
         self.close_sum(unit)  # the update reads either RAM or the extent
-        slots, dtype = grads.slots(), grads.spilled_dtype or self._waiting.dtype
+        slots, dtype = grads.slots(), grads.spilled_dtype or self._main.dtype
         if not keeps:
             grads.drop(set(grads.present))
         if not grads.stays_in_ram:
@@ -501,7 +501,7 @@ class GradientStore:
     @property
     def dtype_shown(self) -> torch.dtype:
         """The dtype of gradients that users see."""
-        return self._waiting.dtype if self._waiting.rounds else torch.float32
+        return self._main.dtype if self._main.rounds else torch.float32
 
     def is_available(self, unit: Unit) -> bool:
         """Whether `show` has nothing to do."""
@@ -517,7 +517,7 @@ class GradientStore:
 
     def show(self, unit: Unit) -> GradientBuffer:
         """The gradients in memory, unscaled, until the next call for any unit. Call `on_change` after writing to them."""
-        grads, buffer = self._of(unit), self.open(unit)
+        grads, buffer = self._after_arrivals(unit), self.open(unit)
         if not grads.is_unscaled and self.scaler.scale != 1.0:
             for slot in grads.slots():
                 buffer.view(slot).mul_(1.0 / self.scaler.scale)  # as torch.amp.GradScaler does
@@ -527,21 +527,21 @@ class GradientStore:
 
     def open(self, unit: Unit) -> GradientBuffer:
         """As `show`, but without dividing by the loss scale."""
-        grads = self._of(unit)
+        grads = self._after_arrivals(unit)
         self._write_zeros(grads)
         if not self._widen(grads) and grads.buffer is None:
-            self._keep_for_now(grads, self._sum(grads, {}, is_wide=not self._waiting.rounds), is_unchanged=True)
+            self._keep_for_now(grads, self._sum(grads, {}, is_wide=not self._main.rounds), is_unchanged=True)
         if grads.stays_in_ram:
             grads.norms.clear()  # whoever looks may write
         return self._memory_of(grads)
 
     def on_change(self, unit: Unit) -> None:
         """The gradients that `show` returned have been changed, or will be."""
-        self._of(unit).on_change()
+        self._after_arrivals(unit).on_change()
 
     def scale_of(self, unit: Unit) -> float:
         """The factor that the unit's gradients have."""
-        return 1.0 if self._of(unit).is_unscaled else self.scaler.scale
+        return 1.0 if self._after_arrivals(unit).is_unscaled else self.scaler.scale
 
     def zero(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Gradients that are there become zero, but for those ``kept``: torch's ``zero_grad(set_to_none=False)``."""
@@ -553,7 +553,7 @@ class GradientStore:
 
     def set_gradient(self, unit: Unit, slot: Slot, gradient: torch.Tensor | None) -> None:
         """Replace one parameter's main gradient by ``gradient``, which has no loss scale; None drops it."""
-        grads = self._of(unit)
+        grads = self._after_arrivals(unit)
         if slot.index in grads.present:
             self.held.detach(unit, [slot])
         if not grads.stays_in_ram or self.scaler.scale != 1.0:

@@ -47,7 +47,7 @@ class _Store:
             open_swapper=lambda: swapper,
             pool=FlatPool(ComputeDevice(), 2 * 4 * numel),
             arrivals=self.arrivals,
-            waiting=MainGradDtype(dtype),
+            main_dtype=MainGradDtype(dtype),
         )
         self.drawn = 0
 

@@ -38,7 +38,7 @@ class _Twin:
             in_memory=range(num_kept),
             open_swapper=lambda: swapper,
             pool=self.pool,
-            waiting=waiting,
+            main_dtype=waiting,
         )
         self.expected: dict[tuple[int, int], torch.Tensor] = {}
         self._seed = 0
@@ -125,7 +125,7 @@ class _Twin:
         assert self.store.has_any == bool(self.expected)
         for unit in self.units:
             assert [slot.index for slot in self.store.slots_with_gradient(unit)] == sorted(self.of(unit))
-            grads = self.store._of(unit)
+            grads = self.store._after_arrivals(unit)
             is_summed = grads.buffer is not None and not grads.is_unchanged
             assert grads.spilled_dtype is not None or grads.stays_in_ram or is_summed or not grads.present
             assert grads.buffer is not None or not grads.stays_in_ram or not grads.present
