@@ -144,7 +144,7 @@ class SavedActivations(Spilling[_Stored]):
         root = tensor if tensor._base is None else tensor._base
         with self._lock:
             self._sweep()
-            claim = self._find(tensor, root) or self._take(tensor, root)
+            claim = self._find(tensor, root) or self._add_storage(tensor, root)
             packed = _PackedActivation(self, claim, tensor)
             self._make_room()
         return packed
@@ -157,7 +157,7 @@ class SavedActivations(Spilling[_Stored]):
         is_same = stored.source is not None or stored.root() is root
         return stored.claim() if is_same and stored.count._version == stored.version else None
 
-    def _take(self, tensor: torch.Tensor, root: torch.Tensor) -> _Claim:
+    def _add_storage(self, tensor: torch.Tensor, root: torch.Tensor) -> _Claim:
         stored = _Stored(self._num_stored, tensor, root)
         claim = _Claim(stored, self._dead)
         self._num_stored += 1

@@ -237,10 +237,10 @@ class RecordStream:
                 source, plain = sources[param_slice.slot.index, kind], _plain(workspace, kind)
                 for span in _spans(param_slice):
                     if plain is not None:
-                        _take(source, plain[span])
+                        _fill(source, plain[span])
                         continue
                     values = torch.empty(span.stop - span.start, dtype=torch.float32, device="cpu")
-                    _take(source, values)
+                    _fill(source, values)
                     workspace.write(kind, span, values)
             written: Handle | None = None
             if any(kind == WEIGHT for _, kind in wanted):
@@ -271,7 +271,7 @@ def _plain(workspace: ChunkBuffer, kind: str) -> torch.Tensor | None:
     return found if is_plain else None
 
 
-def _take(source: ElementsInOrder, target: torch.Tensor) -> None:
+def _fill(source: ElementsInOrder, target: torch.Tensor) -> None:
     # NumPy copies with one thread. torch would use all its OpenMP threads, which wait for each other if something else
     # computes at the same time.
     filled, into = 0, target.numpy()
@@ -325,9 +325,9 @@ class GatheredStream:
         for unit in units:
             with self._turn:
                 self._announce(_PARTS, unit)
-                yield from self._of(unit, ahead_bytes)
+                yield from self._parts_of_unit(unit, ahead_bytes)
 
-    def _of(self, unit: Unit, ahead_bytes: int) -> Iterator[Part]:
+    def _parts_of_unit(self, unit: Unit, ahead_bytes: int) -> Iterator[Part]:
         order = sorted(range(self._shards.num), key=lambda shard: self._shards.span(unit, shard))
         left = deque(order)
         try:

@@ -351,13 +351,13 @@ class DeepSpeedEngine(Engine):
 
 
 # Methods that only return a value of the config are made from names.toml: their names, and docstrings.
-def _answer(attribute: str, text: str) -> Callable[[DeepSpeedEngine], Any]:
-    def answer(self: DeepSpeedEngine) -> Any:
+def _getter(attribute: str, text: str) -> Callable[[DeepSpeedEngine], Any]:
+    def get(self: DeepSpeedEngine) -> Any:
         return getattr(self._config, attribute)
 
-    answer.__doc__ = text
-    return answer
+    get.__doc__ = text
+    return get
 
 
 for _name, _text in TABLE["engine"].items():
-    setattr(DeepSpeedEngine, _name, _answer(_name, _text))
+    setattr(DeepSpeedEngine, _name, _getter(_name, _text))

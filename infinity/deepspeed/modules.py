@@ -76,10 +76,10 @@ class _Part(ModuleType):
     def __init__(self, name: str, content: dict[str, Any]) -> None:
         super().__init__(name, "One of DeepSpeed's modules, as far as scripts need it.")
         vars(self).update(content, __getattr__=explained(name), __path__=[PATH])
-        self.__spec__ = ModuleSpec(name, _Made(), is_package=True)
+        self.__spec__ = ModuleSpec(name, _LoaderOfExisting(), is_package=True)
 
 
-class _Made(Loader):
+class _LoaderOfExisting(Loader):
     """The loader of a module that exists already."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -96,7 +96,7 @@ def spec_of(name: str) -> ModuleSpec:
         ModuleNotFoundError: it is not in the table; the message says what to use instead.
     """
     if name in sys.modules:
-        return ModuleSpec(name, _Made(), is_package=True)
+        return ModuleSpec(name, _LoaderOfExisting(), is_package=True)
     # Without `name=`: where a name is imported from a module, Python replaces the message by its own otherwise.
     raise ModuleNotFoundError(f"there is no {name} here. {why_absent(relative(name))}")
 

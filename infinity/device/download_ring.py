@@ -78,7 +78,7 @@ class DownloadRing(Generic[Purpose]):
         # `after`: the sources are complete when the compute stream reaches this point.
         offset, values, after = begin, [], self._device.mark()
         for source in sources:
-            values.append(self._at(offset, source))
+            values.append(self._view_at(offset, source))
             self._last = self._device.download(values[-1], source, after)
             offset += _round_up(source.nbytes)
         # Empty tensors take a granule as well: two downloads that begin at one place would look like a full ring.
@@ -125,7 +125,7 @@ class DownloadRing(Generic[Purpose]):
 
         for number, start in enumerate(range(0, source.numel(), step)):
             block = source[start : start + step]
-            values = self._at(half * (number % 2), block)
+            values = self._view_at(half * (number % 2), block)
             self._last = self._device.download(values, block, after)
             on_its_way.append((start, values, self._last))
             if len(on_its_way) == 2:  # the one is used while the other comes
@@ -159,7 +159,7 @@ class DownloadRing(Generic[Purpose]):
             return last.end
         return 0 if not is_wrapped and num_bytes <= first.begin else None
 
-    def _at(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+    def _view_at(self, offset: int, like: torch.Tensor) -> torch.Tensor:
         if self._region is None:
             raise RuntimeError("there is no memory to land in")
         memory = torch.from_numpy(self._region.array())

@@ -133,7 +133,7 @@ class Causes:
             self._heard.clear()
         self._looked_at = now
         others = [rank for rank in members if rank != self._index]
-        found = self._ask(lambda: [self._at(rank) for rank in others])
+        found = self._ask(lambda: [self._published_place(rank) for rank in others])
         for rank, at in zip(others, found, strict=True) if found is not None else [(self._index, "")]:
             elsewhere = _place_beyond(at, members, issued)
             if elsewhere is not None:
@@ -147,7 +147,7 @@ class Causes:
                 )
         return None
 
-    def _at(self, rank: int) -> str:
+    def _published_place(self, rank: int) -> str:
         key = f"{self._prefix}/at{rank}"
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
 

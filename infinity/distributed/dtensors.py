@@ -73,7 +73,7 @@ class _Form(NamedTuple):
         return made
 
 
-class _Place(NamedTuple):
+class _ParameterPlace(NamedTuple):
     module: nn.Module
     name: str
     whole: nn.Parameter
@@ -97,12 +97,12 @@ def _members(parameter: Any) -> tuple[int, ...]:
     return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
 
 
-def _places_of(model: nn.Module) -> list[_Place]:
+def _places_of(model: nn.Module) -> list[_ParameterPlace]:
     """Of DTensors, unless FSDP has made them."""
     if any(each.__name__ == "FSDPModule" for module in model.modules() for each in type(module).__mro__):
         return []
     return [
-        _Place(module, name, parameter)
+        _ParameterPlace(module, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
         if parameter is not None and is_dtensor(parameter)

@@ -97,13 +97,13 @@ def mesh_of(mpu: Any = None, mesh_param: Any = None) -> Mesh:
     everyone.services.pop(_SERVICE, None)
     if (mpu is None and mesh_param is None) or num_processes() == 1:
         return Mesh(everyone)
-    find: Callable[[], _Claim] = functools.partial(_of_mpu, mpu, everyone)
+    find: Callable[[], _Membership] = functools.partial(_of_mpu, mpu, everyone)
     if hasattr(mesh_param, "mesh_dim_names"):
         find = functools.partial(_of_device_mesh, mesh_param, everyone.number)
     elif mpu is None:
         find = functools.partial(_of_sizes, mesh_param, everyone.num)
     of_ranks = gather_results(everyone, _SAYING, find)
-    of_ranks = [_Claim(data, ModelPart(*place)) for data, place in of_ranks]
+    of_ranks = [_Membership(data, ModelPart(*place)) for data, place in of_ranks]
     members = _checked(of_ranks, everyone.number)
     groups = tuple(sorted({each.data for each in of_ranks}))
     if len(members) == everyone.num:
@@ -133,14 +133,14 @@ def current_mesh() -> Mesh:
     return found if isinstance(found, Mesh) else Mesh(world())
 
 
-class _Claim(NamedTuple):
+class _Membership(NamedTuple):
     """What a process's script has said of it."""
 
     data: tuple[int, ...]
     place: ModelPart
 
 
-def _checked(of_ranks: Sequence[_Claim], number: int) -> tuple[int, ...]:
+def _checked(of_ranks: Sequence[_Membership], number: int) -> tuple[int, ...]:
     """The processes with the same part as ``number``."""
     parts: dict[tuple[int, ...], ModelPart] = {}
     for rank, (members, place) in enumerate(of_ranks):
@@ -164,7 +164,7 @@ def _checked(of_ranks: Sequence[_Claim], number: int) -> tuple[int, ...]:
     return of_ranks[number].data
 
 
-def _of_mpu(mpu: Any, everyone: Ranks) -> _Claim:
+def _of_mpu(mpu: Any, everyone: Ranks) -> _Membership:
     find_group = getattr(mpu, "get_data_parallel_group", None)
     if not callable(find_group):
         raise ConfigError(f"mpu has no get_data_parallel_group(): it is a {type(mpu).__name__}. {_CURE_OF_MPU}")
@@ -174,19 +174,19 @@ def _of_mpu(mpu: Any, everyone: Ranks) -> _Claim:
             f"mpu says that the ranks {list(members)} have the same part of the model, of {everyone.num}: parts by mpu are not "
             f"supported. {_CURE_OF_MPU}"
         )
-    return _Claim(members, ModelPart())  # the only part: an mpu cannot say that there are others
+    return _Membership(members, ModelPart())  # the only part: an mpu cannot say that there are others
 
 
-def _of_sizes(sizes: Any, num: int) -> _Claim:
+def _of_sizes(sizes: Any, num: int) -> _Membership:
     if tuple(sizes) != (num, 1):
         raise ConfigError(
             f"mesh_param is {sizes!r}, and {num} processes train together: sequences that are divided among processes are not "
             f"supported. Leave it out, or pass ({num}, 1) or a DeviceMesh with names of its dimensions"
         )
-    return _Claim(tuple(range(num)), ModelPart())
+    return _Membership(tuple(range(num)), ModelPart())
 
 
-def _of_device_mesh(mesh: Any, number: int) -> _Claim:
+def _of_device_mesh(mesh: Any, number: int) -> _Membership:
     names, ranks = mesh.mesh_dim_names, mesh.mesh
     if names is None:
         if ranks.dim() > 1:
@@ -216,4 +216,4 @@ def _of_device_mesh(mesh: Any, number: int) -> _Claim:
                 'dimensions dp, tensor-parallel ones tp, and pipeline ones pp; others ("cp", "ep") are not supported'
             )
         own.append(index)
-    return _Claim(tuple(sorted(ranks[tuple(own)].flatten().tolist())), place)
+    return _Membership(tuple(sorted(ranks[tuple(own)].flatten().tolist())), place)

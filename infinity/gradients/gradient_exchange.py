@@ -193,12 +193,12 @@ class GradientExchange:
 
 @dataclass(frozen=True)
 class _Running:
-    _of: GradientExchange
+    _owner: GradientExchange
     _exchange: UnitExchange
 
     def run(self, ranks: Ranks) -> None:
         if not self._exchange.done.is_set():  # what was queued twice is done already
-            self._of.exchange(ranks, self._exchange)
+            self._owner.exchange(ranks, self._exchange)
 
     def finish(self, error: Exception | None) -> None:
         self._exchange.error = error

@@ -97,12 +97,12 @@ def norm_of_model(mesh: Mesh, norms: Sequence[ParameterNorm], scale: float, step
     for stage in sorted({place.stage for place in of_ranks}):
         of_stage = [of_ranks[place] for place in sorted(of_ranks) if place.stage == stage]
         for fqn in {fqn: None for of_part in of_stage for fqn in of_part.norms}:
-            of_tensor_ranks = [_of(of_part, fqn, is_scaled=common is not None) for of_part in of_stage]
+            of_tensor_ranks = [_norm_of(of_part, fqn, is_scaled=common is not None) for of_part in of_stage]
             found.append(_merged(mesh, what, fqn, of_tensor_ranks))
     return total_norm(found) / (1.0 if common is None else common)
 
 
-def _of(process: _PartNorms, fqn: str, *, is_scaled: bool) -> tuple[bool, float] | None:
+def _norm_of(process: _PartNorms, fqn: str, *, is_scaled: bool) -> tuple[bool, float] | None:
     found = process.norms.get(fqn)
     return found if found is None or is_scaled or process.scale is None else (found[0], found[1] / process.scale)
 

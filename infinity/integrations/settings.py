@@ -52,7 +52,7 @@ def agreed(source: ConfigSource, settings: Iterable[Setting], *, drops: Iterable
     fills: dict[str, Any] = {}
     conflicts = []
     for setting in settings:
-        value = _at(given, setting.key)
+        value = _look_up(given, setting.key)
         if setting.key in findings.auto or (value is None and setting.is_always):
             fills[setting.key] = setting.value
         elif value is not None and setting.must_match and not _same(value, setting.value):
@@ -95,7 +95,7 @@ def has_block(source: ConfigSource, name: str) -> bool:
     return name in tidy(read_source(source), Findings())
 
 
-def _at(values: Mapping[str, Any], dotted: str) -> Any:
+def _look_up(values: Mapping[str, Any], dotted: str) -> Any:
     found: Any = values
     for name in dotted.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None

@@ -57,8 +57,8 @@ class Backwards:
             parameter_map.units,
             parameter_map.num_owners(),
             self._deliver,
-            self._keep,
-            self._notice,
+            self._deliver_for_later,
+            self._on_first_gradient,
             lambda: self._counts.global_steps,
             self._live,
         )
@@ -112,7 +112,7 @@ class Backwards:
     def _updates_now(self) -> bool:
         return self._is_final() and self._stepper.rules.updates_in_backward and self._style.updates_in_backward
 
-    def _notice(self) -> None:
+    def _on_first_gradient(self) -> None:
         is_scaled = self._is_own_scaled or self._guard.phase is Phase.BACKWARD
         # Called with the first gradient of a backward: nobody has used gradients of an unscaled fp16 loss yet.
         if self._stepper.scaler.is_active and not is_scaled:
@@ -144,7 +144,7 @@ class Backwards:
         if is_whole:
             main.offer(unit)
 
-    def _keep(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
+    def _deliver_for_later(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
         self._stepper.deliver(unit, self._as_parts(unit, gradients), updates_now=False)
 
     def _as_parts(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:

@@ -152,7 +152,7 @@ class ParameterHandler:
                         # A view of the weights must not outlive their memory.
                         return replaced(result, lambda leaf: self._outlasting(leaf, units))
                 finally:
-                    self._end(units)
+                    self._unbind(units)
         finally:
             coordinator.lock.release()
 
@@ -164,7 +164,7 @@ class ParameterHandler:
         return contextlib.nullcontext() if coordinator.is_inside_modules else coordinator.saving.in_recomputation()
 
     @outside_modes
-    def _end(self, units: Sequence[Unit]) -> None:
+    def _unbind(self, units: Sequence[Unit]) -> None:
         self._coordinator.parameter_cache.unbind_unused(units)
 
     def _run(

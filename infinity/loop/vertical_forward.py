@@ -15,12 +15,12 @@ from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
 
-class _Present(threading.local):
+class _CurrentMicroBatch(threading.local):
     micro_batch: Any = None
     """The `MicroBatch` whose thread this is; None in any other thread."""
 
 
-present = _Present()
+present = _CurrentMicroBatch()
 
 
 @dataclass(eq=False)

@@ -174,15 +174,15 @@ def _files(drive: Drive, *, measures: bool) -> Iterator[Finding]:
 def _backend(volume: Volume, *, measures: bool) -> Finding:
     # `choose` compares backends by a measurement, but needs none where io_uring is out of the question.
     if measures or not volume.is_direct or volume.is_network:
-        return _of(choose(volume, SwapperConfig()))
+        return _finding_of(choose(volume, SwapperConfig()))
     try:  # as far as it can be told without a comparison
         open_by_name(volume, SwapperConfig(backend="uring")).close(_STOP_SECONDS)
     except BackendUnavailableError as error:
-        return _of(Choice.without_uring(error))
+        return _finding_of(Choice.without_uring(error))
     return good("backend", "io_uring works; the engine uses it if it is faster than worker threads")
 
 
-def _of(choice: Choice) -> Finding:
+def _finding_of(choice: Choice) -> Finding:
     # "REASON; to change that, CURE", as `Choice.__str__` writes it.
     text, _, cure = str(choice).partition("; to change that, ")
     return poor("backend", text, cure) if cure else good("backend", text)

@@ -306,7 +306,7 @@ class FusedAdam:
         return True
 
 
-class _Last(threading.local):
+class _LastStepCount(threading.local):
     """The last step count of a thread: each has a stream of its own."""
 
     scalars: Mapping[str, Any] | None = None
@@ -333,7 +333,7 @@ class GpuAdam(FusedAdam):
         return True
 
     def _prepare(self) -> bool:
-        self._of_thread = _Last()
+        self._of_thread = _LastStepCount()
         self._launch: Launch | None = compiled_for(self._device, ADAM, "adam_on_split_weights", THREADS)
         return self._launch is not None
 

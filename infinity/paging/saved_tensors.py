@@ -184,7 +184,7 @@ HOOKS_OF_AN_ENGINE = 2
 
 
 @dataclass(slots=True, eq=False)
-class _Theirs:
+class _PackedByUser:
     """What the user's hooks gave for a tensor, with packed ones in the place of weights."""
 
     packed: Any
@@ -237,7 +237,7 @@ class SavingHooks:
             packed = self._packed_for_any(tensor)
             if packed is not None:
                 return packed
-        return _Theirs(_exchanged(collect(tensor), torch.Tensor, lambda leaf: self._packed_for_any(leaf) or leaf))
+        return _PackedByUser(_exchanged(collect(tensor), torch.Tensor, lambda leaf: self._packed_for_any(leaf) or leaf))
 
     def _packed_for_any(self, tensor: torch.Tensor) -> PackedSavedTensor | PackedByAnother | None:
         return self._packed_for(tensor) or self.packed_by_another(tensor)
@@ -252,7 +252,7 @@ class SavingHooks:
         return None
 
     def _unpack_over(self, theirs: tuple[Any, Any], saved: Any) -> torch.Tensor:
-        if not isinstance(saved, _Theirs):
+        if not isinstance(saved, _PackedByUser):
             return self._unpack(saved)
         give: Callable[[Any], torch.Tensor] = theirs[1]
         return give(_exchanged(saved.packed, (PackedSavedTensor, PackedByAnother), self._unpack))

@@ -67,19 +67,19 @@ class Prediction:
         """The prediction for ``num_cycles`` more micro-batches; ``before`` is the one for a micro-batch less."""
         # Worked example: 31 micro-batches read 310 MB, 32 read 320. For 100 that is 320 + 68 * (320 - 310) = 1000 MB.
 
-        def at(now: int, then: int) -> int:
+        def extrapolated(now: int, then: int) -> int:
             return now + num_cycles * (now - then)
 
         kinds = {
-            name: (at(read, before.kinds[name][0]), at(write, before.kinds[name][1]))
+            name: (extrapolated(read, before.kinds[name][0]), extrapolated(write, before.kinds[name][1]))
             for name, (read, write) in self.kinds.items()
         }
         return Prediction(
-            at(self.read_bytes, before.read_bytes),
-            at(self.write_bytes, before.write_bytes),
+            extrapolated(self.read_bytes, before.read_bytes),
+            extrapolated(self.write_bytes, before.write_bytes),
             kinds,
-            at(self.upload_bytes, before.upload_bytes),
-            at(self.download_bytes, before.download_bytes),
+            extrapolated(self.upload_bytes, before.upload_bytes),
+            extrapolated(self.download_bytes, before.download_bytes),
         )
 
 

@@ -8,7 +8,7 @@ from infinity.tiers.user_copies import PutAside
 from infinity.units.unit import Unit
 
 
-class Fetched:
+class FinishedArrival:
     """An arrival that is over."""
 
     def wait(self) -> None: ...
@@ -37,10 +37,10 @@ class AsideWeights:
             self._kept[unit.index] = kept
         return True
 
-    def fetch(self, unit: Unit) -> Fetched:
+    def fetch(self, unit: Unit) -> FinishedArrival:
         """Bring the weights into the unit's flat buffer."""
         unit.memory.copy_(self._kept[unit.index])
-        return Fetched()
+        return FinishedArrival()
 
     def forget(self, unit: Unit) -> None:
         """The flat buffer is the only place of the weights again."""

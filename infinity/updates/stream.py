@@ -50,7 +50,7 @@ _MOST_IN_WINDOW = 256
 
 
 @dataclass
-class _Item:
+class _ChunkInHand:
     job: UpdateJob
     chunk: Chunk
     lease: Lease
@@ -171,7 +171,7 @@ class UpdateStream:
         self._saver: Saver | None = None
         self._order = threading.Lock()
         """Held by the worker that starts, takes or retires chunks; nobody touches what follows without."""
-        self._window: deque[_Item] = deque()
+        self._window: deque[_ChunkInHand] = deque()
         """Chunks in hand, each from the start of its reads until it and all before it are updated."""
         self._num_taking = 0
         """How many of these take working memory. The others are updated where they are stored."""
@@ -281,7 +281,7 @@ class UpdateStream:
     def _update_all(self) -> None:
         # Copies to a device are double-buffered: while the weights of `before` are on their way, this thread updates
         # the next chunk. So it holds two chunks at most, and waits for work only when it holds none.
-        before: _Item | None = None
+        before: _ChunkInHand | None = None
         current: UpdateJob | None = None  # the job for which this thread's stream and settings are prepared
         while not self._is_stopping:
             item = self._next_item(waits=before is None)
@@ -297,7 +297,7 @@ class UpdateStream:
                 self._retire(before)
                 before = None
 
-    def _next_item(self, *, waits: bool) -> _Item | None:
+    def _next_item(self, *, waits: bool) -> _ChunkInHand | None:
         """The first chunk that no worker has taken. None: there is none and the caller does not wait, or the stream
         ends."""
         while not self._is_stopping:
@@ -333,7 +333,7 @@ class UpdateStream:
             job.fetch_coefficient(self._device)
         flush_denormals(job.flushes_denormals)
 
-    def _update(self, item: _Item) -> None:
+    def _update(self, item: _ChunkInHand) -> None:
         # The record, spilled gradients, and model weights, as far as each is not in memory.
         for read in item.reads:
             if not read.is_finished or read.failure is not None:  # as a rule it is over: that costs no call
@@ -386,7 +386,7 @@ class UpdateStream:
             self._counted_until = max(self._counted_until, end)
         return self._busy_seconds
 
-    def _retire(self, item: _Item) -> None:
+    def _retire(self, item: _ChunkInHand) -> None:
         """Store an updated chunk, and finish its job if it was the last one."""
         if item.upload is not None:
             self._device.synchronize(item.upload)
@@ -453,7 +453,7 @@ class UpdateStream:
                 return
             self._next = None
             reads: list[Handle | LandedRead] = [] if lease.read is None else [lease.read]
-            item = _Item(job, chunk, lease, reads, chunk is job.chunks[-1], is_in_place=weight is not None)
+            item = _ChunkInHand(job, chunk, lease, reads, chunk is job.chunks[-1], is_in_place=weight is not None)
             self._window.append(item)
             self._num_taking += lease.takes_memory
             if gradients.needs_scratch:

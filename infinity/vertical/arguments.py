@@ -20,7 +20,7 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type, nn
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _TensorIndex:
     """Takes the place of a tensor in the form: its index in ``Tree.tensors``."""
 
     number: int
@@ -70,13 +70,13 @@ class Tree:
             UnsupportedSchedule: an object that is no container has tensors with gradients in its attributes.
         """
         self.tensors: list[torch.Tensor] = []
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _TensorIndex] = {}
         self._form = tree_map(self._flatten, value, is_leaf=_is_size)
 
     def _flatten(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             if id(leaf) not in self._places:
-                self._places[id(leaf)] = _Place(len(self.tensors))
+                self._places[id(leaf)] = _TensorIndex(len(self.tensors))
                 self.tensors.append(leaf)
             return self._places[id(leaf)]
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -94,7 +94,7 @@ class Tree:
         """Return the value in fresh containers, with ``tensors`` in place of its own; as many as there were."""
 
         def put_in(leaf: Any) -> Any:
-            if isinstance(leaf, _Place):
+            if isinstance(leaf, _TensorIndex):
                 return tensors[leaf.number]
             return leaf.build(put_in) if isinstance(leaf, _Fields) else leaf
 

@@ -23,7 +23,7 @@ from infinity.vertical.inter_block_graph import InterBlockGraph
 from infinity.vertical.thread_state import ThreadState, obstacle
 
 
-class Arrival(NamedTuple):
+class BlockArrival(NamedTuple):
     """The call of a block that a micro-batch has arrived at."""
 
     block: Block
@@ -56,7 +56,7 @@ class MicroBatch:
     """Check everything that might make a repetition differ."""
     calls: list[BlockCall | None] = field(default_factory=list)
     """By position from 0; None for a call without gradient."""
-    arrival: Arrival | None = None
+    arrival: BlockArrival | None = None
     """The call that the next `resume` computes; None after it, and at the end of forward."""
     _loss: Any = None
     is_inside = False
@@ -149,7 +149,7 @@ class MicroBatch:
         # tensors die.
         self.graph.watch(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
         self.graph.find_hooks()
-        self.arrival = Arrival(block, with_gradient)
+        self.arrival = BlockArrival(block, with_gradient)
         self._thread.pause()
         self.arrival = None
         self.is_inside = True

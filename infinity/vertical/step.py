@@ -39,7 +39,7 @@ from infinity.vertical.buffers import StepStart
 from infinity.vertical.call import Block
 from infinity.vertical.handoff import MicroBatchThread
 from infinity.vertical.interception import Interception
-from infinity.vertical.microbatch import Arrival, MicroBatch
+from infinity.vertical.microbatch import BlockArrival, MicroBatch
 from infinity.vertical.schedule_selector import ScheduleSelector
 from infinity.vertical.sums import Key, TiedParts, UnitSums
 from infinity.vertical.thread_state import RandomState
@@ -181,7 +181,7 @@ class VerticalStep:
         Raises:
             UnsupportedSchedule: they arrive at different blocks, or not all at the end.
         """
-        first: Arrival | None = None
+        first: BlockArrival | None = None
         self._place += 1
         for batch in self._batches:
             self._resume(batch)
@@ -427,7 +427,7 @@ class VerticalStep:
         self.checkpoints.close()
 
 
-def _name(arrival: Arrival | None) -> str:
+def _name(arrival: BlockArrival | None) -> str:
     if arrival is None:
         return "none"
     return arrival.block.name if arrival.with_gradient else f"{arrival.block.name} without gradient"
