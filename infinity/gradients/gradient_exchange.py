@@ -182,7 +182,7 @@ class GradientExchange:
     def _collect(
         self, ranks: Ranks, each: UnitExchange, buffer: GradientBuffer, slot: Slot, spans: list[tuple[int, int]]
     ) -> int:
-        """Give one rank the whole mean of a parameter, for its norm: in turns, of those with the largest part. Returns which."""
+        """One rank, in turns of those with the largest part, gets a parameter's mean for its norm. Returns which."""
         parts = [clipped(span, slot.start, slot.stop) for span in spans]
         sizes = [stop - start for start, stop in parts]
         largest = [rank for rank, size in enumerate(sizes) if size == max(sizes)]

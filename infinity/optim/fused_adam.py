@@ -397,7 +397,7 @@ class GpuAdam(FusedAdam):
 
 
 def _draw(generator: torch.Generator, num_decades: int) -> Tensor:
-    """Normal numbers. With ``num_decades``, scaled down by up to that many powers of ten, and every tenth is zero."""
+    """Normal numbers; with ``num_decades``, scaled down by up to so many powers of ten, and every tenth zero."""
     values = torch.randn(_PROBE_NUMEL, generator=generator, dtype=torch.float32, device="cpu")
     if num_decades:
         decades = torch.rand(_PROBE_NUMEL, generator=generator, dtype=torch.float32, device="cpu") * num_decades

@@ -293,7 +293,7 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def attribute_names(optimizer: Optimizer) -> list[str]:
-    """Names of attributes that a step may read. A private one counts only if the class's own code names it."""
+    """Names of attributes that a step may read: private ones only if the class's own code has them."""
     names = _names_in(type(optimizer))  # type: ignore[arg-type]  # classes can be hashed
     return [
         name
