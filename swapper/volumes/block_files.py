@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 import threading
 from collections import deque
@@ -169,5 +170,5 @@ def free_bytes(directory: Path) -> int:
     """
     while not directory.exists():
         directory = directory.parent
-    found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
+    usage = shutil.disk_usage(directory)
+    return usage.free if usage.total else sys.maxsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def describe_drive(path: str | os.PathLike[str]) -> Drive:
     path = Path(path)
     try:
         status = os.stat(path)
-        space = os.statvfs(path)
+        space = shutil.disk_usage(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         problem = f"directory {str(path)!r} does not exist; create it or correct the path"
         raise VolumeError(path, problem) from error
@@ -83,8 +84,8 @@ def describe_drive(path: str | os.PathLike[str]) -> Drive:
         device_number=number,
         is_tmpfs=kind in _MEMORY_KINDS,
         is_network=kind in _NETWORK_KINDS or kind == "fuse" or kind.startswith("fuse."),
-        free_bytes=space.f_bavail * space.f_frsize,
-        total_bytes=space.f_blocks * space.f_frsize,
+        free_bytes=space.free,
+        total_bytes=space.total,
     )
 
 

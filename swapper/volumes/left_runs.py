@@ -64,8 +64,17 @@ def left_runs(directory: Path) -> list[LeftRun]:
     found = []
     for path in _folders(directory, _DEPTH):
         files = list(_files(path)) if _is_own(path) else []
+        states = [file.stat() for file in files]
         if files:
-            found.append(_run(path, files))
+            found.append(
+                LeftRun(
+                    path=path,
+                    num_bytes=sum(each.st_blocks * 512 for each in states),
+                    num_commits=sum(_COMMIT.fullmatch(file.name) is not None for file in files),
+                    changed_at=max(each.st_mtime for each in states),
+                    is_in_use=is_locked(path / _LOCK),
+                )
+            )
     return found
 
 
@@ -113,17 +122,6 @@ def _is_own(path: Path) -> bool:
     except (VolumeError, OSError):
         return False
     return True
-
-
-def _run(path: Path, files: list[Path]) -> LeftRun:
-    states = [file.stat() for file in files]
-    return LeftRun(
-        path=path,
-        num_bytes=sum(each.st_blocks * 512 for each in states),
-        num_commits=sum(_COMMIT.fullmatch(file.name) is not None for file in files),
-        changed_at=max(each.st_mtime for each in states),
-        is_in_use=is_locked(path / _LOCK),
-    )
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from swapper.errors import VolumeError, error_words, limit_cure
 from swapper.memory.mapping import map_memory, owned_array, unmap
 from swapper.sync.limits import start_threads
+from swapper.volumes.own_files import opened
 from swapper.volumes.scratch_file import FULL, fallocate, open_nameless, reserve_space, taking_space, write_in_place
 
 WINDOW_BYTES = 64 << 20
@@ -45,6 +46,7 @@ _libc_with_lock = ctypes.PyDLL(None, use_errno=True)  # the same functions, call
 for _library in (_libc, _libc_with_lock):
     _library.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _MAP_FIXED = 0x10
+_PAGEMAP = Path("/proc/self/pagemap")
 
 
 class MappedMemory:
@@ -256,23 +258,20 @@ def is_in_use() -> bool:
 
 def touched(address: int, num_bytes: int, piece_bytes: int = 1 << 20) -> Iterator[tuple[int, int]]:
     """Yield the parts of ordinary memory that were ever touched, as offsets; all if the kernel does not say."""
-    with contextlib.ExitStack() as stack:
-        try:
-            pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-            stack.callback(os.close, pagemap)
-        except OSError:
-            pagemap = -1
-        for start in range(0, num_bytes, piece_bytes):
-            stop = min(start + piece_bytes, num_bytes)
-            if pagemap < 0 or _is_touched(pagemap, address + start, address + stop):
-                yield start, stop
+    for start in range(0, num_bytes, piece_bytes):
+        stop = min(start + piece_bytes, num_bytes)
+        if _is_touched(address + start, address + stop):
+            yield start, stop
 
 
-def _is_touched(pagemap: int, start: int, stop: int) -> bool:
+def _is_touched(start: int, stop: int) -> bool:
     # pagemap has 8 bytes for each page of the address space. Bit 63: in memory; bit 62: swapped out.
     first, last = start // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)
-    data = os.pread(pagemap, (last - first) * 8, first * 8)
-    entries = np.frombuffer(data, dtype=np.uint64)
+    try:
+        with opened(_PAGEMAP) as pagemap:
+            entries = np.frombuffer(os.pread(pagemap, (last - first) * 8, first * 8), dtype=np.uint64)
+    except OSError:
+        return True
     return len(entries) < last - first or bool((entries >> np.uint64(62)).any())
 
 

@@ -29,6 +29,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from swapper.uncopyable import closed_unless_made
+from swapper.volumes.own_files import UNTRUSTED, opened
 from swapper.volumes.thread_pool import ThreadPool
 
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # missing in libc before glibc 2.28
@@ -56,21 +58,19 @@ class Staging:
             prefix: what the files have in common.
         """
         self._directory = directory
-        self._prefix = prefix
-        self.path: Path
+        self.path = directory / f".{prefix}.saving-{secrets.token_hex(8)}"
         self._lock: int | None = None
         self._missing: list[Path] = []
 
     def __enter__(self) -> Staging:
         self._missing = _missing(self._directory)
-        try:
+        with closed_unless_made(_remove_empty, self._missing):
             make_directory(self._directory)
             with locked(self._directory):
                 _remove_abandoned(self._directory)
-                self._make()
-        except BaseException:
-            _remove_empty(self._missing)
-            raise
+                self.path.mkdir(0o700)  # until it is published, nobody else can write to what is in it
+                with closed_unless_made(shutil.rmtree, self.path, True):  # True: ignore errors
+                    self._lock = mark(self.path)
         return self
 
     def __exit__(
@@ -79,15 +79,6 @@ class Staging:
         _remove_hidden(self.path, self._lock)
         if error is not None:
             _remove_empty(self._missing)
-
-    def _make(self) -> None:
-        self.path = self._directory / f".{self._prefix}.saving-{secrets.token_hex(8)}"
-        self.path.mkdir(0o700)  # until it is published, nobody else can write to what is in it
-        try:
-            self._lock = mark(self.path)
-        except BaseException:
-            shutil.rmtree(self.path, ignore_errors=True)
-            raise
 
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[IO[bytes]]:
@@ -156,9 +147,14 @@ def remove_abandoned(directory: Path) -> None:
 
 def _remove_abandoned(directory: Path) -> None:
     for path in directory.glob(_HIDDEN):
-        lock = _try_lock(path)
+        lock = _open_marked(path, os.O_RDWR)
         if lock is not None:
-            _remove_hidden(path, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # its writer is alive, or the file system has no locks
+                os.close(lock)
+            else:
+                _remove_hidden(path, lock)
 
 
 def _remove_hidden(path: Path, lock: int | None) -> None:
@@ -265,91 +261,62 @@ def sync_directory(directory: Path) -> None:
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Let one process at a time into the ``with`` block, if the file system can lock directories."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
+    with opened(directory) as descriptor:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        # Before the close: a child that was forked meanwhile has the descriptor too, and would keep the lock.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        try:
+            yield
+        finally:
+            # Before the close: a child that was forked meanwhile has the descriptor too, and would keep the lock.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def mark(folder: Path) -> int:
     """Mark a new directory as ours; return a descriptor that holds its lock. See [Note: whose it is]."""
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        # A file system without locks: _try_lock() fails there, and nothing is removed.
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    with closed_unless_made(os.close, lock):
+        # A file system without locks: _remove_abandoned() gets none there, and removes nothing.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         os.write(lock, _MARK)
         os.fsync(lock)
-    except BaseException:
-        os.close(lock)
-        raise
     return lock
-
-
-def is_marked(folder: Path) -> bool:
-    """Whether a directory (no link) is one that `mark` was called for."""
-    descriptor = _open_marked(folder, os.O_RDONLY)
-    if descriptor is not None:
-        os.close(descriptor)
-    return descriptor is not None
 
 
 def is_locked(file: Path) -> bool:
     """Whether another process has a file locked, or it cannot be opened."""
     try:
-        # O_NOFOLLOW, O_NONBLOCK: another user may have put a link or a pipe there, which open() would wait for.
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with opened(file, UNTRUSTED) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
     return False
 
 
 def abandoned(directory: Path) -> list[Path]:
     """The directories that `remove_abandoned` removes."""
-    return [path for path in sorted(directory.glob(_HIDDEN)) if is_marked(path) and not is_locked(path / _LOCK)]
+    return [path for path in sorted(directory.glob(_HIDDEN)) if _is_marked(path) and not is_locked(path / _LOCK)]
 
 
-def _try_lock(folder: Path) -> int | None:
-    """A descriptor that holds the lock of a marked directory; None if somebody else does, or it has no mark."""
-    descriptor = _open_marked(folder, os.O_RDWR)
-    if descriptor is None:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+def _is_marked(folder: Path) -> bool:
+    lock = _open_marked(folder, os.O_RDONLY)
+    if lock is not None:
+        os.close(lock)
+    return lock is not None
 
 
 def _open_marked(folder: Path, access: int) -> int | None:
-    if folder.is_symlink():
-        return None
-    try:
-        descriptor = os.open(folder / _LOCK, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        # One byte more than the mark: a longer file is not ours.
-        is_ours = stat.S_ISREG(os.fstat(descriptor).st_mode) and os.pread(descriptor, len(_MARK) + 1, 0) == _MARK
-    except OSError:
-        is_ours = False
-    if not is_ours:
-        os.close(descriptor)
-        return None
-    return descriptor
+    """A descriptor of the lock of a directory (no link) that `mark` was called for; None for all others."""
+    if not folder.is_symlink():
+        with contextlib.suppress(OSError):
+            lock = os.open(folder / _LOCK, access | UNTRUSTED)
+            with closed_unless_made(os.close, lock):
+                # One byte more than the mark: a longer file is not ours.
+                if stat.S_ISREG(os.fstat(lock).st_mode) and os.pread(lock, len(_MARK) + 1, 0) == _MARK:
+                    return lock
+            os.close(lock)
+    return None
 
 
 def sync_tree(folder: Path) -> None:
@@ -366,11 +333,8 @@ def _sync_target(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with opened(path) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def exchange(source: Path, target: Path) -> None:

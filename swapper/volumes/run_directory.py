@@ -30,7 +30,7 @@ import google_crc32c
 from swapper.errors import DurableRunError, VolumeError, as_unwritable, error_words
 from swapper.sync.lifetimes import LiveObjects
 from swapper.uncopyable import Uncopyable, closed_unless_made
-from swapper.volumes.own_files import open_own, read_own, require_own_directory
+from swapper.volumes.own_files import UNTRUSTED, open_own, opened, read_own, require_own_directory
 from swapper.volumes.publish import make_directory, replacing, sync_directory
 
 logger = logging.getLogger(__name__)
@@ -209,15 +209,10 @@ class RunDirectory(Uncopyable):
 def files_of_run(directory: Path) -> set[str] | None:
     """The names of the files that a run has claimed in its directory; None if no run has this directory."""
     try:
-        descriptor = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with opened(directory / "lock", UNTRUSTED) as lock:
+            lines = _lines(lock)
     except OSError:
         return None
-    try:
-        lines = _lines(descriptor)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
     return set(lines[1:]) if lines[0] == _MARK else None
 
 

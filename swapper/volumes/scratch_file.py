@@ -12,6 +12,7 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import struct
 import sys
 import tempfile
@@ -19,12 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swapper.config import ALIGNMENT
-from swapper.errors import (
-    VolumeError,
-    VolumeTooSmallError,
-    error_words,
-    limit_cure,
-)
+from swapper.errors import VolumeError, VolumeTooSmallError, error_words, limit_cure
 from swapper.memory.region import AlignedRegion
 from swapper.sync.lifetimes import LiveObjects
 from swapper.uncopyable import Uncopyable
@@ -198,11 +194,11 @@ def taking_space(fd: int, directory: Path, num_bytes: int, *, own_bytes: int = 0
     Raises:
         VolumeTooSmallError: There is not so much room, found before the block or in it.
     """
-    stat = os.fstatvfs(fd)
-    free_bytes = stat.f_bavail * stat.f_frsize + own_bytes
+    usage = shutil.disk_usage(fd)
+    free_bytes = usage.free + own_bytes
     # First, because a reservation that fails half way would fill the drive for a moment, for all its users.
-    # f_blocks is 0 on file systems that report no sizes.
-    if stat.f_blocks and free_bytes < num_bytes:
+    # The total is 0 on file systems that report no sizes.
+    if usage.total and free_bytes < num_bytes:
         raise VolumeTooSmallError(directory, num_bytes, free_bytes)
     try:
         yield
@@ -244,13 +240,9 @@ def open_nameless(directory: Path) -> int:
             return os.dup(file.fileno())  # a descriptor of our own, since the block closes the other
     except OSError as error:
         if error.errno in FULL:
-            raise VolumeTooSmallError(directory, ALIGNMENT, _free_bytes(directory), "no room for a file") from error
+            free_bytes = shutil.disk_usage(directory).free
+            raise VolumeTooSmallError(directory, ALIGNMENT, free_bytes, "no room for a file") from error
         raise VolumeError.unwritable(directory, error) from error
-
-
-def _free_bytes(directory: Path) -> int:
-    stat = os.statvfs(directory)
-    return stat.f_bavail * stat.f_frsize
 
 
 def write_in_place(fd: int) -> None:

@@ -164,12 +164,12 @@ class Volume(Uncopyable):
                 try:
                     self._reserve(stripes, held_bytes)
                     break
-                except _NoRoomError as error:
+                except VolumeTooSmallError as error:
                     # File systems need space for metadata, quotas are not shown, and other processes write meanwhile.
                     # So the next try asks for what is free now, and for at least 3 % less: few tries reach any size.
-                    asked_bytes = error.cause.needed_bytes
-                    less_bytes = min(error.cause.free_bytes, asked_bytes - asked_bytes // 32)
-                    space.lessen(error.column, less_bytes, "found when reserving")
+                    less_bytes = min(error.free_bytes, error.needed_bytes - error.needed_bytes // 32)
+                    column = [file.directory for file in self.files].index(error.directory)
+                    space.lessen(column, less_bytes, "found when reserving")
         except BaseException:
             for file, num_bytes in zip(self.files, held_bytes, strict=True):
                 with contextlib.suppress(VolumeError):
@@ -192,10 +192,7 @@ class Volume(Uncopyable):
             for column, file in enumerate(self.files):
                 num_bytes = stripes.file_bytes(column)
                 if (num_bytes > file.num_bytes) is grows:
-                    try:
-                        file.reserve(num_bytes)
-                    except VolumeTooSmallError as error:
-                        raise _NoRoomError(column, error) from error
+                    file.reserve(num_bytes)
 
     def _log_capacities(self, stripes: StripeMap, speeds: Sequence[float]) -> None:
         cycle = stripes.first_cycle
@@ -205,15 +202,6 @@ class Volume(Uncopyable):
             for column, file in enumerate(self.files)
         )
         logger.info("striped over %d directories: %s", len(self.files), described)
-
-
-class _NoRoomError(Exception):
-    """A file could not get its space."""
-
-    def __init__(self, column: int, cause: VolumeTooSmallError) -> None:
-        super().__init__(column)
-        self.column = column  # index of the drive
-        self.cause = cause
 
 
 def _refuse_duplicates(files: Sequence[ScratchFile]) -> None:
