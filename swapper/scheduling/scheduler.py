@@ -34,7 +34,7 @@ from typing import Any
 
 from swapper.backend import NO_MEMORY, Direction, IOBackend
 from swapper.config import ALIGNMENT, Priority, SwapperConfig, bounded_seconds
-from swapper.errors import ExtentError, ReentryError, SwapperClosedError, SwapperError
+from swapper.errors import ExtentError, ReentryError, SwapperClosedError
 from swapper.extents.extent import Extent, ExtentState
 from swapper.memory.held import watch_requests
 from swapper.meters.busy import MOST_SPANS, BusyTimes
@@ -225,15 +225,11 @@ class IOScheduler(Uncopyable):
 
     def _make_ready(self, operation: Operation, ledger: Ledger) -> bool:
         """Queue an operation without blockers; return false if it is over instead."""
-        try:
-            if self._closed_because:
-                raise SwapperClosedError(self._closed_because)
-            if ledger.has_broken:
-                ledger.check_broken(operation)
-        except SwapperError as error:
-            operation.failure = error.with_traceback(None)
-            return False
-        if operation.num_bytes == 0:
+        if self._closed_because:
+            operation.failure = SwapperClosedError(self._closed_because)
+        elif ledger.has_broken:
+            operation.failure = ledger.broken_error(operation)
+        if operation.failure is not None or operation.num_bytes == 0:
             return False
         self.queues[operation.direction].enqueue(operation)
         return True

@@ -25,30 +25,6 @@ class TransferQueue:
     Where nothing is queued and the backend has room, `IOScheduler.submit` and ``_on_complete`` change the counts by hand.
     """
 
-    __slots__ = (
-        "_max_overtakes",
-        "_overtaken",
-        "_queues",
-        "boundary_bytes",
-        "busy",
-        "busy_spans",
-        "direction",
-        "few_bytes",
-        "inflight",
-        "inflight_bytes",
-        "limit",
-        "longest_bytes",
-        "most_bytes",
-        "most_inflight",
-        "num_bytes",
-        "num_queued",
-        "num_retries",
-        "num_taken",
-        "num_transfers",
-        "observers",
-        "on_complete",
-    )
-
     def __init__(
         self,
         direction: Direction,

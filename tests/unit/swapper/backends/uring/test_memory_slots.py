@@ -49,7 +49,7 @@ def test_registered_memory_takes_the_fixed_path_and_the_bytes_are_right(backend:
 
 def test_registered_memory_stays_mapped_until_it_is_given_back(backend: UringBackend) -> None:
     region = AlignedRegion(4 * ALIGNMENT)
-    mapping = weakref.ref(region._mapping)
+    mapping = weakref.ref(region._bytes.base)
     array = region.array()
     unregister = backend.register_memory(region)
     region.release()
@@ -65,7 +65,7 @@ def test_registered_memory_stays_mapped_until_it_is_given_back(backend: UringBac
 def test_registered_memory_is_let_go_when_the_backend_is_closed(tmp_path: Path) -> None:
     backend = UringBackend(Volume([tmp_path], 1 << 20))
     region = AlignedRegion(ALIGNMENT)
-    mapping = weakref.ref(region._mapping)
+    mapping = weakref.ref(region._bytes.base)
     unregister = backend.register_memory(region)
     region.release()
     assert backend.close(_SECONDS) and mapping() is None
@@ -160,7 +160,7 @@ def test_an_arena_is_registered_through_the_swapper_until_it_is_closed(tmp_path:
             swapper.read(extent, page.tensor).wait()
             assert (page.tensor == 9).all()
         assert backend.num_fixed == 2
-        mapping = weakref.ref(staging_pool._region._mapping)
+        mapping = weakref.ref(staging_pool._region._bytes.base)
         del page
         staging_pool.close()
         gc.collect()
