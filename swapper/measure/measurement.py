@@ -14,7 +14,7 @@ import math
 import queue
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,15 +132,7 @@ class DriveTest(Closable):
             SwapperError: The drive failed.
         """
         setting = IOSetting("threads", self._stripe_bytes, num_threads=4, max_inflight=6 * len(self._volume.files))
-        track = _Track(0, self.num_bytes, 0, self._stripe_bytes)
-        stop = time.perf_counter() + max_seconds
-        self._move(
-            setting,
-            Workload.WRITE,
-            lambda volume, step_bytes, num_steps: {Direction.WRITE: track},
-            lambda: track.issued_bytes < self.num_bytes and time.perf_counter() < stop,
-        )
-        self.num_bytes, self._is_filled = min(track.issued_bytes, self.num_bytes), True
+        self._move(setting, Workload.WRITE, max_seconds)
 
     def measure(self, setting: IOSetting, workload: Workload, seconds: float) -> Sample:
         """Keep the drives busy for a time; see [Note: how it is measured].
@@ -156,37 +148,14 @@ class DriveTest(Closable):
         """
         if not self._is_filled:
             raise ArgumentError("the files hold nothing yet: call prepare() before measure()")
-        stop = math.inf  # set below, when the backend is ready: its set-up does not count
-
-        def make_tracks(volume: BorrowedVolume, step_bytes: int, num_steps: int) -> dict[Direction, _Track]:
-            nonlocal stop
-            ranges = _ranges(workload, volume.capacity_bytes, setting.request_bytes)
-            if any(last - first < step_bytes * num_steps for first, last in ranges.values()):
-                raise ArgumentError(
-                    f"{self.num_bytes} bytes of files are too few for {setting.describe()} ({workload.value}); take a larger "
-                    "file_bytes, smaller requests or fewer in flight"
-                )
-            stop = time.perf_counter() + seconds
-            return {way: _Track(*ends, self._positions[way], step_bytes) for way, ends in ranges.items()}
-
-        return self._move(setting, workload, make_tracks, lambda: time.perf_counter() < stop)
+        return self._move(setting, workload, seconds)
 
     def close(self) -> None:
         """Give the space back. Idempotent."""
         self._volume.close()
 
-    def _move(
-        self,
-        setting: IOSetting,
-        workload: Workload,
-        make_tracks: Callable[[BorrowedVolume, int, int], dict[Direction, _Track]],
-        goes_on: Callable[[], bool],
-    ) -> Sample:
-        """Run operations until time is up, and wait for the last.
-
-        ``make_tracks``: gets the volume, the bytes of an operation and the number of buffers; returns a track for each
-        direction.
-        """
+    def _move(self, setting: IOSetting, workload: Workload, seconds: float) -> Sample:
+        """Run operations until time is up or, the first time, until the files are filled; and wait for the last."""
         volume = BorrowedVolume(self._volume, self.num_bytes, setting.request_bytes)
         config = setting.swapper_config(direct=self._direct, deadline_seconds=self._deadline_seconds)
         backend = open_by_name(volume, config)
@@ -199,12 +168,21 @@ class DriveTest(Closable):
             # direction, and not their sum.
             together = max(1, min(_OPERATION_BYTES // setting.request_bytes, num_inflight // _OPERATIONS_UNDER_WAY))
             num_steps = -(-num_inflight // together) + (workload is not Workload.MIXED or together > 1)
-            tracks = make_tracks(volume, setting.request_bytes * together, num_steps)
-            window = _Window(scheduler, backend, volume, setting.request_bytes * together, num_steps)
+            step_bytes = setting.request_bytes * together
+            ranges = _ranges(workload, volume.capacity_bytes, setting.request_bytes)
+            if self._is_filled and any(last - first < step_bytes * num_steps for first, last in ranges.values()):
+                raise ArgumentError(
+                    f"{self.num_bytes} bytes of files are too few for {setting.describe()} ({workload.value}); take a larger "
+                    "file_bytes, smaller requests or fewer in flight"
+                )
+            stop = time.perf_counter() + seconds  # from here on: the set-up of the backend does not count
+            tracks = {way: _Track(*ends, self._positions[way], step_bytes) for way, ends in ranges.items()}
+            window = _Window(scheduler, backend, volume, step_bytes, num_steps)
             if not backend.is_direct:
                 volume.drop_cache()
             cpu_seconds, started = -_cpu_seconds(), time.perf_counter()
-            window.run(tracks, goes_on)
+            most_bytes = math.inf if self._is_filled else volume.capacity_bytes
+            window.run(tracks, stop, most_bytes)
             if not backend.is_direct and Direction.WRITE in tracks:
                 volume.sync()
             elapsed = time.perf_counter() - started
@@ -213,6 +191,8 @@ class DriveTest(Closable):
             scheduler.close("the measurement is over")
         for direction, track in tracks.items():
             self._positions[direction] = track.position
+        if not self._is_filled:
+            self.num_bytes, self._is_filled = min(tracks[Direction.WRITE].issued_bytes, volume.capacity_bytes), True
         read, written = (tracks[way].issued_bytes if way in tracks else 0 for way in Direction)
         return Sample(setting, workload, read, written, elapsed, cpu_seconds)
 
@@ -257,8 +237,8 @@ class _Window:
         self._under_way: dict[Handle, npt.NDArray[np.uint8]] = {}
         self._over: queue.SimpleQueue[Handle] = queue.SimpleQueue()  # filled by callbacks, at most one for each buffer
 
-    def run(self, tracks: Mapping[Direction, _Track], goes_on: Callable[[], bool]) -> None:
-        """Start an operation with each buffer, and the next one when it ends, while ``goes_on()`` is true.
+    def run(self, tracks: Mapping[Direction, _Track], stop: float, most_bytes: float) -> None:
+        """Start an operation with each buffer, and the next one when it ends, until a time and a number of bytes.
 
         Raises:
             SwapperError: An operation failed.
@@ -270,7 +250,7 @@ class _Window:
             self._free.append(self._under_way.pop(handle))
             if handle.error is not None:
                 raise handle.error
-            if goes_on():
+            if time.perf_counter() < stop and sum(track.issued_bytes for track in tracks.values()) < most_bytes:
                 self._issue(tracks)
 
     def _issue(self, tracks: Mapping[Direction, _Track]) -> None:
