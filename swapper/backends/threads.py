@@ -7,11 +7,9 @@ from functools import partial
 from itertools import pairwise
 
 from swapper.backend import Batch, IORequest, ended
-from swapper.backends.volume_backend import STOP_SECONDS, VolumeBackend
-from swapper.backends.workers import Workers
+from swapper.backends.volume_backend import VolumeBackend
+from swapper.backends.workers import start_workers, stop_workers
 from swapper.config import ALIGNMENT
-from swapper.sync.timeouts import join_all
-from swapper.uncopyable import closed_unless_made
 from swapper.volumes.volume import FileRange, Volume
 
 # Limits of one transfer, which may be several requests. A demand read waits at most about as long as a transfer ahead
@@ -33,9 +31,8 @@ class ThreadsBackend(VolumeBackend):
     """
 
     def __init__(self, volume: Volume, num_threads: int = 4, request_bytes: int | None = None) -> None:
-        super().__init__(volume, request_bytes)
+        super().__init__(volume, num_threads, request_bytes)
         self.boundary_bytes = 0  # transfers may cross stripes: _spread() divides them
-        self.num_threads = num_threads
         self._request_bytes = request_bytes or volume.capacity_bytes
         # See `IOBackend`. Requests of 64 KiB give 4 MiB, of 1 MiB and 8 MiB 64 MiB, of 128 MiB 128 MiB.
         self.run_bytes = max(request_bytes or 0, min(_MOST_REQUESTS * (request_bytes or 0), _MOST_BYTES))
@@ -44,22 +41,12 @@ class ThreadsBackend(VolumeBackend):
         # threads of a fast drive would idle until the scheduler comes to its next stripe.
         num_ahead = -(-num_threads // 2) if num_files > 1 else 0
         self.concurrency = (num_threads + num_ahead) * num_files
-        self._workers: list[tuple[Workers, Workers]] = []
-        with closed_unless_made(self.stop, STOP_SECONDS):
-            for column in range(num_files):
-                name = "io" if num_files == 1 else f"io-{column}"
-                reads = Workers(f"{name}-read", num_threads)  # in _workers, which stop() goes through, only as a pair
-                with closed_unless_made(reads.close, STOP_SECONDS):
-                    self._workers.append((reads, Workers(f"{name}-write", num_threads)))
+        self._workers = start_workers("io", num_threads, num_files)
         self._is_one_file = num_files == 1
 
     def describe(self) -> str:
         """Return one line for logs."""
-        each = " of each file" if len(self._workers) > 1 else ""
-        return (
-            f"threads: {self.volume.describe()}, {self.num_threads} threads for reads and {self.num_threads} for "
-            f"writes{each}"
-        )
+        return f"threads: {self.describe_threads()}"
 
     def submit(self, request: IORequest) -> None:
         """Hand the request, or its parts, to worker threads of its files."""
@@ -77,7 +64,7 @@ class ThreadsBackend(VolumeBackend):
             then = Batch(starts, num_bytes, complete, request)
         for part in parts:
             column, _, start, _ = part[0]
-            workers = self._workers[column][request.direction]
+            workers = self._workers[2 * column + request.direction]
             if not workers.is_closed:
                 workers.jobs.put(partial(self._transfer, request, part, then))  # Workers.submit, less its call
             elif isinstance(then, Batch):
@@ -115,7 +102,4 @@ class ThreadsBackend(VolumeBackend):
 
     def stop(self, timeout_seconds: float) -> bool:
         """Stop the workers and leave the files open for another backend; return whether all ended in time."""
-        all_workers = [workers for both in self._workers for workers in both]
-        for workers in all_workers:
-            workers.stop()  # all of them before waiting for one, which may hang
-        return join_all([thread for workers in all_workers for thread in workers.threads], timeout_seconds)
+        return stop_workers(self._workers, timeout_seconds)
