@@ -61,9 +61,18 @@ def sleep(
         operation.num_observers += pending is not None
     is_woken = False
     try:
-        # As a rule it is over within the first tick.
-        is_woken = timeout_seconds is None and waiter.acquire(timeout=tick_seconds)
-        is_woken = is_woken or _acquire(waiter, operation, timeout_seconds, tick_seconds, queues)
+        if timeout_seconds is not None:
+            is_woken = wait_in_parts(lambda seconds: waiter.acquire(timeout=seconds), timeout_seconds)
+        else:
+            # Longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
+            num_idle, num_completed = 0, -1
+            while num_idle <= TICKS_PER_DEADLINE + 2:
+                is_woken = waiter.acquire(timeout=tick_seconds)
+                if is_woken or _is_over(operation):
+                    break
+                before, num_completed = num_completed, sum(queue.num_taken - len(queue.inflight) for queue in queues)
+                # A long queue on a slow drive is no stall: any completed transfer restarts the count.
+                num_idle = num_idle + 1 if num_completed == before else 1
     finally:
         if not is_woken:
             with lock:
@@ -78,27 +87,6 @@ def sleep(
 def _is_over(operation: Operation) -> bool:
     # A call, because other threads change the attribute: mypy would narrow its type after the first look.
     return operation.is_finished
-
-
-def _acquire(
-    waiter: threading.Lock,
-    operation: Operation,
-    timeout_seconds: float | None,
-    tick_seconds: float,
-    queues: Iterable[TransferQueue],
-) -> bool:
-    """Return whether the waiter was released, or the operation is over, in time."""
-    if timeout_seconds is not None:
-        return wait_in_parts(lambda seconds: waiter.acquire(timeout=seconds), timeout_seconds)
-    # One tick longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
-    num_idle, num_completed = 0, -1
-    while num_idle <= TICKS_PER_DEADLINE + 1:
-        if waiter.acquire(timeout=tick_seconds) or operation.is_finished:
-            return True
-        before, num_completed = num_completed, sum(queue.num_taken - len(queue.inflight) for queue in queues)
-        # A long queue on a slow drive is no stall: any completed transfer restarts the count.
-        num_idle = num_idle + 1 if num_completed == before else 1
-    return False
 
 
 def watch(on_tick: weakref.WeakMethod[Callable[[], None]], stop: Bell, seconds: float) -> None:
