@@ -121,6 +121,15 @@ def as_unwritable(directory: Path) -> Iterator[None]:
         raise VolumeError.unwritable(directory, error) from error
 
 
+@contextlib.contextmanager
+def as_volume_error(directory: Path, problem: str, cure: str = "choose another directory") -> Iterator[None]:
+    """Turn an OSError of the ``with`` block into a `VolumeError`. ``cure``: unless it is due to a limit."""
+    try:
+        yield
+    except OSError as error:
+        raise VolumeError(directory, f"{problem}: {error_words(error)}; {limit_cure(error) or cure}") from error
+
+
 class VolumeTooSmallError(VolumeError):
     """The directories have too little space.
 

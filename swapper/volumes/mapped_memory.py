@@ -26,11 +26,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from swapper.errors import VolumeError, error_words, limit_cure
+from swapper.errors import VolumeError, as_volume_error, error_words
 from swapper.memory.mapping import map_memory, owned_array, unmap
 from swapper.sync.limits import start_threads
+from swapper.uncopyable import closed_unless_made
 from swapper.volumes.own_files import opened
-from swapper.volumes.scratch_file import FULL, fallocate, open_nameless, reserve_space, taking_space, write_in_place
+from swapper.volumes.scratch_file import fallocate, open_nameless, reserve_space, taking_space, write_in_place
 
 WINDOW_BYTES = 64 << 20
 """Bytes of all arrays together that may be in memory before they are written out."""
@@ -105,16 +106,10 @@ class _Segment:
         self._process = os.getpid()
         self.address, self._fd = 0, -1  # for __del__, if the constructor fails
         self._fd = open_nameless(directory)
-        try:
+        with as_volume_error(directory, f"no file can be mapped in {str(directory)!r}"):
             write_in_place(self._fd)
             os.ftruncate(self._fd, num_bytes)  # a sparse file: allocate() reserves space
             self.address = map_memory(num_bytes, mmap.MAP_SHARED, self._fd)
-        except OSError as error:
-            raise VolumeError(
-                directory,
-                f"no file can be mapped in {str(directory)!r}: {error_words(error)}; "
-                f"{limit_cure(error) or 'choose another directory'}",
-            ) from error
 
     def __del__(self) -> None:
         if self.address:
@@ -135,16 +130,13 @@ class _Segment:
         # A write to a mapped page without space on the drive would end the process with SIGBUS.
         offset = self._taken_bytes
         length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        with taking_space(self._fd, self._directory, length):
-            try:
-                reserve_space(self._fd, length, offset, _KEEP_SIZE, otherwise=lambda: self._fill(offset, length))
-            except OSError as error:
-                self.free(offset, num_bytes)  # what it got before it failed
-                if error.errno in FULL:
-                    raise
-                problem = f"cannot reserve {length} bytes in {str(self._directory)!r}: {error_words(error)}"
-                problem += f"; {limit_cure(error) or 'choose another directory'}"
-                raise VolumeError(self._directory, problem) from error
+        problem = f"cannot reserve {length} bytes in {str(self._directory)!r}"
+        with (
+            as_volume_error(self._directory, problem),
+            taking_space(self._fd, self._directory, length),
+            closed_unless_made(self.free, offset, num_bytes),  # what it got before it failed
+        ):
+            reserve_space(self._fd, length, offset, _KEEP_SIZE, otherwise=lambda: self._fill(offset, length))
         self._taken_bytes = offset + length
         return offset
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import google_crc32c
 
-from swapper.errors import DurableRunError, VolumeError, as_unwritable, error_words
+from swapper.errors import DurableRunError, VolumeError, as_unwritable, as_volume_error, error_words
 from swapper.sync.lifetimes import LiveObjects
 from swapper.uncopyable import Uncopyable, closed_unless_made
 from swapper.volumes.own_files import UNTRUSTED, open_own, opened, read_own, require_own_directory
@@ -85,18 +85,16 @@ class RunDirectory(Uncopyable):
             make_directory(directory, 0o700)
             require_own_directory(directory)
             descriptor, is_new = _open_lock(directory / "lock")
-        try:
-            with closed_unless_made(os.close, descriptor):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel unlocks it when the process ends
-        except BlockingIOError as error:
-            raise DurableRunError.in_use(directory) from error
-        except OSError as error:
-            raise VolumeError(
-                directory,
-                f"{str(directory / 'lock')!r} cannot be locked: {error_words(error)}; mount the file system with locks (Lustre: "
-                "-o flock), or name a directory on a local drive",
-            ) from error
+        problem = f"{str(directory / 'lock')!r} cannot be locked"
+        cure = "mount the file system with locks (Lustre: -o flock), or name a directory on a local drive"
         with closed_unless_made(os.close, descriptor):
+            with as_volume_error(directory, problem, cure):
+                try:
+                    fcntl.flock(
+                        descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
+                    )  # the kernel unlocks it when the process ends
+                except BlockingIOError as error:
+                    raise DurableRunError.in_use(directory) from error
             _mark(directory, descriptor, is_new)
         self._locks[directory] = descriptor
 

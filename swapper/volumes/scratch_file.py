@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swapper.config import ALIGNMENT
-from swapper.errors import VolumeError, VolumeTooSmallError, error_words, limit_cure
+from swapper.errors import VolumeError, VolumeTooSmallError, as_volume_error, error_words
 from swapper.memory.region import AlignedRegion
 from swapper.sync.lifetimes import LiveObjects
 from swapper.uncopyable import Uncopyable
@@ -78,17 +78,12 @@ class ScratchFile(Uncopyable):
             VolumeTooSmallError: There is not enough.
             VolumeError: It cannot be reserved for another reason.
         """
-        try:
+        problem = f"cannot reserve {num_bytes} bytes in directory {str(self.directory)!r} on {self.drive.words()}"
+        with as_volume_error(self.directory, problem, "choose another one"):
             if num_bytes < self.num_bytes:  # a smaller share of a volume, after another drive gave more
                 os.ftruncate(self.fd, num_bytes)
             elif num_bytes > self.num_bytes:
                 self._grow(num_bytes)
-        except OSError as error:
-            raise VolumeError(
-                self.directory,
-                f"cannot reserve {num_bytes} bytes in directory {str(self.directory)!r} on {self.drive.words()}: "
-                f"{error_words(error)}; {limit_cure(error) or 'choose another one'}",
-            ) from error
         self.num_bytes = num_bytes
 
     def _grow(self, num_bytes: int) -> None:
@@ -141,12 +136,8 @@ class ScratchFile(Uncopyable):
         _set_direct(self.fd, False)
         self.buffered_because = "direct=False"
         if direct:
-            try:
+            with as_volume_error(self.directory, f"{self.name} cannot be used"):
                 self.buffered_because = _try_direct(self.fd)
-            except OSError as error:
-                raise VolumeError(
-                    self.directory, f"{self.name} cannot be used: {error_words(error)}; choose another directory"
-                ) from error
 
     def close(self) -> None:
         """Close the file, which returns its space to the file system. Idempotent."""
