@@ -26,11 +26,6 @@ class SpaceAllocator:
         self._free = IntervalSet()
         self._free.add(0, capacity_bytes)
 
-    @property
-    def largest_free_bytes(self) -> int:
-        """The longest free range."""
-        return max((stop - start for start, stop in self._free), default=0)
-
     def allocate(self, num_bytes: int, name: str) -> int:
         """Take ``num_bytes``, rounded up to 4096, and return their offset.
 
@@ -46,9 +41,11 @@ class SpaceAllocator:
         refuse_owned(self._lock, "allocating an extent")
         with interrupts.uninterrupted(), self._lock:  # an interrupt would leave the lists torn
             # Linear in the number of free ranges: there are few, as extents are made when an engine begins.
-            fitting = [(stop - start, start) for start, stop in self._free if stop - start >= size]
+            lengths = [(stop - start, start) for start, stop in self._free]
+            fitting = [each for each in lengths if each[0] >= size]
             if not fitting:
-                raise OutOfSpaceError(name, size, self.free_bytes, self.largest_free_bytes)
+                largest_bytes, _ = max(lengths, default=(0, 0))
+                raise OutOfSpaceError(name, size, self.free_bytes, largest_bytes)
             _, offset = min(fitting)
             self._free.remove(offset, offset + size)
             self.free_bytes -= size

@@ -93,15 +93,13 @@ def open_backend(volume: Volume, config: SwapperConfig) -> IOBackend:
     if config.backend != "auto":
         return open_by_name(volume, config)
     choice = choose(volume, config)
-    if choice.backend == "uring":
-        try:
-            backend = open_by_name(volume, replace(config, backend="uring"))
-            logger.info("%s", choice)
-            return backend
-        except BackendUnavailableError as error:
-            choice = Choice.without_uring(error)
+    try:
+        backend = open_by_name(volume, replace(config, backend=choice.backend))
+    except BackendUnavailableError as error:  # io_uring, which did not work in these files
+        choice = Choice.without_uring(error)
+        backend = open_by_name(volume, replace(config, backend=choice.backend))
     logger.log(logging.WARNING if choice.is_surprising else logging.INFO, "%s", choice)
-    return open_by_name(volume, replace(config, backend=choice.backend))
+    return backend
 
 
 def _why_portable(volume: Volume, config: SwapperConfig) -> str:

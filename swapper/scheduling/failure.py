@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from swapper.backend import CorruptedDataError, IOBackend, IORequest
 from swapper.errors import ChecksumMismatchError, StallError, TransferError, refusal
 from swapper.scheduling.operation import Operation, Transfer
 
-_Error = TypeVar("_Error", bound=TransferError)
-
 
 def _error(
-    kind: type[_Error],
+    kind: type[TransferError],
     operation: Operation,
     backend: IOBackend,
     start: int,
     num_bytes: int,
     detail: str,
     cause: OSError | None = None,
-) -> _Error:
+) -> TransferError:
     """Return the error of bytes of an operation, from ``start`` on in the backend's address space."""
     file, file_offset = backend.locate(start)
     extent = operation.extent
@@ -54,13 +50,13 @@ def short_error(
     return _error(TransferError, operation, backend, transfer.offset, len(transfer.memory), detail)
 
 
-def behind_error(operation: Operation, hung: Operation, backend: IOBackend) -> StallError:
+def behind_error(operation: Operation, hung: Operation, backend: IOBackend) -> TransferError:
     """Return the error of an operation that cannot begin because another one hangs."""
     where = f" in {hung.failure.file}" if isinstance(hung.failure, TransferError) else ""
     return stall_error(operation, None, backend, f"is behind a transfer that hangs{where}")
 
 
-def stall_error(operation: Operation, request: IORequest | None, backend: IOBackend, detail: str) -> StallError:
+def stall_error(operation: Operation, request: IORequest | None, backend: IOBackend, detail: str) -> TransferError:
     """Return the error of an operation, or of one of its transfers, that does not end."""
     start, num_bytes = operation.offset, operation.num_bytes
     if request is not None:

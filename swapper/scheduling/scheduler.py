@@ -93,7 +93,7 @@ class IOScheduler(Uncopyable):
         self._ledgers: dict[Extent, Ledger] = {}
         self.requests = self._active = dict[Operation, Ledger]()  # unfinished or stalled, in submission order
         watch_requests(self)
-        self._delayed = waiting.DelayedTransfers(self._try_again)
+        self._delayed: dict[Transfer, threading.Timer] = {}  # transfers that are tried again after a pause
         self._tick = self._num_errors = 0
         self._closed_because = ""
         self._thread = _Thread()
@@ -337,9 +337,8 @@ class IOScheduler(Uncopyable):
         """Whether the transfer is tried again; if not, its operation has failed."""
         operation = transfer.operation
         is_transient = error is None or error.errno in _TRANSIENT  # no error: the transfer was short
-        is_late = (
-            self._tick - transfer.submitted_tick >= waiting.TICKS_PER_DEADLINE
-        )  # retries do not extend the deadline
+        # Retries do not extend the deadline.
+        is_late = self._tick - transfer.submitted_tick >= waiting.TICKS_PER_DEADLINE
         has_attempts = transfer.num_retries < self._config.max_retries and not is_late and not self._closed_because
         if is_transient and has_attempts:
             if isinstance(transfer, Operation):  # what is left of it is a piece
@@ -348,7 +347,12 @@ class IOScheduler(Uncopyable):
             num_bytes = transfer.advance(0 if error is not None else transferred_bytes)
             queue.count_part(transfer, num_bytes, is_again=True)
             seconds = waiting.delay_seconds(transfer.num_retries, has_moved=num_bytes > 0)
-            if seconds and self._delayed.add(transfer, seconds):
+            if seconds:
+                timer = threading.Timer(seconds, self._try_again, (transfer,))
+                with contextlib.suppress(RuntimeError):  # too many threads, or the interpreter ends: then at once
+                    timer.start()
+                    self._delayed[transfer] = timer
+            if transfer in self._delayed:
                 operation.outstanding += 1  # until its turn comes
             else:
                 queue.enqueue_again(transfer)
@@ -365,7 +369,7 @@ class IOScheduler(Uncopyable):
         """Queue a delayed transfer again; runs on its timer's thread."""
         operation = transfer.operation
         with self._change() as finished:
-            if not self._delayed.remove(transfer):  # all is being closed
+            if self._delayed.pop(transfer, None) is None:  # all is being closed
                 return
             operation.outstanding -= 1
             if operation.failure is None:
@@ -546,8 +550,10 @@ class IOScheduler(Uncopyable):
         timeout_seconds = bounded_seconds(timeout_seconds, "timeout_seconds")
         with self._change() as finished:
             self._closed_because = self._closed_because or because
-            for transfer in self._delayed.clear():
+            for transfer, timer in self._delayed.items():
+                timer.cancel()
                 transfer.operation.outstanding -= 1
+            self._delayed.clear()  # a timer that fires now finds its transfer gone
             has_hung = any(operation.state is _STALLED for operation in self._active)
             for operation in list(self._active):
                 if not operation.is_finished:
@@ -568,19 +574,15 @@ class IOScheduler(Uncopyable):
         self._stop.ring()
         if get_ident() != self._watchdog.ident:  # a callback of a stalled operation runs there, and may close
             self._watchdog.join()
-        self._end_lost(is_ended)
-        while (error := self.pending.pop()) is not None:
-            logger.error("closed with an error that nobody has seen: %s", error)
-
-    def _end_lost(self, is_ended: bool) -> None:
-        """End operations whose transfers no backend will ever complete."""
-        with self._change() as finished:
+        with self._change() as finished:  # no backend will ever complete these
             for operation, ledger in list(self._active.items()):
                 if is_ended and operation in self._active:
                     self._finish(operation, finished)
                 elif not operation.is_finished:
                     self._fix_outcome(operation, ledger)
                     finished.append(operation)
+        while (error := self.pending.pop()) is not None:
+            logger.error("closed with an error that nobody has seen: %s", error)
 
     def statistics(self, capacity_bytes: int, free_bytes: int) -> Statistics:
         """Return a consistent snapshot; the sizes are the caller's."""

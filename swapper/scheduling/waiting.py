@@ -1,4 +1,4 @@
-"""What waits: transfers for another attempt, errors for somebody who sees them, the watchdog for its next tick."""
+"""What waits: threads for an operation, errors for somebody who sees them, the watchdog for its next tick."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from swapper.errors import SwapperError
 from swapper.scheduling.handle import observe
-from swapper.scheduling.operation import Operation, Transfer
+from swapper.scheduling.operation import Operation
 from swapper.scheduling.transfer_queue import TransferQueue
 from swapper.sync.bell import Bell
 from swapper.sync.callbacks import call_back
@@ -105,40 +105,6 @@ def delay_seconds(num_retries: int, *, has_moved: bool) -> float:
     # Bytes have moved: a signal, or the end of a file system's extent, made the transfer short. No pause helps there.
     # min(..., 16): a large max_retries would make 2.0 ** 1024, which raises OverflowError.
     return 0.0 if has_moved else min(_FIRST_DELAY_SECONDS * 2.0 ** min(num_retries - 1, 16), _MOST_DELAY_SECONDS)
-
-
-class DelayedTransfers:
-    """Transfers that are tried again after a pause, with a timer for each. The scheduler's lock guards it.
-
-    Args:
-        then: Called with the transfer when its pause is over, on the timer's thread.
-    """
-
-    def __init__(self, then: Callable[[Transfer], None]) -> None:
-        self._then = then
-        self._timers: dict[Transfer, threading.Timer] = {}
-
-    def add(self, transfer: Transfer, seconds: float) -> bool:
-        """Begin the pause of a transfer; return false if no timer thread can be started."""
-        timer = threading.Timer(seconds, self._then, (transfer,))
-        try:
-            timer.start()
-        except RuntimeError:  # too many threads, or the interpreter ends
-            return False
-        self._timers[transfer] = timer
-        return True
-
-    def remove(self, transfer: Transfer) -> bool:
-        """Forget a transfer; return false if it was not there."""
-        return self._timers.pop(transfer, None) is not None
-
-    def clear(self) -> list[Transfer]:
-        """Forget all transfers, and return them. A timer that fires from now on finds its transfer gone."""
-        for timer in self._timers.values():
-            timer.cancel()
-        found = list(self._timers)
-        self._timers.clear()
-        return found
 
 
 class PendingErrors:

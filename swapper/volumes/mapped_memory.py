@@ -59,7 +59,7 @@ class MappedMemory:
     def __init__(self, directories: Sequence[Path]) -> None:
         self._directories = list(directories)
         # By directory, the segment with space left. Weak: a segment is closed when its last array is gone.
-        self._open: dict[Path, weakref.ref[_Segment]] = {}
+        self._open: weakref.WeakValueDictionary[Path, _Segment] = weakref.WeakValueDictionary()
         self._num_given = 0  # arrays: the next one begins with the next directory
         self._lock = threading.RLock()  # guards all above, and the segments' allocate()
 
@@ -78,21 +78,16 @@ class MappedMemory:
             for turn in range(len(self._directories)):
                 directory = self._directories[(first + turn) % len(self._directories)]
                 try:
-                    return self._allocate_in(directory, num_bytes)
+                    segment = self._open.get(directory)
+                    if segment is None or segment.left_bytes < num_bytes:
+                        segment = self._open[directory] = _Segment(self, directory, max(_SEGMENT_BYTES, num_bytes))
+                        _writer.add(segment)
+                    offset = segment.allocate(num_bytes)
+                    # The array's finalizer holds the bound method, and so the segment with its mapping.
+                    return owned_array(segment.address + offset, num_bytes, segment.free, offset, num_bytes)
                 except VolumeError as error:
                     failure = failure or error
             raise failure or ValueError("no directory is given")
-
-    def _allocate_in(self, directory: Path, num_bytes: int) -> npt.NDArray[np.uint8]:
-        reference = self._open.get(directory)
-        segment = reference() if reference is not None else None
-        if segment is None or not segment.has_place(num_bytes):
-            segment = _Segment(self, directory, max(_SEGMENT_BYTES, num_bytes))
-            self._open[directory] = weakref.ref(segment)
-            _writer.add(segment)
-        offset = segment.allocate(num_bytes)
-        # The array's finalizer holds the bound method, and so the segment with its mapping.
-        return owned_array(segment.address + offset, num_bytes, segment.free, offset, num_bytes)
 
 
 class _Segment:
@@ -101,8 +96,7 @@ class _Segment:
     def __init__(self, owner: MappedMemory, directory: Path, num_bytes: int) -> None:
         self.owner = owner
         self._directory = directory
-        self._num_bytes = num_bytes
-        self._taken_bytes = 0
+        self.num_bytes = self.left_bytes = num_bytes  # left: at its end
         self._process = os.getpid()
         self.address, self._fd = 0, -1  # for __del__, if the constructor fails
         self._fd = open_nameless(directory)
@@ -113,22 +107,14 @@ class _Segment:
 
     def __del__(self) -> None:
         if self.address:
-            unmap(self.address, self._num_bytes)
+            unmap(self.address, self.num_bytes)
         if self._fd >= 0:
             os.close(self._fd)
-
-    def has_place(self, num_bytes: int) -> bool:
-        """Whether so many bytes are left at its end."""
-        return self._taken_bytes + num_bytes <= self._num_bytes
-
-    def holds(self, address: int) -> bool:
-        """Whether this address lies in it."""
-        return self.address <= address < self.address + self._num_bytes
 
     def allocate(self, num_bytes: int) -> int:
         """Reserve space for a new part, and return its offset."""
         # A write to a mapped page without space on the drive would end the process with SIGBUS.
-        offset = self._taken_bytes
+        offset = self.num_bytes - self.left_bytes
         length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         problem = f"cannot reserve {length} bytes in {str(self._directory)!r}"
         with (
@@ -137,7 +123,7 @@ class _Segment:
             closed_unless_made(self.free, offset, num_bytes),  # what it got before it failed
         ):
             reserve_space(self._fd, length, offset, _KEEP_SIZE, otherwise=lambda: self._fill(offset, length))
-        self._taken_bytes = offset + length
+        self.left_bytes -= length
         return offset
 
     def _fill(self, offset: int, length: int) -> None:
@@ -163,7 +149,7 @@ class _Segment:
             _check(library.sync_file_range(self._fd, 0, 0, _WRITE_AND_WAIT))  # 0, 0: the whole file
             # Mapped again at the same address. fadvise drops only pages that are not mapped; and the page tables, 2 MB
             # per GB, are freed as well.
-            map_memory(self._num_bytes, mmap.MAP_SHARED | _MAP_FIXED, self._fd, self.address)
+            map_memory(self.num_bytes, mmap.MAP_SHARED | _MAP_FIXED, self._fd, self.address)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise VolumeError(
@@ -240,7 +226,10 @@ def write_out() -> None:
 
 def owner_of(address: int) -> MappedMemory | None:
     """The `MappedMemory` that an address belongs to."""
-    return next((segment.owner for segment in _writer.segments() if segment.holds(address)), None)
+    for segment in _writer.segments():
+        if segment.address <= address < segment.address + segment.num_bytes:
+            return segment.owner
+    return None
 
 
 def is_in_use() -> bool:

@@ -78,9 +78,3 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
             raise VolumeError.not_own(path, "has a second name elsewhere (a hard link)")
         os.set_blocking(descriptor, True)
     return descriptor
-
-
-def read_own(path: Path) -> bytes:
-    """The contents of a file that `open_own` opens; raises as that does."""
-    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
-        return file.read()

@@ -30,7 +30,7 @@ import google_crc32c
 from swapper.errors import DurableRunError, VolumeError, as_unwritable, as_volume_error, error_words
 from swapper.sync.lifetimes import LiveObjects
 from swapper.uncopyable import Uncopyable, closed_unless_made
-from swapper.volumes.own_files import UNTRUSTED, open_own, opened, read_own, require_own_directory
+from swapper.volumes.own_files import UNTRUSTED, open_own, opened, require_own_directory
 from swapper.volumes.publish import make_directory, replacing, sync_directory
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,9 @@ class RunDirectory(Uncopyable):
         """
         path = self._path(number)
         try:
-            data = read_own(path)  # raises for a link, a pipe, or a file of another user
+            # open_own() raises for a link, a pipe, or a file of another user.
+            with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+                data = file.read()
         except OSError as error:
             raise DurableRunError.damaged(path, error_words(error)) from error
         if len(data) < _HEAD.size + 4 or google_crc32c.value(data[:-4]) != struct.unpack("<I", data[-4:])[0]:

@@ -73,10 +73,6 @@ class Space:
             self._limits.append(limit)
         self._check()
 
-    def room_bytes(self, column: int) -> int:
-        """Return how much the directory of this index can give."""
-        return self._rooms[column] * self._stripe_bytes
-
     def lessen(self, column: int, num_bytes: int, reason: str) -> None:
         """Lower what the directory of this index can give, after a reservation that failed.
 
@@ -103,7 +99,7 @@ class Space:
         for column, drive in enumerate(self._drives):
             first = self._drives[self._pools.index(self._pools[column])]
             shared = "" if first is drive else f", shared with {str(first.path)!r}"
-            capacities.append((drive.path, self.room_bytes(column), self._limits[column] + shared))
+            capacities.append((drive.path, self._rooms[column] * self._stripe_bytes, self._limits[column] + shared))
         least = min(range(len(capacities)), key=lambda column: capacities[column][1])
         raise VolumeTooSmallError(
             self._drives[least].path,

@@ -99,9 +99,7 @@ class Volume(Uncopyable):
 
     def locate(self, offset: int) -> tuple[ScratchFile, int]:
         """Return the file and the offset in it of a byte of the address space."""
-        if self._map is None:
-            return self.files[0], offset
-        column, file_offset = self._map.locate(offset)
+        column, file_offset, *_ = self.file_ranges(offset, 1)[0]
         return self.files[column], file_offset
 
     def file_ranges(self, offset: int, num_bytes: int) -> list[FileRange]:

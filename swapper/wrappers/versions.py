@@ -125,12 +125,6 @@ class VersionedBackend(BackendWrapper):
                 self._slots[block : block + number] = np.arange(slot + 1, slot + 1 + number, dtype=np.uint32)
             self._recount()
 
-    @property
-    def free_bytes(self) -> int:
-        """In free slots."""
-        with self._lock:
-            return sum(stop - start for start, stop in self._free) * ALIGNMENT
-
     def _check(self, runs: Runs) -> None:
         wide = runs.astype(np.int64)
         if runs.ndim != 2 or runs.shape[1] != 3:
