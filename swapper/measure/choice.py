@@ -78,6 +78,8 @@ def choose(volume: Volume, config: SwapperConfig) -> Choice:
         is_faster, reason = _compare(volume, config)
     except BackendUnavailableError as error:
         return Choice.without_uring(error)
+    except SwapperError as error:
+        return Choice("threads", f"a trial run failed ({error})")
     return Choice("uring" if is_faster else "threads", reason)
 
 
@@ -117,6 +119,7 @@ def _compare(volume: Volume, config: SwapperConfig) -> tuple[bool, str]:
 
     Raises:
         BackendUnavailableError: It does not work.
+        SwapperError: The comparison failed.
     """
     if volume.capacity_bytes < _LEAST_BYTES:
         return False, f"a volume of {volume.capacity_bytes} bytes is too small for a comparison to pay"
@@ -127,12 +130,7 @@ def _compare(volume: Volume, config: SwapperConfig) -> tuple[bool, str]:
     if key not in _compared:
         # Only ratios of speeds count: with lengths as speeds, drives get the same parts as in the volume.
         directories = [Directory(file.directory, bytes_per_second=max(1, file.num_bytes)) for file in volume.files]
-        try:
-            _compared[key] = measure_gain(directories, config)
-        except BackendUnavailableError:
-            raise
-        except SwapperError as error:
-            return False, f"a trial run failed ({error})"
+        _compared[key] = measure_gain(directories, config)
     return _compared[key]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import threading
 from typing import Any
 
@@ -19,10 +18,6 @@ from swapper.sync.limits import limits_in_words
 from swapper.uncopyable import Uncopyable
 
 _HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of arm64 with pages of 4 KiB
-# MADV_* of <sys/mman.h>.
-_MADV_DONTNEED = 4
-_MADV_DONTFORK = 10
-_MADV_HUGEPAGE = 14
 
 
 _mapped: dict[int, int] = {}  # bytes of each mapping that are not discarded, by its address
@@ -53,16 +48,12 @@ class _Mapping:
         self.num_bytes = num_bytes
         if slack:
             head = self.address - base
-            if head:
-                unmap(base, head)
-            if slack - head:
-                unmap(self.address + num_bytes, slack - head)
-        if sys.platform == "linux":
-            # After a fork, the parent's next write to a shared page would give it a copy, while direct I/O goes on with
-            # the old page: see O_DIRECT in open(2).
-            advise(self.address, num_bytes, _MADV_DONTFORK)
-            if slack:
-                advise(self.address, num_bytes, _MADV_HUGEPAGE)
+            unmap(base, head)  # of 0 bytes, it does nothing
+            unmap(self.address + num_bytes, slack - head)
+            advise(self.address, num_bytes, mmap.MADV_HUGEPAGE)
+        # After a fork, the parent's next write to a shared page would give it a copy, while direct I/O goes on with the
+        # old page: see O_DIRECT in open(2).
+        advise(self.address, num_bytes, mmap.MADV_DONTFORK)
         _count(self.address, num_bytes)
         self._pid = os.getpid()
 
@@ -147,9 +138,9 @@ class AlignedRegion(Uncopyable):
             raise ArgumentError(f"a region of {self.num_bytes} bytes has no first {num_bytes}")
         memory = self._live()  # until the end: a release in between must not unmap it
         whole = num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES  # less would split a huge page into small ones
-        if not whole or self.registrations or is_held(self._address, num_bytes) or sys.platform != "linux":
+        if not whole or self.registrations or is_held(self._address, num_bytes):
             return 0
-        if advise(self._address, whole, _MADV_DONTNEED):
+        if advise(self._address, whole, mmap.MADV_DONTNEED):
             return 0
         _count(self._address, memory.size - whole)
         return whole

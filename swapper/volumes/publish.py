@@ -108,11 +108,17 @@ class Staging:
             head: the pair of the file that refers to the unknown ones, or that a reader looks for first.
             is_old: whether a name in the directory is that of an older file, which goes in the end.
         """
-        is_done = False
+
+        def remove_renamed() -> None:
+            if (self.path / head[0]).exists():  # the head was not renamed: nothing refers to them
+                for name, target in unknown:
+                    if not (self.path / name).exists():  # it was renamed
+                        remove(self._directory / target)
+
         # Example: weights in two shards. unknown are the shards under new names, replacing has config.json, head is the
         # index. A crash before the last rename leaves the old index with its shards; after it, the new index with its
         # own.
-        try:
+        with closed_unless_made(remove_renamed):
             for name, target in unknown:
                 rename(self.path / name, self._directory / target)
             sync_directory(self._directory)  # their names are on the drive before the head is
@@ -122,12 +128,6 @@ class Staging:
                     make_directory(place.parent)
                 if not _are_equal(self.path / name, place):
                     rename(self.path / name, place)
-            is_done = True
-        finally:
-            if not is_done and (self.path / head[0]).exists():  # the head was not renamed: nothing refers to them
-                for name, target in unknown:
-                    if not (self.path / name).exists():  # it was renamed
-                        remove(self._directory / target)
         sync_directory(self._directory)  # before the old files go: else a crash could leave neither head nor old files
         new = {target for _, target in (*unknown, *replacing, head)}
         for path in list(self._directory.iterdir()):
@@ -348,12 +348,9 @@ def exchange(source: Path, target: Path) -> None:
     if not target.exists():
         source.replace(target)
     elif _renameat2 is None or _renameat2(_AT_FDCWD, bytes(source), _AT_FDCWD, bytes(target), _RENAME_EXCHANGE):
-        try:
+        with closed_unless_made(put_back, source.parent, target):
             target.replace(source.with_name(_REPLACED))
             source.replace(target)
-        except BaseException:
-            put_back(source.parent, target)
-            raise
     sync_directory(target.parent)
 
 

@@ -14,7 +14,6 @@ import logging
 import os
 import shutil
 import struct
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +27,6 @@ from swapper.volumes.file_system import Drive
 
 logger = logging.getLogger(__name__)
 
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})  # of a transfer: the file system has no direct I/O
 _CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})  # fallocate does not work here
@@ -156,8 +154,6 @@ def fallocate(fd: int, num_bytes: int, offset: int = 0, mode: int = 0) -> None:
     Raises:
         OSError: There is no room; the file system cannot do that (EOPNOTSUPP); there is no such call here (ENOSYS).
     """
-    if _fallocate is None:
-        raise OSError(errno.ENOSYS, "this platform has no fallocate")
     while _fallocate(fd, mode, offset, num_bytes):
         code = ctypes.get_errno()
         if code != errno.EINTR:  # ctypes does not repeat a call that a signal cut off, as functions of `os` do
@@ -206,16 +202,9 @@ def write_all(fd: int, view: memoryview, offset: int) -> None:
         view, offset = view[done:], offset + done
 
 
-def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    function = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)  # musl has the latter only
-    if function is not None:
-        function.restype = ctypes.c_int
-        function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return function
-
-
-_fallocate = _find_fallocate() if sys.platform == "linux" else None
+_libc = ctypes.CDLL(None, use_errno=True)
+_fallocate = getattr(_libc, "fallocate64", None) or _libc.fallocate  # musl has the latter only
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 # A forked child that outlives its parent would otherwise keep the parent's space on the drive occupied.
 _open_files: LiveObjects[ScratchFile] = LiveObjects(in_child=lambda file: file.close())
@@ -245,15 +234,12 @@ def write_in_place(fd: int) -> None:
 
 
 def _set_direct(fd: int, is_direct: bool) -> None:
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    if _O_DIRECT and bool(flags & _O_DIRECT) is not is_direct:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags ^ _O_DIRECT)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
 
 
 def _try_direct(fd: int) -> str:
     """Turn O_DIRECT on and try it; return why it cannot be used, or nothing."""
-    if not _O_DIRECT:
-        return "this platform has no O_DIRECT"
     try:
         _set_direct(fd, True)
     except OSError as error:
