@@ -31,7 +31,7 @@ class ThreadsBackend(VolumeBackend):
     """
 
     def __init__(self, volume: Volume, num_threads: int = 4, request_bytes: int | None = None) -> None:
-        super().__init__(volume, num_threads, request_bytes)
+        super().__init__(volume, num_threads)
         self.boundary_bytes = 0  # transfers may cross stripes: _spread() divides them
         self._request_bytes = request_bytes or volume.capacity_bytes
         # See `IOBackend`. Requests of 64 KiB give 4 MiB, of 1 MiB and 8 MiB 64 MiB, of 128 MiB 128 MiB.
@@ -73,32 +73,25 @@ class ThreadsBackend(VolumeBackend):
                 then(0, ended("the worker threads have"))
 
     def _spread(self, file_ranges: Sequence[FileRange]) -> list[Sequence[FileRange]]:
-        """Deal the ranges to the threads of each file; a range that is alone on its file is cut."""
+        """Deal the ranges to the threads of each file, in pieces of at most a request."""
         # Two equal drives, 4 threads each, 16 MiB in stripes of 1 MiB: 8 ranges for each file, 2 of them in each of 8
-        # parts.
-        if len(file_ranges) == 1:
-            return self._cut(*file_ranges[0])
+        # parts. 10 MiB on one drive, requests of 1 MiB: 10 pieces, and the threads get 3, 3, 3 and 1 of them.
+        step = self._request_bytes
         by_file: dict[int, list[FileRange]] = {}
         for file_range in file_ranges:
-            by_file.setdefault(file_range[0], []).append(file_range)
+            column, offset, low, high = file_range
+            mine = by_file.setdefault(column, [])
+            if high - low <= step:
+                mine.append(file_range)
+            else:  # cuts are at whole blocks: only the two ends of a request may be unaligned, and bounced
+                cuts = [low, *range(low + step - offset % ALIGNMENT, high, step), high]
+                mine += [(column, offset + start - low, start, stop) for start, stop in pairwise(cuts)]
         parts: list[Sequence[FileRange]] = []
         for mine in by_file.values():
-            if len(mine) == 1:
-                parts += self._cut(*mine[0])
-            else:
-                share = -(-len(mine) // self.num_threads)
-                for start in range(0, len(mine), share):
-                    parts.append(mine[start : start + share])
+            share = -(-len(mine) // self.num_threads)
+            for start in range(0, len(mine), share):
+                parts.append(mine[start : start + share])
         return parts
-
-    def _cut(self, column: int, offset: int, low: int, high: int) -> list[Sequence[FileRange]]:
-        # 10 MiB, 4 threads, requests of 1 MiB: a quarter is 2.5 MiB, rounded up to whole requests 3 MiB. The threads
-        # get 3, 3, 3 and 1 MiB, each in steps of 1 MiB.
-        share = -(-(high - low) // self.num_threads)
-        share += -share % self._request_bytes
-        # Cuts are at whole blocks: only the two ends of a request may be unaligned, and bounced.
-        cuts = [low, *range(low + share - offset % ALIGNMENT, high, share), high]
-        return [((column, offset + start - low, start, stop),) for start, stop in pairwise(cuts)]
 
     def stop(self, timeout_seconds: float) -> bool:
         """Stop the workers and leave the files open for another backend; return whether all ended in time."""

@@ -15,12 +15,11 @@ logger = logging.getLogger(__name__)
 class VolumeBackend(Uncopyable):
     """A volume, which it closes, and how to make a positional transfer."""
 
-    def __init__(self, volume: Volume, num_threads: int = 0, step_bytes: int | None = None) -> None:
+    def __init__(self, volume: Volume, num_threads: int = 0) -> None:
         """
         Args:
             volume: Where the bytes go; closed together with the backend.
             num_threads: Worker threads for each direction and file.
-            step_bytes: See `FileTransfer`.
         """
         self.volume = volume
         self.num_threads = num_threads
@@ -29,7 +28,7 @@ class VolumeBackend(Uncopyable):
         # Direct writes go in whole blocks, see [Note: bounced transfers]. One direct file is enough.
         self.block_bytes = ALIGNMENT if any(file.is_direct for file in volume.files) else 1
         self.boundary_bytes = volume.stripe_bytes
-        self._transfer = FileTransfer(volume, step_bytes)
+        self._transfer = FileTransfer(volume)
 
     @property
     def num_bounced(self) -> int:

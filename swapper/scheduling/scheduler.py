@@ -40,7 +40,7 @@ from swapper.memory.held import watch_requests
 from swapper.meters.busy import MOST_SPANS, BusyTimes
 from swapper.meters.observer import Observers
 from swapper.scheduling import waiting
-from swapper.scheduling.failure import behind_error, os_error, short_error, stall_error
+from swapper.scheduling.failure import behind_error, stall_error, transfer_error
 from swapper.scheduling.handle import announce, observe
 from swapper.scheduling.ledger import Ledger
 from swapper.scheduling.operation import Operation, OperationState, Transfer
@@ -357,10 +357,7 @@ class IOScheduler(Uncopyable):
             else:
                 queue.enqueue_again(transfer)
             return True
-        if error is not None:
-            operation.failure = os_error(operation, transfer, self._backend, error)
-        else:
-            operation.failure = short_error(operation, transfer, self._backend, transferred_bytes)
+        operation.failure = transfer_error(operation, transfer, self._backend, transferred_bytes, error)
         queue.count_part(transfer, 0, is_again=False)
         queue.withdraw(operation)
         return False
