@@ -28,6 +28,7 @@ from swapper.uncopyable import closed_unless_made
 from swapper.volumes.volume import FileRange, Volume
 
 _T = TypeVar("_T")
+_Inbox = asyncio.Queue[tuple[Any, ...] | None]  # arguments of _serve(); None ends the loop
 
 
 class _Executor(concurrent.futures.Executor):
@@ -59,36 +60,26 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 # stop the loop.
 
 
-def _run(loop: asyncio.AbstractEventLoop, all_workers: list[Workers]) -> None:
+def _run(loop: asyncio.AbstractEventLoop, inbox: _Inbox, all_workers: list[Workers]) -> None:
     try:
-        loop.run_forever()
+        loop.run_until_complete(_serve_all(inbox))
     finally:
         loop.close()
         for workers in all_workers:
             workers.stop()
 
 
-def _start(tasks: set[asyncio.Task[None]], *arguments: Any) -> None:
-    task = asyncio.get_running_loop().create_task(_serve(*arguments))
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
+async def _serve_all(inbox: _Inbox) -> None:
+    async with asyncio.TaskGroup() as tasks:  # its end waits for all of them
+        while (arguments := await inbox.get()) is not None:
+            tasks.create_task(_serve(*arguments))
+            del arguments  # an idle loop must not keep the last request alive
 
 
 async def _serve(transfer: Any, request: IORequest, file_ranges: list[FileRange], executor: _Executor) -> None:
     outcome: list[Any] = []
     await transfer(request, file_ranges, lambda *end: outcome.append(end), executor=executor)
     request.complete(*outcome[0])
-
-
-def _stop(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[None]]) -> None:
-    """End the loop and all threads after what was submitted."""
-    asyncio.run_coroutine_threadsafe(_drain(tasks), loop)
-
-
-async def _drain(tasks: set[asyncio.Task[None]]) -> None:
-    while tasks:
-        await asyncio.wait(tasks)
-    asyncio.get_running_loop().stop()
 
 
 # Weak references. A backend that nobody closed is stopped when the process ends.
@@ -109,18 +100,19 @@ class AiofilesBackend(VolumeBackend):
         self._lock = threading.RLock()  # guards _is_closed: no request may reach the loop behind its stop
         self._is_closed = False
         self._wrapped_transfer = aiofiles.os.wrap(self._transfer.__call__)
-        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself refers to its tasks only weakly
+        self._inbox: _Inbox = asyncio.Queue()
         all_workers = start_workers("aiofiles", num_threads, len(volume.files))
         self._executors = [_Executor(workers) for workers in all_workers]
         with closed_unless_made(stop_workers, all_workers, STOP_SECONDS):
             with limits_in_words():
                 self._loop = _new_event_loop()
             thread = threading.Thread(
-                target=_run, args=(self._loop, all_workers), name="swapper-aiofiles-loop", daemon=True
+                target=_run, args=(self._loop, self._inbox, all_workers), name="swapper-aiofiles-loop", daemon=True
             )
             start_threads(thread, stop=self._loop.close)
         self._threads = [thread, *(each for workers in all_workers for each in workers.threads)]
-        self._stop_once = call_when_collected(self, _stop, self._loop, self._tasks)
+        # None ends the loop and all threads, after what was submitted.
+        self._stop_once = call_when_collected(self, self._loop.call_soon_threadsafe, self._inbox.put_nowait, None)
         _open_backends.add(self)  # to be stopped when the process ends, unless `close` comes first
 
     def describe(self) -> str:
@@ -135,10 +127,8 @@ class AiofilesBackend(VolumeBackend):
                 file_ranges = self.volume.file_ranges(request.offset, len(request.memory))
                 # boundary_bytes is the stripe, so that a request never has ranges in two files.
                 executor = self._executors[2 * file_ranges[0][0] + request.direction]
-                transfer = self._wrapped_transfer
-                # _start makes the coroutine on the loop's thread. Made here, it would never be awaited if the loop had
-                # just ended, and Python warns of that.
-                self._loop.call_soon_threadsafe(_start, self._tasks, transfer, request, file_ranges, executor)
+                arguments = (self._wrapped_transfer, request, file_ranges, executor)
+                self._loop.call_soon_threadsafe(self._inbox.put_nowait, arguments)
         if is_closed:  # outside of the lock: completion calls back into the scheduler, which takes its own
             request.complete(0, ended("the event loop has"))
 

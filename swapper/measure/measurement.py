@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import queue
-import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ _OPERATION_BYTES = 4 << 20  # the engine's reads and writes are about this long,
 _OPERATIONS_UNDER_WAY = 8  # at least, as far as there are requests for them
 # A step with bf16 and AdamW reads 14 bytes per parameter (weight 2 for forward and 2 for backward, state 10) and writes
 # 12 (weight 2, state 10): see docs/how-it-works/index.md.
-_READ_SHARE = 14 / 26
+_SHARES = {Direction.READ: 14, Direction.WRITE: 12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +179,13 @@ class DriveTest(Closable):
             window = _Window(scheduler, backend, volume, step_bytes, num_steps)
             if not backend.is_direct:
                 volume.drop_cache()
-            cpu_seconds, started = -_cpu_seconds(), time.perf_counter()
+            cpu_seconds, started = -time.process_time(), time.perf_counter()
             most_bytes = math.inf if self._is_filled else volume.capacity_bytes
             window.run(tracks, stop, most_bytes)
             if not backend.is_direct and Direction.WRITE in tracks:
                 volume.sync()
             elapsed = time.perf_counter() - started
-            cpu_seconds += _cpu_seconds()
+            cpu_seconds += time.process_time()
         finally:
             scheduler.close("the measurement is over")
         for direction, track in tracks.items():
@@ -254,7 +253,7 @@ class _Window:
                 self._issue(tracks)
 
     def _issue(self, tracks: Mapping[Direction, _Track]) -> None:
-        direction = _behind(tracks)
+        direction = min(tracks, key=lambda way: tracks[way].issued_bytes / _SHARES[way])  # which is behind its share
         offset, num_bytes = tracks[direction].advance()
         memory = self._free.pop()
         priority = Priority.DEMAND if direction is Direction.READ else Priority.WRITE_BACK
@@ -271,16 +270,3 @@ def _ranges(workload: Workload, num_bytes: int, request_bytes: int) -> dict[Dire
         return {Direction.READ if workload is Workload.READ else Direction.WRITE: (0, num_bytes)}
     half = num_bytes // 2 // request_bytes * request_bytes
     return {Direction.READ: (0, half), Direction.WRITE: (half, num_bytes)}
-
-
-def _behind(tracks: Mapping[Direction, _Track]) -> Direction:
-    """Return the direction that is behind its share of the bytes."""
-    if len(tracks) == 1:
-        return next(iter(tracks))
-    read_bytes, write_bytes = tracks[Direction.READ].issued_bytes, tracks[Direction.WRITE].issued_bytes
-    return Direction.READ if read_bytes * (1 - _READ_SHARE) <= write_bytes * _READ_SHARE else Direction.WRITE
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime

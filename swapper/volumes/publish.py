@@ -147,14 +147,9 @@ def remove_abandoned(directory: Path) -> None:
 
 def _remove_abandoned(directory: Path) -> None:
     for path in directory.glob(_HIDDEN):
-        lock = _open_marked(path, os.O_RDWR)
+        lock = _lock_of_mark(path, os.O_RDWR, fcntl.LOCK_EX)
         if lock is not None:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # its writer is alive, or the file system has no locks
-                os.close(lock)
-            else:
-                _remove_hidden(path, lock)
+            _remove_hidden(path, lock)
 
 
 def _remove_hidden(path: Path, lock: int | None) -> None:
@@ -296,24 +291,27 @@ def is_locked(file: Path) -> bool:
 
 def abandoned(directory: Path) -> list[Path]:
     """The directories that `remove_abandoned` removes."""
-    return [path for path in sorted(directory.glob(_HIDDEN)) if _is_marked(path) and not is_locked(path / _LOCK)]
+    found = []
+    for path in sorted(directory.glob(_HIDDEN)):
+        lock = _lock_of_mark(path, os.O_RDONLY, fcntl.LOCK_SH)
+        if lock is not None:
+            os.close(lock)
+            found.append(path)
+    return found
 
 
-def _is_marked(folder: Path) -> bool:
-    lock = _open_marked(folder, os.O_RDONLY)
-    if lock is not None:
-        os.close(lock)
-    return lock is not None
+def _lock_of_mark(folder: Path, access: int, operation: int) -> int | None:
+    """A descriptor that holds the lock of a directory (no link) that `mark` was called for.
 
-
-def _open_marked(folder: Path, access: int) -> int | None:
-    """A descriptor of the lock of a directory (no link) that `mark` was called for; None for all others."""
+    None: it has no mark, its writer is alive, or the file system has no locks.
+    """
     if not folder.is_symlink():
         with contextlib.suppress(OSError):
             lock = os.open(folder / _LOCK, access | UNTRUSTED)
             with closed_unless_made(os.close, lock):
                 # One byte more than the mark: a longer file is not ours.
                 if stat.S_ISREG(os.fstat(lock).st_mode) and os.pread(lock, len(_MARK) + 1, 0) == _MARK:
+                    fcntl.flock(lock, operation | fcntl.LOCK_NB)
                     return lock
             os.close(lock)
     return None
