@@ -180,8 +180,7 @@ class DriveTest(Closable):
             if not backend.is_direct:
                 volume.drop_cache()
             cpu_seconds, started = -time.process_time(), time.perf_counter()
-            most_bytes = math.inf if self._is_filled else volume.capacity_bytes
-            window.run(tracks, stop, most_bytes)
+            window.run(tracks, stop, most_bytes=math.inf if self._is_filled else volume.capacity_bytes)
             if not backend.is_direct and Direction.WRITE in tracks:
                 volume.sync()
             elapsed = time.perf_counter() - started
@@ -232,7 +231,7 @@ class _Window:
         memory = region.array()
         memory[:] = np.random.default_rng(20).integers(0, 256, memory.size, np.uint8)  # no drive can compress it
         register_memory(backend, region)  # as the engine does with its pages
-        self._free = [memory[start : start + step_bytes] for start in range(0, memory.size, step_bytes)]
+        self._buffers = [memory[start : start + step_bytes] for start in range(0, memory.size, step_bytes)]
         self._under_way: dict[Handle, npt.NDArray[np.uint8]] = {}
         self._over: queue.SimpleQueue[Handle] = queue.SimpleQueue()  # filled by callbacks, at most one for each buffer
 
@@ -242,20 +241,19 @@ class _Window:
         Raises:
             SwapperError: An operation failed.
         """
-        for _ in range(len(self._free)):
-            self._issue(tracks)
+        for memory in self._buffers:
+            self._issue(tracks, memory)
         while self._under_way:
             handle = self._over.get()
-            self._free.append(self._under_way.pop(handle))
+            memory = self._under_way.pop(handle)
             if handle.error is not None:
                 raise handle.error
             if time.perf_counter() < stop and sum(track.issued_bytes for track in tracks.values()) < most_bytes:
-                self._issue(tracks)
+                self._issue(tracks, memory)
 
-    def _issue(self, tracks: Mapping[Direction, _Track]) -> None:
+    def _issue(self, tracks: Mapping[Direction, _Track], memory: npt.NDArray[np.uint8]) -> None:
         direction = min(tracks, key=lambda way: tracks[way].issued_bytes / _SHARES[way])  # which is behind its share
         offset, num_bytes = tracks[direction].advance()
-        memory = self._free.pop()
         priority = Priority.DEMAND if direction is Direction.READ else Priority.WRITE_BACK
         chosen = memory[:num_bytes]
         handle = Operation(self._scheduler, direction, self._extent, offset, chosen, priority, self._block_bytes)

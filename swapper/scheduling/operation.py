@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from numpy import ndarray
@@ -16,22 +15,12 @@ from swapper.config import ALIGNMENT, Priority, as_priority, whole_number
 from swapper.errors import ArgumentError, SwapperError
 from swapper.extents.extent import Extent
 from swapper.memory.buffer import BYTE, Buffer, bytes_of
-from swapper.scheduling.handle import Handle
+from swapper.scheduling.handle import Handle, OperationState
 
 _as_character = c_char.from_buffer  # with `addressof` the cheapest way to a buffer's address
 
 
 def _nothing(*_: object) -> None: ...
-
-
-class OperationState(Enum):
-    """Where an operation is. The comments say who owns it, and with it the buffer."""
-
-    BLOCKED = "blocked"  # earlier operations on the same bytes
-    QUEUED = "queued"  # the queue: ready, at least one transfer is not handed over yet
-    RUNNING = "running"  # the backend: every transfer is handed over
-    STALLED = "stalled"  # nobody waits any more, but the backend still has the buffer
-    DONE = "done"  # nobody: the buffer is the user's again
 
 
 class Operation(IORequest, Handle):

@@ -41,10 +41,10 @@ from swapper.meters.busy import MOST_SPANS, BusyTimes
 from swapper.meters.observer import Observers
 from swapper.scheduling import waiting
 from swapper.scheduling.failure import behind_error, stall_error, transfer_error
-from swapper.scheduling.handle import announce, observe
+from swapper.scheduling.handle import OperationState, announce
 from swapper.scheduling.ledger import Ledger
-from swapper.scheduling.operation import Operation, OperationState, Transfer
-from swapper.scheduling.statistics import Statistics, take_snapshot
+from swapper.scheduling.operation import Operation, Transfer
+from swapper.scheduling.statistics import Statistics
 from swapper.scheduling.transfer_queue import TransferQueue
 from swapper.sync import interrupts
 from swapper.sync.bell import Bell
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 10.0  # idle threads get at least this long to end in close(), also with timeout_seconds=0
 _TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})  # a repeated transfer may succeed
-_, _QUEUED, _RUNNING, _STALLED, _DONE = OperationState
+_BLOCKED, _QUEUED, _RUNNING, _STALLED, _DONE = OperationState
 _UNGUARDED = contextlib.nullcontext()
 
 
@@ -444,18 +444,6 @@ class IOScheduler(Uncopyable):
         if self._thread.backlog is not None:
             raise ReentryError(what, "the start of a read or a write")
 
-    def wait(self, operation: Operation, timeout_seconds: float | None) -> None:
-        """Block until the operation is over and raise its error; see ``Handle.wait``."""
-        if not operation.is_finished:
-            # Without the lock: a state that changes now costs at most a promotion without effect.
-            if operation.priority > Priority.DEMAND and operation.state is not _RUNNING:
-                self.promote(operation, Priority.DEMAND)
-            self.sleep(operation, timeout_seconds, observes=True)
-        if operation.failure is not None:
-            observe(operation)
-            # Each waiter raises the same object: with its traceback, it would keep the frames of all of them.
-            raise operation.failure.with_traceback(None)
-
     def sleep(self, operation: Operation, timeout_seconds: float | None = None, *, observes: bool) -> None:
         """Block until the operation is over.
 
@@ -585,4 +573,26 @@ class IOScheduler(Uncopyable):
         """Return a consistent snapshot; the sizes are the caller's."""
         self.check_process()
         with self._lock:
-            return take_snapshot(self.queues, self._active, self._backend, self._num_errors, capacity_bytes, free_bytes)
+            reads, writes = self.queues
+            busy = reads.busy.seconds()
+            # By state and not by queue: blocked operations are in no queue.
+            queued = [each.direction for each in self._active if each.state in (_BLOCKED, _QUEUED)]
+            return Statistics(
+                read_bytes=reads.num_bytes,
+                write_bytes=writes.num_bytes,
+                num_reads=reads.num_transfers,
+                num_writes=writes.num_transfers,
+                num_retries=reads.num_retries + writes.num_retries,
+                num_errors=self._num_errors,
+                num_bounced=self._backend.num_bounced,
+                read_busy_seconds=busy.read,
+                write_busy_seconds=busy.write,
+                busy_seconds=busy.either,
+                inflight_reads=len(reads.inflight),
+                inflight_writes=len(writes.inflight),
+                queued_reads=queued.count(Direction.READ),
+                queued_writes=queued.count(Direction.WRITE),
+                capacity_bytes=capacity_bytes,
+                free_bytes=free_bytes,
+                is_direct=self._backend.is_direct,
+            )

@@ -61,9 +61,13 @@ def left_runs(directory: Path) -> list[LeftRun]:
     Raises:
         OSError: It cannot be read.
     """
-    found = []
+    found, own = [], list[Path]()
     for path in _folders(directory, _DEPTH):
-        files = list(_files(path)) if _is_own(path) else []
+        with contextlib.suppress(VolumeError, OSError):
+            require_own_directory(path)
+            own.append(path)
+    for path in own:
+        files = list(_files(path))
         states = [file.stat() for file in files]
         if files:
             found.append(
@@ -114,14 +118,6 @@ def _bytes_below(folder: Path) -> int:
             with contextlib.suppress(FileNotFoundError):  # another process is removing it
                 total += os.lstat(os.path.join(place, name)).st_blocks * 512
     return total
-
-
-def _is_own(path: Path) -> bool:
-    try:
-        require_own_directory(path)
-    except (VolumeError, OSError):
-        return False
-    return True
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -90,9 +90,8 @@ class RunDirectory(Uncopyable):
         with closed_unless_made(os.close, descriptor):
             with as_volume_error(directory, problem, cure):
                 try:
-                    fcntl.flock(
-                        descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
-                    )  # the kernel unlocks it when the process ends
+                    # The kernel unlocks it when the process ends.
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as error:
                     raise DurableRunError.in_use(directory) from error
             _mark(directory, descriptor, is_new)
@@ -147,14 +146,12 @@ class RunDirectory(Uncopyable):
         Raises:
             OSError: It cannot be written; the other commits are unchanged.
         """
-        head = _HEAD.pack(MAGIC, FORMAT, len(parts), self._maker.encode()[:32]) + b"".join(
-            struct.pack("<Q", len(part)) for part in parts
-        )
+        head = _HEAD.pack(MAGIC, FORMAT, len(parts), self._maker.encode()[:32])
+        lengths = struct.pack(f"<{len(parts)}Q", *map(len, parts))
         checksum = 0
-        path = self._path(number)
-        with replacing(path) as file:
+        with replacing(self._path(number)) as file:
             os.fchmod(file.fileno(), 0o600)
-            for piece in (head, *parts):
+            for piece in (head, lengths, *parts):
                 file.write(piece)
                 checksum = google_crc32c.extend(checksum, piece)
             file.write(struct.pack("<I", checksum))
