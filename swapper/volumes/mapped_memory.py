@@ -38,7 +38,6 @@ WINDOW_BYTES = 64 << 20
 _AHEAD_BYTES = 2 * WINDOW_BYTES  # from here on, writing out keeps the interpreter's lock: see [Note: who waits]
 _SEGMENT_BYTES = 16 << 30  # of addresses; space on the drive is reserved for each array
 _SECONDS_BETWEEN_LOOKS = 0.01  # a program that fills 6.7 GB/s fills one window between two looks
-_FILL_BYTES = 8 << 20  # of zeros, in one write
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_*
 _WRITE_AND_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_*: wait for writes that are running, write, and wait again
 
@@ -122,14 +121,9 @@ class _Segment:
             taking_space(self._fd, self._directory, length),
             closed_unless_made(self.free, offset, num_bytes),  # what it got before it failed
         ):
-            reserve_space(self._fd, length, offset, _KEEP_SIZE, otherwise=lambda: self._fill(offset, length))
+            reserve_space(self._fd, length, offset, _KEEP_SIZE)
         self.left_bytes -= length
         return offset
-
-    def _fill(self, offset: int, length: int) -> None:
-        stop, zeros = offset + length, bytes(min(_FILL_BYTES, length))
-        while offset < stop:
-            offset += os.pwrite(self._fd, memoryview(zeros)[: stop - offset], offset)
 
     def free(self, offset: int, num_bytes: int) -> None:
         """Free the space of a part. Takes no lock: finalizers call this."""

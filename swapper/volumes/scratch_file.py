@@ -103,27 +103,22 @@ class ScratchFile(Uncopyable):
         logger.info(
             "%s: %s cannot reserve space, so %d bytes are written", self.name, self.drive.file_system, num_bytes
         )
-        first = self.num_bytes
-        zeros = AlignedRegion(_FILL_BYTES).array().data
-        offset, is_checked = first, False
-        while offset < num_bytes:
-            length = min(_FILL_BYTES, num_bytes - offset)
-            offset += os.pwrite(self.fd, zeros[:length], offset)
-            if not is_checked and (offset - first >= _FILL_CHECK_BYTES or offset >= num_bytes):
-                # Some file systems compress zeros away, or count no blocks: if less than half of the zeros took space,
-                # more of them reserve nothing. st_blocks counts units of 512 bytes.
-                os.fsync(self.fd)
-                if os.fstat(self.fd).st_blocks * 512 < offset - (offset - first) // 2:
-                    os.ftruncate(self.fd, num_bytes)
-                    logger.warning(
-                        "%s has no reserved space, because %s cannot reserve any: keep %d bytes free there",
-                        self.name,
-                        self.drive.file_system,
-                        num_bytes,
-                    )
-                    return
-                is_checked = True
+        first, checked = self.num_bytes, min(self.num_bytes + _FILL_CHECK_BYTES, num_bytes)
+        _write_zeros(self.fd, first, checked)
         os.fsync(self.fd)  # a network file system may say only now that there is no room
+        # Some file systems compress zeros away, or count no blocks: if less than half of the zeros took space, more of
+        # them reserve nothing. st_blocks counts units of 512 bytes.
+        if os.fstat(self.fd).st_blocks * 512 < checked - (checked - first) // 2:
+            os.ftruncate(self.fd, num_bytes)
+            logger.warning(
+                "%s has no reserved space, because %s cannot reserve any: keep %d bytes free there",
+                self.name,
+                self.drive.file_system,
+                num_bytes,
+            )
+        else:
+            _write_zeros(self.fd, checked, num_bytes)
+            os.fsync(self.fd)
 
     def bypass_page_cache(self, direct: bool) -> None:
         """Use direct transfers if they are wanted and work; else set ``buffered_because`` to the reason.
@@ -160,8 +155,10 @@ def fallocate(fd: int, num_bytes: int, offset: int = 0, mode: int = 0) -> None:
             raise OSError(code, os.strerror(code))
 
 
-def reserve_space(fd: int, num_bytes: int, offset: int = 0, mode: int = 0, *, otherwise: Callable[[], object]) -> None:
-    """As `fallocate`; calls ``otherwise`` where the file system cannot reserve space.
+def reserve_space(
+    fd: int, num_bytes: int, offset: int = 0, mode: int = 0, *, otherwise: Callable[[], object] | None = None
+) -> None:
+    """As `fallocate`; where the file system cannot reserve space, call ``otherwise``, or write zeros.
 
     Raises:
         OSError: There is no room.
@@ -171,7 +168,10 @@ def reserve_space(fd: int, num_bytes: int, offset: int = 0, mode: int = 0, *, ot
     except OSError as error:
         if error.errno not in _CANNOT_RESERVE:
             raise
-        otherwise()
+        if otherwise is not None:
+            otherwise()
+        else:
+            _write_zeros(fd, offset, offset + num_bytes)
 
 
 @contextlib.contextmanager
@@ -193,6 +193,13 @@ def taking_space(fd: int, directory: Path, num_bytes: int, *, own_bytes: int = 0
         if error.errno in FULL:
             raise VolumeTooSmallError(directory, num_bytes, free_bytes, error_words(error)) from error
         raise
+
+
+def _write_zeros(fd: int, offset: int, stop: int) -> None:
+    """Write zeros to the bytes ``[offset, stop)`` of a file."""
+    zeros = memoryview(bytes(_FILL_BYTES))
+    while offset < stop:
+        offset += os.pwrite(fd, zeros[: stop - offset], offset)
 
 
 def write_all(fd: int, view: memoryview, offset: int) -> None:

@@ -147,12 +147,8 @@ class Volume(Uncopyable):
 
     def _share_out(self, directories: Sequence[Directory], *, is_named: bool, stays: bool) -> None:
         """Decide which drive stores which stripes, and reserve exactly their space. ``stays``: see `Space`."""
-        drives = [file.drive for file in self.files]
-        own_bytes = [file.num_bytes for file in self.files]
-        held_bytes = own_bytes if stays else [0 for _ in self.files]
-        space = Space(
-            directories, drives, self.capacity_bytes, self.stripe_bytes, own_bytes if is_named else None, stays
-        )
+        held_bytes = [file.num_bytes if stays else 0 for file in self.files]
+        space = Space(directories, self.files, self.capacity_bytes, self.stripe_bytes, is_named, stays)
         known = [each.bytes_per_second for each in directories if each.bytes_per_second is not None]
         default = sum(known) / len(known) if known else 1.0  # only ratios count
         speeds = [1.0 if is_named else each.bytes_per_second or default for each in directories]

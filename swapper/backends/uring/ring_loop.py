@@ -79,7 +79,6 @@ class RingLoop(Uncopyable):
     """
 
     def __init__(self, fds: Sequence[int], limit: int) -> None:
-        self.num_fixed = 0
         self._queues = (_RingQueue(limit), _RingQueue(limit))  # reads and writes: indexed by Direction
         self._inflight: dict[int, IORequest] = {}  # by token; keeps the memory that the kernel uses
         self._tokens = itertools.count(_WAKE + 1)
@@ -256,7 +255,6 @@ class RingLoop(Uncopyable):
                     return  # the queue is full; the next submission makes room
                 self._inflight[token] = request
                 queue.num_inflight += 1
-                self.num_fixed += slot >= 0
                 queue.waiting.popleft()
 
     def _submit(self, ring: Ring, num_awaited: int) -> None:
