@@ -12,8 +12,7 @@ from swapper.backend import IOBackend
 from swapper.config import BackendName, SwapperConfig
 from swapper.errors import BackendUnavailableError, SwapperError
 from swapper.measure.by_name import open_by_name
-from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import DriveTest
+from swapper.measure.measurement import DriveTest, IOSetting, Workload
 from swapper.volumes.directory import Directory
 from swapper.volumes.volume import Volume
 

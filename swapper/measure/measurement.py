@@ -14,18 +14,18 @@ import math
 import queue
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
 from swapper.backend import Direction, IOBackend, register_memory
-from swapper.config import ALIGNMENT, Priority
+from swapper.config import ALIGNMENT, BackendName, Priority, SwapperConfig
 from swapper.errors import ArgumentError
 from swapper.extents.extent import Extent
 from swapper.measure.borrowed import BorrowedVolume
 from swapper.measure.by_name import open_by_name
-from swapper.measure.io_setting import IOSetting, Workload
 from swapper.memory.region import AlignedRegion
 from swapper.scheduling.handle import Handle
 from swapper.scheduling.operation import Operation
@@ -34,13 +34,64 @@ from swapper.uncopyable import Closable
 from swapper.volumes.directory import DirectoryLike, as_directories
 from swapper.volumes.volume import Volume
 
-__all__ = ["DriveTest", "IOSetting", "Sample", "Workload"]
-
 _OPERATION_BYTES = 4 << 20  # the engine's reads and writes are about this long, and cut into requests
 _OPERATIONS_UNDER_WAY = 8  # at least, as far as there are requests for them
 # A step with bf16 and AdamW reads 14 bytes per parameter (weight 2 for forward and 2 for backward, state 10) and writes
 # 12 (weight 2, state 10): see docs/how-it-works/index.md.
 _SHARES = {Direction.READ: 14, Direction.WRITE: 12}
+
+
+class Workload(Enum):
+    """What a measurement does."""
+
+    READ = "read"
+    WRITE = "write"
+    MIXED = "mixed"  # the reads and writes of an optimizer step, at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class IOSetting:
+    """The settings by which requests are made.
+
+    Attributes:
+        backend: What moves the bytes.
+        request_bytes: Largest single transfer. Multiple of 4096.
+        num_threads: Worker threads for each direction, if the backend has any.
+        max_inflight: Transfers at once: of one direction, or of both together in a mixed workload.
+    """
+
+    backend: BackendName
+    request_bytes: int
+    num_threads: int
+    max_inflight: int
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether each transfer blocks a thread, so that there are at most as many transfers as threads."""
+        return self.backend in ("threads", "aiofiles")
+
+    @property
+    def num_inflight(self) -> int:
+        """Transfers at once on one drive; each drive has threads of its own."""
+        return min(self.max_inflight, self.num_threads) if self.has_threads else self.max_inflight
+
+    @property
+    def bytes_inflight(self) -> int:
+        """Bytes in flight at once on one drive."""
+        return self.request_bytes * self.num_inflight
+
+    def describe(self) -> str:
+        """Return a few words for tables and logs."""
+        size = f"{self.request_bytes / (1 << 20):g} MiB"
+        return f"{self.backend}, {size} x {self.num_inflight} in flight"
+
+    def swapper_config(self, *, direct: bool = True, deadline_seconds: float = 120.0) -> SwapperConfig:
+        """Return the config of a swapper with these settings.
+
+        Raises:
+            ArgumentError: A value cannot work.
+        """
+        return SwapperConfig(**asdict(self), direct=direct, deadline_seconds=deadline_seconds)
 
 
 @dataclass(frozen=True, slots=True)

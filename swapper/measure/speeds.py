@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from swapper.errors import LimitError, SwapperError, VolumeError, VolumeTooSmallError
-from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import DriveTest
+from swapper.measure.measurement import DriveTest, IOSetting, Workload
 from swapper.volumes.directory import Directory, DirectoryLike, as_directories
 from swapper.volumes.file_system import describe_drive
 

@@ -31,8 +31,7 @@ from swapper.backends.uring.ring import library
 from swapper.measure import by_name as by_name_module
 from swapper.measure import choice as choice_module
 from swapper.measure.choice import measure_gain, open_backend
-from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import Sample
+from swapper.measure.measurement import IOSetting, Sample, Workload
 from tests.conformance.suite import random_bytes, read, write
 from tests.uring import fixed_transfers, needs_uring
 
