@@ -103,9 +103,8 @@ class AiofilesBackend(VolumeBackend):
         self._inbox: _Inbox = asyncio.Queue()
         all_workers = start_workers("aiofiles", num_threads, len(volume.files))
         self._executors = [_Executor(workers) for workers in all_workers]
-        with closed_unless_made(stop_workers, all_workers, STOP_SECONDS):
-            with limits_in_words():
-                self._loop = _new_event_loop()
+        with limits_in_words(), closed_unless_made(stop_workers, all_workers, STOP_SECONDS):
+            self._loop = _new_event_loop()
             thread = threading.Thread(
                 target=_run, args=(self._loop, self._inbox, all_workers), name="swapper-aiofiles-loop", daemon=True
             )

@@ -86,7 +86,7 @@ class IOScheduler(Uncopyable):
         # Guards the queues, the ledgers and all operations. Taken before the swapper's allocator lock (in _free_extent)
         # and never around backend.submit, callbacks or observers. Re-entrant, so that a finalizer is refused and does
         # not hang.
-        self._lock: Any = threading.RLock()
+        self.lock: Any = threading.RLock()
         self.observers = Observers()
         shared = (config, backend, self._on_complete, BusyTimes(busy), self.observers)
         self.queues = tuple(TransferQueue(direction, *shared) for direction in Direction)
@@ -98,10 +98,10 @@ class IOScheduler(Uncopyable):
         self._closed_because = ""
         self._thread = _Thread()
         self.pending = waiting.PendingErrors()
-        self._tick_seconds = waiting.tick_seconds(config.deadline_seconds)
+        self.tick_seconds = waiting.tick_seconds(config.deadline_seconds)
         self._stop = Bell()
         call_when_collected(self, self._stop.ring)
-        arguments = (weakref.WeakMethod(self._on_tick), self._stop, self._tick_seconds)
+        arguments = (weakref.WeakMethod(self._on_tick), self._stop, self.tick_seconds)
         self._watchdog = threading.Thread(target=waiting.watch, args=arguments, name="swapper-watchdog", daemon=True)
         start_threads(self._watchdog)
 
@@ -126,13 +126,13 @@ class IOScheduler(Uncopyable):
             self.check_process()
         if self.pending.operations:
             self.pending.raise_first()
-        if self._lock._is_owned():
-            refuse_owned(self._lock, "a read or a write")
+        if self.lock._is_owned():
+            refuse_owned(self.lock, "a read or a write")
         queue, num_bytes, offset = self.queues[operation.direction], operation.num_bytes, operation.offset
         finished: list[Operation] = []
         # Only the main thread gets KeyboardInterrupt.
         with interrupts.uninterrupted() if get_ident() == interrupts.main else _UNGUARDED:
-            with self._lock:
+            with self.lock:
                 ledger, num_inflight = self._ledgers.get(operation.extent), len(queue.inflight)
                 # See [Note: the usual case is cheap].
                 if (
@@ -245,7 +245,7 @@ class IOScheduler(Uncopyable):
         `submit` and `_on_complete` do the same by hand, at less cost."""
         finished: list[Operation] = []
         to_submit: deque[Operation | Transfer] = deque()
-        with self._lock:
+        with self.lock:
             yield finished
             for queue in self.queues:
                 queue.pop_ready(self._tick, to_submit)
@@ -283,7 +283,7 @@ class IOScheduler(Uncopyable):
         finished: list[Operation] = []
         to_submit: deque[Operation | Transfer] = deque()
         queue = self.queues[request.direction]
-        with self._lock:
+        with self.lock:
             num_bytes = queue.inflight.pop(request, None)
             if num_bytes is None:
                 logger.warning("a transfer of bytes from %d on was completed twice, or is unknown", request.offset)
@@ -440,7 +440,7 @@ class IOScheduler(Uncopyable):
 
     def _refuse_between(self, what: str) -> None:
         """Raise `ReentryError` if this thread is in the middle of a change, or of a submission."""
-        refuse_owned(self._lock, what)
+        refuse_owned(self.lock, what)
         if self._thread.backlog is not None:
             raise ReentryError(what, "the start of a read or a write")
 
@@ -458,11 +458,10 @@ class IOScheduler(Uncopyable):
         """
         if interrupts.pid != self.pid:
             self.check_process()
-        if self._lock._is_owned() or self._thread.backlog is not None:
+        if self.lock._is_owned() or self._thread.backlog is not None:
             self._refuse_between("waiting")
         left_seconds = None if timeout_seconds is None else bounded_seconds(timeout_seconds)
-        pending = self.pending if observes else None
-        if not waiting.sleep(operation, left_seconds, self._lock, self._tick_seconds, self.queues, pending):
+        if not waiting.sleep(operation, left_seconds, observes=observes):
             limit = self._config.deadline_seconds if timeout_seconds is None else timeout_seconds
             detail = f"is not over after a wait of {limit:g} seconds ({operation.state.value})"
             raise stall_error(operation, None, self._backend, detail)
@@ -476,7 +475,7 @@ class IOScheduler(Uncopyable):
     def wait_for_writes(self) -> None:
         """Block until all writes submitted so far are over; their errors stay pending."""
         self._refuse_between("a flush")
-        with self._lock:
+        with self.lock:
             writes = [operation for operation in self._active if operation.direction is Direction.WRITE]
         self._wait_for_all(writes)
 
@@ -486,7 +485,7 @@ class IOScheduler(Uncopyable):
         Its space is freed when the backend has completed all of them, also if this wait is cut off.
         """
         self._refuse_between("freeing an extent")
-        with interrupts.uninterrupted(), self._lock:
+        with interrupts.uninterrupted(), self.lock:
             if extent.state is ExtentState.FREED:
                 raise ExtentError(extent.name, f"extent {extent.name!r} was freed twice")
             extent.state = ExtentState.FREEING
@@ -507,8 +506,8 @@ class IOScheduler(Uncopyable):
     def promote(self, operation: Operation, priority: Priority) -> None:
         """Raise the priority of an operation and of those it waits for."""
         self.check_process()
-        refuse_owned(self._lock, "raising a priority")
-        with self._lock:
+        refuse_owned(self.lock, "raising a priority")
+        with self.lock:
             self._promote(operation, priority)
 
     def _promote(self, operation: Operation, priority: Priority) -> None:
@@ -572,7 +571,7 @@ class IOScheduler(Uncopyable):
     def statistics(self, capacity_bytes: int, free_bytes: int) -> Statistics:
         """Return a consistent snapshot; the sizes are the caller's."""
         self.check_process()
-        with self._lock:
+        with self.lock:
             reads, writes = self.queues
             busy = reads.busy.seconds()
             # By state and not by queue: blocked operations are in no queue.

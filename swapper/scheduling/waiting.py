@@ -6,13 +6,11 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 from swapper.errors import SwapperError
 from swapper.scheduling.handle import observe
 from swapper.scheduling.operation import Operation
-from swapper.scheduling.transfer_queue import TransferQueue
 from swapper.sync.bell import Bell
 from swapper.sync.callbacks import call_back
 from swapper.sync.timeouts import wait_in_parts
@@ -33,32 +31,23 @@ def tick_seconds(deadline_seconds: float) -> float:
     return deadline_seconds / (TICKS_PER_DEADLINE + 0.5)
 
 
-def sleep(
-    operation: Operation,
-    timeout_seconds: float | None,
-    lock: Any,
-    tick_seconds: float,
-    queues: Iterable[TransferQueue],
-    pending: PendingErrors | None,
-) -> bool:
+def sleep(operation: Operation, timeout_seconds: float | None, *, observes: bool) -> bool:
     """Block until an operation is over; return whether it is.
 
     Args:
         operation: What to wait for.
         timeout_seconds: How long at most; by default, until nothing has completed for the deadline.
-        lock: The scheduler's.
-        tick_seconds: See `tick_seconds`.
-        queues: Those in which transfers complete.
-        pending: Where the operation's error is kept if this wait is cut off; None if it is kept there in any case.
+        observes: The caller will raise the operation's error. It is kept as pending if this wait is cut off.
     """
+    scheduler = operation.scheduler
     # A bare lock is the cheapest thing that one thread can sleep on and another can wake.
     waiter = threading.Lock()
     waiter.acquire()
-    with lock:  # is_finished is set under it too, and announce() reads the waiters after that
+    with scheduler.lock:  # is_finished is set under it too, and announce() reads the waiters after that
         if operation.is_finished:
             return True
         operation.waiters = (*operation.waiters, waiter)
-        operation.num_observers += pending is not None
+        operation.num_observers += observes
     is_woken = False
     try:
         if timeout_seconds is not None:
@@ -67,20 +56,21 @@ def sleep(
             # Longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
             num_idle, num_completed = 0, -1
             while num_idle <= TICKS_PER_DEADLINE + 2:
-                is_woken = waiter.acquire(timeout=tick_seconds)
+                is_woken = waiter.acquire(timeout=scheduler.tick_seconds)
                 if is_woken or _is_over(operation):
                     break
-                before, num_completed = num_completed, sum(queue.num_taken - len(queue.inflight) for queue in queues)
+                before = num_completed
+                num_completed = sum(queue.num_taken - len(queue.inflight) for queue in scheduler.queues)
                 # A long queue on a slow drive is no stall: any completed transfer restarts the count.
                 num_idle = num_idle + 1 if num_completed == before else 1
     finally:
         if not is_woken:
-            with lock:
-                operation.num_observers -= pending is not None
+            with scheduler.lock:
+                operation.num_observers -= observes
                 if operation.waiters:  # else it is over
                     operation.waiters = [each for each in operation.waiters if each is not waiter]
-                if pending is not None and _is_over(operation) and operation.failure is not None:
-                    pending.add(operation)  # it failed when the only one who wanted to know had gone
+                if observes and _is_over(operation) and operation.failure is not None:
+                    scheduler.pending.add(operation)  # it failed when the only one who wanted to know had gone
     return is_woken or _is_over(operation)
 
 

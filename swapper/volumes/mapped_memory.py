@@ -140,7 +140,9 @@ class _Segment:
         """
         library = _libc_with_lock if keeps_lock else _libc
         try:
-            _check(library.sync_file_range(self._fd, 0, 0, _WRITE_AND_WAIT))  # 0, 0: the whole file
+            if library.sync_file_range(self._fd, 0, 0, _WRITE_AND_WAIT):  # 0, 0: the whole file
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code))
             # Mapped again at the same address. fadvise drops only pages that are not mapped; and the page tables, 2 MB
             # per GB, are freed as well.
             map_memory(self.num_bytes, mmap.MAP_SHARED | _MAP_FIXED, self._fd, self.address)
@@ -254,9 +256,3 @@ def _mapped_bytes() -> int:
     """Bytes of mapped files and shared memory in this process's memory."""
     with open("/proc/self/statm", "rb") as file:  # the third number, in pages
         return int(file.read().split()[2]) * mmap.PAGESIZE
-
-
-def _check(result: int) -> None:
-    if result:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))

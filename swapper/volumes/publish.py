@@ -26,7 +26,6 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from swapper.uncopyable import closed_unless_made
@@ -73,11 +72,9 @@ class Staging:
                     self._lock = mark(self.path)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *rest: object) -> None:
         _remove_hidden(self.path, self._lock)
-        if error is not None:
+        if kind is not None:  # of an exception
             _remove_empty(self._missing)
 
     @contextlib.contextmanager

@@ -60,16 +60,17 @@ def _try_place(backend: UringBackend, offset: int, data: Bytes, copy: Bytes) -> 
         os.preadv(file.fd, [before.data], file_offset)
     except OSError as error:
         return f"{file.name} cannot be read: {error}"
+    random = np.random.default_rng(1)
     try:
         # Each direction is checked by an ordinary system call: a ring that writes to a wrong place, and reads from the
         # same one, would find its own bytes right.
-        data[:] = _random_bytes(data.size, 1)
+        data[:] = random.integers(0, 256, data.size, np.uint8)
         fault = _transfer(backend, Direction.WRITE, offset, data)
         if not fault:
             os.preadv(file.fd, [copy.data], file_offset)
             fault = _compare(data, copy, f"written to {file.name}")
         if not fault:
-            data[:] = _random_bytes(data.size, 2)
+            data[:] = random.integers(0, 256, data.size, np.uint8)
             os.pwritev(file.fd, [data.data], file_offset)
             copy[:] = 0
             fault = _transfer(backend, Direction.READ, offset, copy) or _compare(data, copy, f"read from {file.name}")
@@ -79,10 +80,6 @@ def _try_place(backend: UringBackend, offset: int, data: Bytes, copy: Bytes) -> 
     finally:
         with contextlib.suppress(OSError):
             os.pwritev(file.fd, [before.data], file_offset)
-
-
-def _random_bytes(num_bytes: int, seed: int) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
 
 
 def _compare(expected: Bytes, found: Bytes, what: str) -> str:
