@@ -213,9 +213,7 @@ class BackendUnavailableError(SwapperError):
     """
 
     def __init__(self, backend: str, reason: str, cure: str) -> None:
-        self.backend = backend
-        self.reason = reason
-        self.cure = cure
+        self.backend, self.reason, self.cure = backend, reason, cure
         super().__init__(f"backend {backend!r} cannot be used: {reason}; {cure}, or choose another backend")
 
 
@@ -229,9 +227,7 @@ class LimitError(SwapperError, RuntimeError):
     """
 
     def __init__(self, limit: str, reason: str, cure: str) -> None:
-        self.limit = limit
-        self.reason = reason
-        self.cure = cure
+        self.limit, self.reason, self.cure = limit, reason, cure
         super().__init__(f"the system's limit on {limit} is reached: {reason}; {cure}")
 
     @classmethod

@@ -61,7 +61,6 @@ class Swapper(Closable):
         self._scheduler = IOScheduler(
             backend, self.config, busy, lambda extent: allocator.release(extent.start, extent.num_bytes)
         )
-        self._block_bytes = backend.block_bytes
         self._pid = os.getpid()
         self._is_closed = False
         switching.acquire(id(self))  # see [Note: switch interval] in swapper.sync.switching
@@ -191,7 +190,7 @@ class Swapper(Closable):
         if self._is_closed or getattr(extent, "owner", None) is not self:
             self._check_owned(extent)
         scheduler = self._scheduler
-        handle = Operation(scheduler, Direction.READ, extent, offset, buffer, priority, self._block_bytes, num_bytes)
+        handle = Operation(scheduler, Direction.READ, extent, offset, buffer, priority, num_bytes)
         scheduler.submit(handle)
         return handle
 
@@ -223,8 +222,8 @@ class Swapper(Closable):
         """
         if self._is_closed or getattr(extent, "owner", None) is not self:
             self._check_owned(extent)
-        scheduler, block_bytes = self._scheduler, self._block_bytes
-        handle = Operation(scheduler, Direction.WRITE, extent, offset, buffer, priority, block_bytes, num_bytes, then)
+        scheduler = self._scheduler
+        handle = Operation(scheduler, Direction.WRITE, extent, offset, buffer, priority, num_bytes, then)
         scheduler.submit(handle)
         return handle
 

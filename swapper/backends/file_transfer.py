@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from swapper.backend import NO_MEMORY, Batch, Direction, IORequest, as_os_error
+from swapper.backend import NO_MEMORY, Batch, Direction, EndCallback, IORequest, as_os_error
 from swapper.config import ALIGNMENT, round_up
 from swapper.memory.region import AlignedRegion
 from swapper.volumes.volume import FileRange, Volume
@@ -36,20 +36,13 @@ class FileTransfer:
         self._bounce_lock = threading.Lock()  # guards num_bounced
         self.num_bounced = 0
 
-    def __call__(
-        self,
-        request: IORequest,
-        file_ranges: Sequence[FileRange],
-        then: Callable[[int, OSError | None], object] | Batch,
-    ) -> None:
+    def __call__(self, request: IORequest, file_ranges: Sequence[FileRange], then: EndCallback | Batch) -> None:
         """Carry out the file ranges of a request, one after the other.
 
         Args:
             request: What to do.
             file_ranges: Where some of its bytes lie, in their order.
-            then: Called at the end with the first byte of the request that is not moved (its length if all are), and
-                with the error if nothing was moved at all. Or the batch of which these file ranges are a part, named by
-                their first byte.
+            then: Called at the end. Or the batch of which these file ranges are a part, named by their first byte.
         """
         memory, address, first = request.memory, request.address, file_ranges[0][2]
         move = os.preadv if request.direction is Direction.READ else os.pwritev

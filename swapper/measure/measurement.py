@@ -276,7 +276,7 @@ class _Window:
     def __init__(
         self, scheduler: IOScheduler, backend: IOBackend, volume: Volume, step_bytes: int, num_steps: int
     ) -> None:
-        self._scheduler, self._block_bytes = scheduler, backend.block_bytes
+        self._scheduler = scheduler
         self._extent = Extent("drive test", 0, volume.capacity_bytes, volume, is_prewritten=True)
         region = AlignedRegion(step_bytes * num_steps)
         memory = region.array()
@@ -306,8 +306,7 @@ class _Window:
         direction = min(tracks, key=lambda way: tracks[way].issued_bytes / _SHARES[way])  # which is behind its share
         offset, num_bytes = tracks[direction].advance()
         priority = Priority.DEMAND if direction is Direction.READ else Priority.WRITE_BACK
-        chosen = memory[:num_bytes]
-        handle = Operation(self._scheduler, direction, self._extent, offset, chosen, priority, self._block_bytes)
+        handle = Operation(self._scheduler, direction, self._extent, offset, memory[:num_bytes], priority)
         self._scheduler.submit(handle)
         self._under_way[handle] = memory
         handle.add_done_callback(self._over.put)

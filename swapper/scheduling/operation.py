@@ -80,7 +80,6 @@ class Operation(IORequest, Handle):
         first: int,
         buffer: Buffer,
         priority: Priority,
-        block_bytes: int,
         num_bytes: int | None = None,
         then: Callable[[Handle], None] | None = None,
     ) -> None:
@@ -90,7 +89,6 @@ class Operation(IORequest, Handle):
             direction, extent, priority: See above.
             first: First byte in the extent.
             buffer: See `Swapper.read`.
-            block_bytes: See `IOBackend`.
             num_bytes: So many bytes of the buffer; all by default.
             then: The first of its ``callbacks``.
 
@@ -130,6 +128,7 @@ class Operation(IORequest, Handle):
         except (TypeError, ValueError):  # it is read-only, or empty
             self.address = array.__array_interface__["data"][0]
         # Rounded out to whole blocks, which a write rewrites: bytes [100, 5100) and blocks of 4096 give [0, 8192).
+        block_bytes = scheduler.block_bytes
         self.hazard_start = first - first % block_bytes
         self.hazard_stop = -(-stop // block_bytes) * block_bytes
         if then is not None:

@@ -81,6 +81,7 @@ class IOScheduler(Uncopyable):
         """``free``: called with a freed extent when its last request has ended."""
         self.pid = interrupts.pid
         self._backend = backend
+        self.block_bytes = backend.block_bytes
         self._free_extent = free
         self._config = config
         # Guards the queues, the ledgers and all operations. Taken before the swapper's allocator lock (in _free_extent)

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from swapper.backend import Batch, Direction, IOBackend, IORequest
+from swapper.backend import Batch, Direction, EndCallback, IOBackend, IORequest
 from swapper.config import ALIGNMENT, split_at
 from swapper.errors import ArgumentError
 from swapper.extents.intervals import IntervalSet
@@ -35,6 +35,7 @@ from swapper.wrappers.base import BackendWrapper
 Runs = npt.NDArray[np.uint32]
 """A snapshot: one row (first block, first slot, number) for each run of blocks in consecutive slots."""
 
+_Part = tuple[int, memoryview, int]  # of a request: offset in the inner backend, memory, its address
 _TRANSIENT = frozenset({None, errno.EINTR, errno.EAGAIN})  # not of the drive: the slots can be used again
 _SHORT = "a transfer stayed short"
 _MOST_BYTES = ALIGNMENT << 32  # numbers of slots and blocks have 32 bits, in memory and in snapshots, and slot + 1 too
@@ -216,14 +217,8 @@ class VersionedBackend(BackendWrapper):
 
         self._move(Direction.WRITE, parts, num_bytes, then)
 
-    def _move(
-        self,
-        direction: Direction,
-        parts: list[tuple[int, memoryview, int]],
-        num_bytes: int,
-        then: Callable[[int, OSError | None], None],
-    ) -> None:
-        """Transfer parts of a request: (offset in the inner backend, memory, its address). Empties the list.
+    def _move(self, direction: Direction, parts: list[_Part], num_bytes: int, then: EndCallback) -> None:
+        """Transfer parts of a request, and empty the list.
 
         ``num_bytes``: What ``then`` gets if all of them, or none at all, went well; else it gets 0.
         """
