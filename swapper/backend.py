@@ -15,6 +15,8 @@ from swapper.sync.callbacks import log_raised
 
 CompletionCallback = Callable[["IORequest", int, OSError | None], None]
 """Called once for each request with the bytes that were transferred and the error, if any."""
+EndCallback = Callable[[int, OSError | None], object]
+"""Called once with the first byte that is not moved (the number of bytes if all are), and the error if none is moved."""
 
 
 # Takes the place of a completed request's memory. A backend's thread may keep the request a little longer, and a view
@@ -103,13 +105,7 @@ class Batch:
     # gets (7 MiB, None), a short transfer: the next attempt begins there, and ends with the error if it persists. Bytes
     # behind a gap do not count, although they were moved. If the first part fails at byte 0, `then` gets (0, error).
 
-    def __init__(
-        self,
-        left: set[Any],
-        num_bytes: int,
-        then: Callable[[int, OSError | None], None],
-        request: IORequest | None = None,
-    ) -> None:
+    def __init__(self, left: set[Any], num_bytes: int, then: EndCallback, request: IORequest | None = None) -> None:
         if request is not None:
             request.batch = self
         self.left = left  # stall_error() reads a copy of it, to say which part hangs

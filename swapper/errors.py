@@ -121,6 +121,15 @@ def as_unwritable(directory: Path) -> Iterator[None]:
         raise VolumeError.unwritable(directory, error) from error
 
 
+@contextlib.contextmanager
+def as_volume_error(directory: Path, problem: str, cure: str = "choose another directory") -> Iterator[None]:
+    """Turn an OSError of the ``with`` block into a `VolumeError`. ``cure``: unless it is due to a limit."""
+    try:
+        yield
+    except OSError as error:
+        raise VolumeError(directory, f"{problem}: {error_words(error)}; {limit_cure(error) or cure}") from error
+
+
 class VolumeTooSmallError(VolumeError):
     """The directories have too little space.
 
@@ -204,9 +213,7 @@ class BackendUnavailableError(SwapperError):
     """
 
     def __init__(self, backend: str, reason: str, cure: str) -> None:
-        self.backend = backend
-        self.reason = reason
-        self.cure = cure
+        self.backend, self.reason, self.cure = backend, reason, cure
         super().__init__(f"backend {backend!r} cannot be used: {reason}; {cure}, or choose another backend")
 
 
@@ -220,9 +227,7 @@ class LimitError(SwapperError, RuntimeError):
     """
 
     def __init__(self, limit: str, reason: str, cure: str) -> None:
-        self.limit = limit
-        self.reason = reason
-        self.cure = cure
+        self.limit, self.reason, self.cure = limit, reason, cure
         super().__init__(f"the system's limit on {limit} is reached: {reason}; {cure}")
 
     @classmethod

@@ -20,12 +20,10 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
     def find(name: str) -> Any:
         wanted = f"{package}.{name}"
-        if name in _homes(package):
-            value = _imported(*_homes(package)[name], wanted)
-        elif _is_submodule(package, name):
-            value = _imported(wanted, "", wanted)
-        else:
+        module, attribute = _homes(package).get(name, (wanted, ""))
+        if not attribute and not _is_submodule(package, name):
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
+        value = _imported(module, attribute, wanted)
         setattr(sys.modules[package], name, value)  # the next use does not come here
         return value
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import threading
 from collections.abc import Callable, Sequence
 
 from swapper.backend import Direction, IOBackend, register_memory
@@ -23,10 +21,9 @@ from swapper.scheduling.handle import Handle
 from swapper.scheduling.operation import Operation
 from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.statistics import Statistics
-from swapper.sync import interrupts, switching
+from swapper.sync import switching
 from swapper.sync.lifetimes import call_when_collected
 from swapper.sync.limits import limits_in_words
-from swapper.sync.reentry import refuse_owned
 from swapper.uncopyable import Closable, closed_unless_made
 from swapper.volumes.directory import DirectoryLike
 from swapper.volumes.volume import Volume
@@ -58,12 +55,12 @@ class Swapper(Closable):
         self.config = config or SwapperConfig()
         self._is_prewritten = is_prewritten
         self._backend = backend
-        self._allocator = SpaceAllocator(backend.capacity_bytes)
-        self._allocator_lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
-        # The scheduler calls it under its own lock: locks are taken in the order scheduler, allocator.
-        free = functools.partial(_free, self._allocator, self._allocator_lock)
-        self._scheduler = IOScheduler(backend, self.config, busy, free)
-        self._block_bytes = backend.block_bytes
+        self._allocator = allocator = SpaceAllocator(backend.capacity_bytes)
+        # The scheduler calls the function under its own lock: locks are taken in the order scheduler, allocator. The
+        # function does not refer to the swapper, which the scheduler must not keep alive.
+        self._scheduler = IOScheduler(
+            backend, self.config, busy, lambda extent: allocator.release(extent.start, extent.num_bytes)
+        )
         self._pid = os.getpid()
         self._is_closed = False
         switching.acquire(id(self))  # see [Note: switch interval] in swapper.sync.switching
@@ -145,9 +142,7 @@ class Swapper(Closable):
         """
         self._check_usable()
         num_bytes = whole_number("num_bytes", num_bytes)
-        refuse_owned(self._allocator_lock, "allocating an extent")
-        with interrupts.uninterrupted(), self._allocator_lock:  # an interrupt would leave the allocator's lists torn
-            start = self._allocator.allocate(num_bytes, name)
+        start = self._allocator.allocate(num_bytes, name)
         is_prewritten = is_prewritten or self._is_prewritten
         return Extent(name, start, num_bytes, self, is_prewritten=is_prewritten, name_of=name_of)
 
@@ -195,7 +190,7 @@ class Swapper(Closable):
         if self._is_closed or getattr(extent, "owner", None) is not self:
             self._check_owned(extent)
         scheduler = self._scheduler
-        handle = Operation(scheduler, Direction.READ, extent, offset, buffer, priority, self._block_bytes, num_bytes)
+        handle = Operation(scheduler, Direction.READ, extent, offset, buffer, priority, num_bytes)
         scheduler.submit(handle)
         return handle
 
@@ -227,8 +222,8 @@ class Swapper(Closable):
         """
         if self._is_closed or getattr(extent, "owner", None) is not self:
             self._check_owned(extent)
-        scheduler, block_bytes = self._scheduler, self._block_bytes
-        handle = Operation(scheduler, Direction.WRITE, extent, offset, buffer, priority, block_bytes, num_bytes, then)
+        scheduler = self._scheduler
+        handle = Operation(scheduler, Direction.WRITE, extent, offset, buffer, priority, num_bytes, then)
         scheduler.submit(handle)
         return handle
 
@@ -298,11 +293,6 @@ class Swapper(Closable):
             raise ArgumentError(f"an extent is needed, got {extent!r}; pass what allocate() returned")
         if extent.owner is not self:
             raise ExtentError(extent.name, f"extent {extent.name!r} belongs to another swapper")
-
-
-def _free(allocator: SpaceAllocator, lock: threading.RLock, extent: Extent) -> None:
-    with lock:
-        allocator.release(extent.start, extent.num_bytes)
 
 
 def _verified(backend: IOBackend, config: SwapperConfig) -> IOBackend:

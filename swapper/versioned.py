@@ -6,14 +6,13 @@ import io
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from swapper.backend import IOBackend
 from swapper.config import SwapperConfig, round_up
-from swapper.errors import DurableRunError, VolumeError, error_words
+from swapper.errors import DurableRunError, VolumeError, as_volume_error
 from swapper.measure.choice import open_backend
 from swapper.meters.busy import BusyTimes
 from swapper.swapper import Swapper
@@ -89,7 +88,10 @@ class Versions:
         for directory in wanted:
             run.lock(directory.path)
         names = [f"{_NAME}-{i}-of-{len(wanted)}" for i in range(1, len(wanted) + 1)]
-        is_there = [_exists(each.path, name) for each, name in zip(wanted, names, strict=True)]
+        is_there = []
+        for directory, name in zip(wanted, names, strict=True):
+            with as_volume_error(directory.path, f"cannot look into {str(directory.path)!r}"):
+                is_there.append((directory.path / name).exists())
         if any(is_there) and not is_there[0]:
             raise VolumeError(
                 wanted[0].path,
@@ -224,15 +226,6 @@ class Versions:
             if old not in self._kept:
                 self._run.remove(old)
         self._slots.retain(self._kept)
-
-
-def _exists(directory: Path, name: str) -> bool:
-    try:
-        return (directory / name).exists()
-    except OSError as error:
-        raise VolumeError(
-            directory, f"cannot look into {str(directory)!r}: {error_words(error)}; choose another directory"
-        ) from error
 
 
 def _read(run: RunDirectory, number: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whether this machine has io_uring, and the mark for tests that need it."""
+"""Whether this machine has io_uring, the mark for tests that need it, and what its rings are given."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from swapper import BackendUnavailableError, Swapper, SwapperConfig
+from swapper.backends.uring.ring import Ring
 
 
 def why_no_uring() -> str:
@@ -21,3 +22,16 @@ def why_no_uring() -> str:
 
 _reason = why_no_uring()
 needs_uring = pytest.mark.skipif(bool(_reason), reason=f"io_uring cannot be used here: {_reason}")
+
+
+def fixed_transfers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The slot of each transfer of registered memory that a ring gets from now on."""
+    real, slots = Ring.prepare, list[int]()
+
+    def prepare(ring: Ring, *arguments: int) -> bool:
+        if arguments[-1] >= 0:
+            slots.append(arguments[-1])
+        return real(ring, *arguments)
+
+    monkeypatch.setattr(Ring, "prepare", prepare)
+    return slots

@@ -26,8 +26,7 @@ from infinity.machine.long_run import LongRun, hold
 from infinity.plan.machine import Bandwidth
 from swapper.config import BackendName
 from swapper.errors import ArgumentError, BackendUnavailableError, VolumeError
-from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import DriveTest, Sample
+from swapper.measure.measurement import DriveTest, IOSetting, Sample, Workload
 from swapper.measure.speeds import with_speeds
 from swapper.volumes.directory import Directory
 from swapper.volumes.file_system import describe_drive

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from infinity.machine.hardware import HOT_CELSIUS
-from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import DriveTest, Sample
+from swapper.measure.measurement import DriveTest, IOSetting, Sample, Workload
 
 # Long against the bursts of a drive, short against the minutes of a run. `_LEAST_SAMPLES` keeps the medians below
 # meaningful in a short run.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from swapper.backend import NO_MEMORY, Batch, Direction, IORequest, as_os_error
+from swapper.backend import NO_MEMORY, Batch, Direction, EndCallback, IORequest, as_os_error
 from swapper.config import ALIGNMENT, round_up
 from swapper.memory.region import AlignedRegion
 from swapper.volumes.volume import FileRange, Volume
@@ -25,72 +24,53 @@ class FileTransfer:
     blocks at its two ends. It then copies its bytes in and writes whole blocks. No other request changes these blocks
     meanwhile: the scheduler counts them as touched.
 
-    [Note: runs] A request may be longer than ``step_bytes``. One loop of this thread then carries it out step by step,
-    each with one view and one system call.
-
-    Args:
-        volume: Where the bytes go.
-        step_bytes: The most that is asked of the kernel at a time; a multiple of 4096. None: whole pieces.
+    [Note: runs] A request may be longer than what is asked of the kernel at a time. It then has many file ranges, which
+    one loop of this thread carries out, each with one view and one system call.
     """
 
-    def __init__(self, volume: Volume, step_bytes: int | None = None) -> None:
+    def __init__(self, volume: Volume) -> None:
         self._files = volume.files
-        self._step_bytes = step_bytes or sys.maxsize
         self._needs_alignment = any(file.is_direct for file in volume.files)
         # Each worker's buffer: as large as its largest bounced step, kept until it ends.
         self._bounce = threading.local()
         self._bounce_lock = threading.Lock()  # guards num_bounced
         self.num_bounced = 0
 
-    def __call__(
-        self,
-        request: IORequest,
-        file_ranges: Sequence[FileRange],
-        then: Callable[[int, OSError | None], object] | Batch,
-    ) -> None:
+    def __call__(self, request: IORequest, file_ranges: Sequence[FileRange], then: EndCallback | Batch) -> None:
         """Carry out the file ranges of a request, one after the other.
 
         Args:
             request: What to do.
             file_ranges: Where some of its bytes lie, in their order.
-            then: Called at the end with the first byte of the request that is not moved (its length if all are), and
-                with the error if nothing was moved at all. Or the batch of which these file ranges are a part, named by
-                their first byte.
+            then: Called at the end. Or the batch of which these file ranges are a part, named by their first byte.
         """
-        memory, address, step = request.memory, request.address, self._step_bytes
+        memory, address, first = request.memory, request.address, file_ranges[0][2]
         move = os.preadv if request.direction is Direction.READ else os.pwritev
         num_bytes = len(memory)
-        done, has_moved, view, failure = 0, False, memory, None
+        done, view, failure = first, memory, None
         try:
-            for column, offset, done, high in file_ranges:
-                offset -= done  # byte n of the request is now at offset + n of the file
+            for column, offset, done, high in file_ranges if num_bytes else ():
                 fd = self._files[column].fd
-                while done < high:
-                    stop = min(done + step, high)
-                    view = memory if stop - done == num_bytes else memory[done:stop]
-                    # The OR of three numbers is a multiple of 4096, a power of two, only if each of them is.
-                    if self._needs_alignment and ((offset + done) | (address + done) | len(view)) % ALIGNMENT:
-                        moved = self._through_bounce(request, view, fd, offset + done)
-                    else:
-                        moved = move(fd, (view,), offset + done)
-                    has_moved = has_moved or moved > 0
-                    done += moved
-                    if done < stop:  # a short transfer: the scheduler decides whether the rest is tried again
-                        break
-                if done < high:
+                view = memory if high - done == num_bytes else memory[done:high]
+                # The OR of three numbers is a multiple of 4096, a power of two, only if each of them is.
+                if self._needs_alignment and (offset | (address + done) | len(view)) % ALIGNMENT:
+                    done += self._through_bounce(request, view, fd, offset)
+                else:
+                    done += move(fd, (view,), offset)
+                if done < high:  # a short transfer: the scheduler decides whether the rest is tried again
                     break
             else:
                 done = num_bytes
         except BaseException as error:
-            if not has_moved:  # else this counts as short; the next attempt begins here and meets the same error
+            if done == first:  # else this counts as short; the next attempt begins here and meets the same error
                 failure = as_os_error(error)
         view = memory = NO_MEMORY  # before `then`: a buffer of the user with views cannot be resized, and may be reused
         if not isinstance(then, Batch):
             then(done, failure)
         elif done < num_bytes:
-            then.on_over(file_ranges[0][2], done, failure)
+            then.on_over(first, done, failure)
         else:  # as `on_over`, whose call only the last part needs
-            then.left.discard(file_ranges[0][2])
+            then.left.discard(first)
             if not next(then.countdown):
                 then.end()
 

@@ -9,12 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from swapper.backend import Direction, IORequest, ended
-from swapper.backends.workers import Workers
+from swapper.backends.workers import start_workers, stop_workers
 from swapper.config import round_up
 from swapper.errors import ArgumentError
 from swapper.memory.region import AlignedRegion
-from swapper.sync.lifetimes import EXIT_SECONDS
-from swapper.sync.timeouts import join_all
 from swapper.uncopyable import Uncopyable, closed_unless_made
 
 
@@ -49,11 +47,9 @@ class MemoryBackend(Uncopyable):
         self.capacity_bytes = round_up(capacity_bytes)
         self.region = AlignedRegion(max(1, self.capacity_bytes))
         self.concurrency = max(1, num_threads)
+        with closed_unless_made(self.region.release):
+            self._workers = start_workers("memory", num_threads) if num_threads else []
         self._copy: Callable[[IORequest], None] | None = partial(_copy, self.region.array())
-        self._workers: list[Workers] = []
-        with closed_unless_made(self.close, EXIT_SECONDS):
-            for direction in Direction if num_threads else ():
-                self._workers.append(Workers(f"memory-{direction.name.lower()}", num_threads))
 
     def locate(self, offset: int) -> tuple[str, int]:
         """Return words for host memory, and the offset itself."""
@@ -75,7 +71,5 @@ class MemoryBackend(Uncopyable):
     def close(self, timeout_seconds: float) -> bool:
         """Stop the workers and give the memory back."""
         self._copy = None
-        for workers in self._workers:
-            workers.stop()
         self.region.release()  # the mapping lives until queued copies, which hold its array, have ended
-        return join_all([thread for workers in self._workers for thread in workers.threads], timeout_seconds)
+        return stop_workers(self._workers, timeout_seconds)

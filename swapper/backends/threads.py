@@ -7,11 +7,9 @@ from functools import partial
 from itertools import pairwise
 
 from swapper.backend import Batch, IORequest, ended
-from swapper.backends.volume_backend import STOP_SECONDS, VolumeBackend
-from swapper.backends.workers import Workers
+from swapper.backends.volume_backend import VolumeBackend
+from swapper.backends.workers import start_workers, stop_workers
 from swapper.config import ALIGNMENT
-from swapper.sync.timeouts import join_all
-from swapper.uncopyable import closed_unless_made
 from swapper.volumes.volume import FileRange, Volume
 
 # Limits of one transfer, which may be several requests. A demand read waits at most about as long as a transfer ahead
@@ -33,9 +31,8 @@ class ThreadsBackend(VolumeBackend):
     """
 
     def __init__(self, volume: Volume, num_threads: int = 4, request_bytes: int | None = None) -> None:
-        super().__init__(volume, request_bytes)
+        super().__init__(volume, num_threads)
         self.boundary_bytes = 0  # transfers may cross stripes: _spread() divides them
-        self.num_threads = num_threads
         self._request_bytes = request_bytes or volume.capacity_bytes
         # See `IOBackend`. Requests of 64 KiB give 4 MiB, of 1 MiB and 8 MiB 64 MiB, of 128 MiB 128 MiB.
         self.run_bytes = max(request_bytes or 0, min(_MOST_REQUESTS * (request_bytes or 0), _MOST_BYTES))
@@ -44,22 +41,12 @@ class ThreadsBackend(VolumeBackend):
         # threads of a fast drive would idle until the scheduler comes to its next stripe.
         num_ahead = -(-num_threads // 2) if num_files > 1 else 0
         self.concurrency = (num_threads + num_ahead) * num_files
-        self._workers: list[tuple[Workers, Workers]] = []
-        with closed_unless_made(self.stop, STOP_SECONDS):
-            for column in range(num_files):
-                name = "io" if num_files == 1 else f"io-{column}"
-                reads = Workers(f"{name}-read", num_threads)  # in _workers, which stop() goes through, only as a pair
-                with closed_unless_made(reads.close, STOP_SECONDS):
-                    self._workers.append((reads, Workers(f"{name}-write", num_threads)))
+        self._workers = start_workers("io", num_threads, num_files)
         self._is_one_file = num_files == 1
 
     def describe(self) -> str:
         """Return one line for logs."""
-        each = " of each file" if len(self._workers) > 1 else ""
-        return (
-            f"threads: {self.volume.describe()}, {self.num_threads} threads for reads and {self.num_threads} for "
-            f"writes{each}"
-        )
+        return f"threads: {self.describe_threads()}"
 
     def submit(self, request: IORequest) -> None:
         """Hand the request, or its parts, to worker threads of its files."""
@@ -77,7 +64,7 @@ class ThreadsBackend(VolumeBackend):
             then = Batch(starts, num_bytes, complete, request)
         for part in parts:
             column, _, start, _ = part[0]
-            workers = self._workers[column][request.direction]
+            workers = self._workers[2 * column + request.direction]
             if not workers.is_closed:
                 workers.jobs.put(partial(self._transfer, request, part, then))  # Workers.submit, less its call
             elif isinstance(then, Batch):
@@ -86,36 +73,26 @@ class ThreadsBackend(VolumeBackend):
                 then(0, ended("the worker threads have"))
 
     def _spread(self, file_ranges: Sequence[FileRange]) -> list[Sequence[FileRange]]:
-        """Deal the ranges to the threads of each file; a range that is alone on its file is cut."""
+        """Deal the ranges to the threads of each file, in pieces of at most a request."""
         # Two equal drives, 4 threads each, 16 MiB in stripes of 1 MiB: 8 ranges for each file, 2 of them in each of 8
-        # parts.
-        if len(file_ranges) == 1:
-            return self._cut(*file_ranges[0])
+        # parts. 10 MiB on one drive, requests of 1 MiB: 10 pieces, and the threads get 3, 3, 3 and 1 of them.
+        step = self._request_bytes
         by_file: dict[int, list[FileRange]] = {}
         for file_range in file_ranges:
-            by_file.setdefault(file_range[0], []).append(file_range)
+            column, offset, low, high = file_range
+            mine = by_file.setdefault(column, [])
+            if high - low <= step:
+                mine.append(file_range)
+            else:  # cuts are at whole blocks: only the two ends of a request may be unaligned, and bounced
+                cuts = [low, *range(low + step - offset % ALIGNMENT, high, step), high]
+                mine += [(column, offset + start - low, start, stop) for start, stop in pairwise(cuts)]
         parts: list[Sequence[FileRange]] = []
         for mine in by_file.values():
-            if len(mine) == 1:
-                parts += self._cut(*mine[0])
-            else:
-                share = -(-len(mine) // self.num_threads)
-                for start in range(0, len(mine), share):
-                    parts.append(mine[start : start + share])
+            share = -(-len(mine) // self.num_threads)
+            for start in range(0, len(mine), share):
+                parts.append(mine[start : start + share])
         return parts
-
-    def _cut(self, column: int, offset: int, low: int, high: int) -> list[Sequence[FileRange]]:
-        # 10 MiB, 4 threads, requests of 1 MiB: a quarter is 2.5 MiB, rounded up to whole requests 3 MiB. The threads
-        # get 3, 3, 3 and 1 MiB, each in steps of 1 MiB.
-        share = -(-(high - low) // self.num_threads)
-        share += -share % self._request_bytes
-        # Cuts are at whole blocks: only the two ends of a request may be unaligned, and bounced.
-        cuts = [low, *range(low + share - offset % ALIGNMENT, high, share), high]
-        return [((column, offset + start - low, start, stop),) for start, stop in pairwise(cuts)]
 
     def stop(self, timeout_seconds: float) -> bool:
         """Stop the workers and leave the files open for another backend; return whether all ended in time."""
-        all_workers = [workers for both in self._workers for workers in both]
-        for workers in all_workers:
-            workers.stop()  # all of them before waiting for one, which may hang
-        return join_all([thread for workers in all_workers for thread in workers.threads], timeout_seconds)
+        return stop_workers(self._workers, timeout_seconds)

@@ -11,25 +11,24 @@ from swapper.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
 
-STOP_SECONDS = 10.0  # how long a constructor that failed waits for the threads it has started
-
 
 class VolumeBackend(Uncopyable):
     """A volume, which it closes, and how to make a positional transfer."""
 
-    def __init__(self, volume: Volume, step_bytes: int | None = None) -> None:
+    def __init__(self, volume: Volume, num_threads: int = 0) -> None:
         """
         Args:
             volume: Where the bytes go; closed together with the backend.
-            step_bytes: See `FileTransfer`.
+            num_threads: Worker threads for each direction and file.
         """
         self.volume = volume
+        self.num_threads = num_threads
         self.capacity_bytes = volume.capacity_bytes
         self.is_direct = volume.is_direct
         # Direct writes go in whole blocks, see [Note: bounced transfers]. One direct file is enough.
         self.block_bytes = ALIGNMENT if any(file.is_direct for file in volume.files) else 1
         self.boundary_bytes = volume.stripe_bytes
-        self._transfer = FileTransfer(volume, step_bytes)
+        self._transfer = FileTransfer(volume)
 
     @property
     def num_bounced(self) -> int:
@@ -40,6 +39,12 @@ class VolumeBackend(Uncopyable):
         """Return the file's description and the offset in it."""
         file, file_offset = self.volume.locate(offset)
         return file.name, file_offset
+
+    def describe_threads(self) -> str:
+        """Return the volume and the worker threads, for logs."""
+        each = " of each file" if len(self.volume.files) > 1 else ""
+        threads = f"{self.num_threads} threads for reads and {self.num_threads} for writes{each}"
+        return f"{self.volume.describe()}, {threads}"
 
     def stop(self, timeout_seconds: float) -> bool:
         """End the threads and leave the files open for another backend; return whether all ended in time."""

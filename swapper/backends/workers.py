@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from swapper.backend import Direction
 from swapper.sync.callbacks import log_raised
 from swapper.sync.lifetimes import EXIT_SECONDS, LiveObjects, call_when_collected
 from swapper.sync.limits import start_threads
 from swapper.sync.timeouts import join_all
-from swapper.uncopyable import Uncopyable
+from swapper.uncopyable import Uncopyable, closed_unless_made
 
+STOP_SECONDS = 10.0  # how long a constructor that failed waits for the threads it has started
 Job = Callable[[], object]
 _Jobs = queue.SimpleQueue[Job | None]
 
@@ -32,7 +34,7 @@ def _stop(jobs: _Jobs, num_threads: int) -> None:
 
 
 # A thread that is inside native code when the interpreter goes away is ended there, which C++ code answers with abort.
-_open: LiveObjects[Workers] = LiveObjects(at_exit=lambda workers: workers.close(EXIT_SECONDS))
+_open: LiveObjects[Workers] = LiveObjects(at_exit=lambda workers: stop_workers([workers], EXIT_SECONDS))
 
 
 class Workers(Uncopyable):
@@ -63,7 +65,21 @@ class Workers(Uncopyable):
         _stop(self.jobs, len(self.threads))  # not by the finalizer, which an interrupt would use up
         _open.discard(self)
 
-    def close(self, timeout_seconds: float) -> bool:
-        """Stop the threads after what is queued; return whether all of them ended in time."""
-        self.stop()
-        return join_all(self.threads, timeout_seconds)
+
+def start_workers(name: str, num_threads: int, num_files: int = 1) -> list[Workers]:
+    """Return workers for each file and direction: those of a direction of file ``n`` are at ``2 * n + direction``."""
+    # Slow writes, or a slow or hung drive, must not occupy the threads of reads, or of another drive.
+    started: list[Workers] = []
+    with closed_unless_made(stop_workers, started, STOP_SECONDS):
+        for column in range(num_files):
+            file = name if num_files == 1 else f"{name}-{column}"
+            for direction in Direction:
+                started.append(Workers(f"{file}-{direction.name.lower()}", num_threads))
+    return started
+
+
+def stop_workers(all_workers: Sequence[Workers], timeout_seconds: float) -> bool:
+    """Stop workers after what is queued; return whether all of their threads ended in time."""
+    for workers in all_workers:
+        workers.stop()  # all of them before waiting for one, which may hang
+    return join_all([thread for workers in all_workers for thread in workers.threads], timeout_seconds)

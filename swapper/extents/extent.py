@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from swapper.config import round_up
-from swapper.sync.callbacks import call_back
+from swapper.sync.callbacks import log_raised
 
 NameOf = Callable[[int, int], str]
 """``name_of(start, stop)`` returns, for error messages, what is stored in these bytes of an extent."""
@@ -55,11 +55,8 @@ class Extent:
         """Return what is stored in the bytes ``[start, stop)``; empty without ``name_of``."""
         if self.name_of is None:
             return ""
-        name_of, names = self.name_of, [""]
-        # A user's function, called while an error is made: call_back() only logs what it raises. The padding behind
-        # requested_bytes has no name.
-        call_back(
-            lambda: names.append(name_of(max(0, start), min(stop, self.requested_bytes))),
-            f"naming what lies in bytes {start} to {stop} of extent {self.name!r}",
-        )
-        return names[-1]
+        try:
+            return self.name_of(max(0, start), min(stop, self.requested_bytes))  # the padding behind has no name
+        except BaseException as error:  # of a user's function, which is called while an error is made
+            log_raised(error, f"naming what lies in bytes {start} to {stop} of extent {self.name!r}")
+            return ""

@@ -42,11 +42,8 @@ class IntervalSet:
         last = bisect_left(self._starts, stop)
         if start >= stop or first >= last:
             return
-        kept = []
-        if self._starts[first] < start:
-            kept.append((self._starts[first], start))
-        if self._stops[last - 1] > stop:
-            kept.append((stop, self._stops[last - 1]))
+        ends = ((self._starts[first], start), (stop, self._stops[last - 1]))
+        kept = [(low, high) for low, high in ends if low < high]
         self._starts[first:last] = [low for low, _ in kept]
         self._stops[first:last] = [high for _, high in kept]
 
@@ -59,13 +56,10 @@ class IntervalSet:
 
     def first_gap(self, start: int, stop: int) -> tuple[int, int] | None:
         """Return the first piece of ``[start, stop)`` that is not inside, or ``None``."""
-        if start >= stop:
-            return None
-        index = bisect_right(self._starts, start) - 1
-        if index >= 0 and self._stops[index] > start:
-            start = self._stops[index]
+        index = bisect_right(self._starts, start)  # of the next range that begins behind `start`
+        if index:
+            start = max(start, self._stops[index - 1])
         if start >= stop:
             return None
         # Ranges do not touch, so `start` is outside now: the gap lasts until the next range begins.
-        following = bisect_right(self._starts, start)
-        return start, min(stop, self._starts[following]) if following < len(self._starts) else stop
+        return start, min([stop, *self._starts[index : index + 1]])

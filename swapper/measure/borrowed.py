@@ -20,11 +20,9 @@ class BorrowedVolume(Volume):
     def __init__(self, owner: Volume, num_bytes: int, stripe_bytes: int) -> None:
         self.__dict__.update(vars(owner))  # all attributes, without the constructor, which makes files
         self.capacity_bytes = num_bytes
-        if self.stripe_bytes:
-            self._restripe(stripe_bytes)
-
-    def _restripe(self, stripe_bytes: int) -> None:
-        """Stripe the used parts of the files anew."""
+        if not self.stripe_bytes:
+            return
+        # The used parts of the files are striped anew.
         # Two files with 24 and 8 MiB used, new stripes of 2 MiB: rooms = [12, 4], cycle = [0, 0, 1, 0], and
         # min(12 // 3, 4 // 1) = 4 cycles: 16 stripes, 32 MiB.
         used = [0 for _ in self.files]

@@ -7,7 +7,7 @@ from swapper.backends.aio_files import AiofilesBackend
 from swapper.backends.threads import ThreadsBackend
 from swapper.backends.uring.backend import MAX_QUEUE_DEPTH, UringBackend
 from swapper.backends.uring.self_test import TEST_BYTES, find_fault
-from swapper.backends.volume_backend import STOP_SECONDS
+from swapper.backends.workers import STOP_SECONDS
 from swapper.config import SwapperConfig
 from swapper.errors import ArgumentError, BackendUnavailableError, VolumeError
 from swapper.uncopyable import closed_unless_made

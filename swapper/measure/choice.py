@@ -12,8 +12,7 @@ from swapper.backend import IOBackend
 from swapper.config import BackendName, SwapperConfig
 from swapper.errors import BackendUnavailableError, SwapperError
 from swapper.measure.by_name import open_by_name
-from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import DriveTest
+from swapper.measure.measurement import DriveTest, IOSetting, Workload
 from swapper.volumes.directory import Directory
 from swapper.volumes.volume import Volume
 
@@ -78,6 +77,8 @@ def choose(volume: Volume, config: SwapperConfig) -> Choice:
         is_faster, reason = _compare(volume, config)
     except BackendUnavailableError as error:
         return Choice.without_uring(error)
+    except SwapperError as error:
+        return Choice("threads", f"a trial run failed ({error})")
     return Choice("uring" if is_faster else "threads", reason)
 
 
@@ -93,15 +94,13 @@ def open_backend(volume: Volume, config: SwapperConfig) -> IOBackend:
     if config.backend != "auto":
         return open_by_name(volume, config)
     choice = choose(volume, config)
-    if choice.backend == "uring":
-        try:
-            backend = open_by_name(volume, replace(config, backend="uring"))
-            logger.info("%s", choice)
-            return backend
-        except BackendUnavailableError as error:
-            choice = Choice.without_uring(error)
+    try:
+        backend = open_by_name(volume, replace(config, backend=choice.backend))
+    except BackendUnavailableError as error:  # io_uring, which did not work in these files
+        choice = Choice.without_uring(error)
+        backend = open_by_name(volume, replace(config, backend=choice.backend))
     logger.log(logging.WARNING if choice.is_surprising else logging.INFO, "%s", choice)
-    return open_by_name(volume, replace(config, backend=choice.backend))
+    return backend
 
 
 def _why_portable(volume: Volume, config: SwapperConfig) -> str:
@@ -119,6 +118,7 @@ def _compare(volume: Volume, config: SwapperConfig) -> tuple[bool, str]:
 
     Raises:
         BackendUnavailableError: It does not work.
+        SwapperError: The comparison failed.
     """
     if volume.capacity_bytes < _LEAST_BYTES:
         return False, f"a volume of {volume.capacity_bytes} bytes is too small for a comparison to pay"
@@ -129,12 +129,7 @@ def _compare(volume: Volume, config: SwapperConfig) -> tuple[bool, str]:
     if key not in _compared:
         # Only ratios of speeds count: with lengths as speeds, drives get the same parts as in the volume.
         directories = [Directory(file.directory, bytes_per_second=max(1, file.num_bytes)) for file in volume.files]
-        try:
-            _compared[key] = measure_gain(directories, config)
-        except BackendUnavailableError:
-            raise
-        except SwapperError as error:
-            return False, f"a trial run failed ({error})"
+        _compared[key] = measure_gain(directories, config)
     return _compared[key]
 
 

@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import math
 import queue
-import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
 from swapper.backend import Direction, IOBackend, register_memory
-from swapper.config import ALIGNMENT, Priority
+from swapper.config import ALIGNMENT, BackendName, Priority, SwapperConfig
 from swapper.errors import ArgumentError
 from swapper.extents.extent import Extent
 from swapper.measure.borrowed import BorrowedVolume
 from swapper.measure.by_name import open_by_name
-from swapper.measure.io_setting import IOSetting, Workload
 from swapper.memory.region import AlignedRegion
 from swapper.scheduling.handle import Handle
 from swapper.scheduling.operation import Operation
@@ -35,13 +34,64 @@ from swapper.uncopyable import Closable
 from swapper.volumes.directory import DirectoryLike, as_directories
 from swapper.volumes.volume import Volume
 
-__all__ = ["DriveTest", "IOSetting", "Sample", "Workload"]
-
 _OPERATION_BYTES = 4 << 20  # the engine's reads and writes are about this long, and cut into requests
 _OPERATIONS_UNDER_WAY = 8  # at least, as far as there are requests for them
 # A step with bf16 and AdamW reads 14 bytes per parameter (weight 2 for forward and 2 for backward, state 10) and writes
 # 12 (weight 2, state 10): see docs/how-it-works/index.md.
-_READ_SHARE = 14 / 26
+_SHARES = {Direction.READ: 14, Direction.WRITE: 12}
+
+
+class Workload(Enum):
+    """What a measurement does."""
+
+    READ = "read"
+    WRITE = "write"
+    MIXED = "mixed"  # the reads and writes of an optimizer step, at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class IOSetting:
+    """The settings by which requests are made.
+
+    Attributes:
+        backend: What moves the bytes.
+        request_bytes: Largest single transfer. Multiple of 4096.
+        num_threads: Worker threads for each direction, if the backend has any.
+        max_inflight: Transfers at once: of one direction, or of both together in a mixed workload.
+    """
+
+    backend: BackendName
+    request_bytes: int
+    num_threads: int
+    max_inflight: int
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether each transfer blocks a thread, so that there are at most as many transfers as threads."""
+        return self.backend in ("threads", "aiofiles")
+
+    @property
+    def num_inflight(self) -> int:
+        """Transfers at once on one drive; each drive has threads of its own."""
+        return min(self.max_inflight, self.num_threads) if self.has_threads else self.max_inflight
+
+    @property
+    def bytes_inflight(self) -> int:
+        """Bytes in flight at once on one drive."""
+        return self.request_bytes * self.num_inflight
+
+    def describe(self) -> str:
+        """Return a few words for tables and logs."""
+        size = f"{self.request_bytes / (1 << 20):g} MiB"
+        return f"{self.backend}, {size} x {self.num_inflight} in flight"
+
+    def swapper_config(self, *, direct: bool = True, deadline_seconds: float = 120.0) -> SwapperConfig:
+        """Return the config of a swapper with these settings.
+
+        Raises:
+            ArgumentError: A value cannot work.
+        """
+        return SwapperConfig(**asdict(self), direct=direct, deadline_seconds=deadline_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +182,7 @@ class DriveTest(Closable):
             SwapperError: The drive failed.
         """
         setting = IOSetting("threads", self._stripe_bytes, num_threads=4, max_inflight=6 * len(self._volume.files))
-        track = _Track(0, self.num_bytes, 0, self._stripe_bytes)
-        stop = time.perf_counter() + max_seconds
-        self._move(
-            setting,
-            Workload.WRITE,
-            lambda volume, step_bytes, num_steps: {Direction.WRITE: track},
-            lambda: track.issued_bytes < self.num_bytes and time.perf_counter() < stop,
-        )
-        self.num_bytes, self._is_filled = min(track.issued_bytes, self.num_bytes), True
+        self._move(setting, Workload.WRITE, max_seconds)
 
     def measure(self, setting: IOSetting, workload: Workload, seconds: float) -> Sample:
         """Keep the drives busy for a time; see [Note: how it is measured].
@@ -156,37 +198,14 @@ class DriveTest(Closable):
         """
         if not self._is_filled:
             raise ArgumentError("the files hold nothing yet: call prepare() before measure()")
-        stop = math.inf  # set below, when the backend is ready: its set-up does not count
-
-        def make_tracks(volume: BorrowedVolume, step_bytes: int, num_steps: int) -> dict[Direction, _Track]:
-            nonlocal stop
-            ranges = _ranges(workload, volume.capacity_bytes, setting.request_bytes)
-            if any(last - first < step_bytes * num_steps for first, last in ranges.values()):
-                raise ArgumentError(
-                    f"{self.num_bytes} bytes of files are too few for {setting.describe()} ({workload.value}); take a larger "
-                    "file_bytes, smaller requests or fewer in flight"
-                )
-            stop = time.perf_counter() + seconds
-            return {way: _Track(*ends, self._positions[way], step_bytes) for way, ends in ranges.items()}
-
-        return self._move(setting, workload, make_tracks, lambda: time.perf_counter() < stop)
+        return self._move(setting, workload, seconds)
 
     def close(self) -> None:
         """Give the space back. Idempotent."""
         self._volume.close()
 
-    def _move(
-        self,
-        setting: IOSetting,
-        workload: Workload,
-        make_tracks: Callable[[BorrowedVolume, int, int], dict[Direction, _Track]],
-        goes_on: Callable[[], bool],
-    ) -> Sample:
-        """Run operations until time is up, and wait for the last.
-
-        ``make_tracks``: gets the volume, the bytes of an operation and the number of buffers; returns a track for each
-        direction.
-        """
+    def _move(self, setting: IOSetting, workload: Workload, seconds: float) -> Sample:
+        """Run operations until time is up or, the first time, until the files are filled; and wait for the last."""
         volume = BorrowedVolume(self._volume, self.num_bytes, setting.request_bytes)
         config = setting.swapper_config(direct=self._direct, deadline_seconds=self._deadline_seconds)
         backend = open_by_name(volume, config)
@@ -199,20 +218,30 @@ class DriveTest(Closable):
             # direction, and not their sum.
             together = max(1, min(_OPERATION_BYTES // setting.request_bytes, num_inflight // _OPERATIONS_UNDER_WAY))
             num_steps = -(-num_inflight // together) + (workload is not Workload.MIXED or together > 1)
-            tracks = make_tracks(volume, setting.request_bytes * together, num_steps)
-            window = _Window(scheduler, backend, volume, setting.request_bytes * together, num_steps)
+            step_bytes = setting.request_bytes * together
+            ranges = _ranges(workload, volume.capacity_bytes, setting.request_bytes)
+            if self._is_filled and any(last - first < step_bytes * num_steps for first, last in ranges.values()):
+                raise ArgumentError(
+                    f"{self.num_bytes} bytes of files are too few for {setting.describe()} ({workload.value}); take a larger "
+                    "file_bytes, smaller requests or fewer in flight"
+                )
+            stop = time.perf_counter() + seconds  # from here on: the set-up of the backend does not count
+            tracks = {way: _Track(*ends, self._positions[way], step_bytes) for way, ends in ranges.items()}
+            window = _Window(scheduler, backend, volume, step_bytes, num_steps)
             if not backend.is_direct:
                 volume.drop_cache()
-            cpu_seconds, started = -_cpu_seconds(), time.perf_counter()
-            window.run(tracks, goes_on)
+            cpu_seconds, started = -time.process_time(), time.perf_counter()
+            window.run(tracks, stop, most_bytes=math.inf if self._is_filled else volume.capacity_bytes)
             if not backend.is_direct and Direction.WRITE in tracks:
                 volume.sync()
             elapsed = time.perf_counter() - started
-            cpu_seconds += _cpu_seconds()
+            cpu_seconds += time.process_time()
         finally:
             scheduler.close("the measurement is over")
         for direction, track in tracks.items():
             self._positions[direction] = track.position
+        if not self._is_filled:
+            self.num_bytes, self._is_filled = min(tracks[Direction.WRITE].issued_bytes, volume.capacity_bytes), True
         read, written = (tracks[way].issued_bytes if way in tracks else 0 for way in Direction)
         return Sample(setting, workload, read, written, elapsed, cpu_seconds)
 
@@ -247,39 +276,37 @@ class _Window:
     def __init__(
         self, scheduler: IOScheduler, backend: IOBackend, volume: Volume, step_bytes: int, num_steps: int
     ) -> None:
-        self._scheduler, self._block_bytes = scheduler, backend.block_bytes
+        self._scheduler = scheduler
         self._extent = Extent("drive test", 0, volume.capacity_bytes, volume, is_prewritten=True)
         region = AlignedRegion(step_bytes * num_steps)
         memory = region.array()
         memory[:] = np.random.default_rng(20).integers(0, 256, memory.size, np.uint8)  # no drive can compress it
         register_memory(backend, region)  # as the engine does with its pages
-        self._free = [memory[start : start + step_bytes] for start in range(0, memory.size, step_bytes)]
+        self._buffers = [memory[start : start + step_bytes] for start in range(0, memory.size, step_bytes)]
         self._under_way: dict[Handle, npt.NDArray[np.uint8]] = {}
         self._over: queue.SimpleQueue[Handle] = queue.SimpleQueue()  # filled by callbacks, at most one for each buffer
 
-    def run(self, tracks: Mapping[Direction, _Track], goes_on: Callable[[], bool]) -> None:
-        """Start an operation with each buffer, and the next one when it ends, while ``goes_on()`` is true.
+    def run(self, tracks: Mapping[Direction, _Track], stop: float, most_bytes: float) -> None:
+        """Start an operation with each buffer, and the next one when it ends, until a time and a number of bytes.
 
         Raises:
             SwapperError: An operation failed.
         """
-        for _ in range(len(self._free)):
-            self._issue(tracks)
+        for memory in self._buffers:
+            self._issue(tracks, memory)
         while self._under_way:
             handle = self._over.get()
-            self._free.append(self._under_way.pop(handle))
+            memory = self._under_way.pop(handle)
             if handle.error is not None:
                 raise handle.error
-            if goes_on():
-                self._issue(tracks)
+            if time.perf_counter() < stop and sum(track.issued_bytes for track in tracks.values()) < most_bytes:
+                self._issue(tracks, memory)
 
-    def _issue(self, tracks: Mapping[Direction, _Track]) -> None:
-        direction = _behind(tracks)
+    def _issue(self, tracks: Mapping[Direction, _Track], memory: npt.NDArray[np.uint8]) -> None:
+        direction = min(tracks, key=lambda way: tracks[way].issued_bytes / _SHARES[way])  # which is behind its share
         offset, num_bytes = tracks[direction].advance()
-        memory = self._free.pop()
         priority = Priority.DEMAND if direction is Direction.READ else Priority.WRITE_BACK
-        chosen = memory[:num_bytes]
-        handle = Operation(self._scheduler, direction, self._extent, offset, chosen, priority, self._block_bytes)
+        handle = Operation(self._scheduler, direction, self._extent, offset, memory[:num_bytes], priority)
         self._scheduler.submit(handle)
         self._under_way[handle] = memory
         handle.add_done_callback(self._over.put)
@@ -291,16 +318,3 @@ def _ranges(workload: Workload, num_bytes: int, request_bytes: int) -> dict[Dire
         return {Direction.READ if workload is Workload.READ else Direction.WRITE: (0, num_bytes)}
     half = num_bytes // 2 // request_bytes * request_bytes
     return {Direction.READ: (0, half), Direction.WRITE: (half, num_bytes)}
-
-
-def _behind(tracks: Mapping[Direction, _Track]) -> Direction:
-    """Return the direction that is behind its share of the bytes."""
-    if len(tracks) == 1:
-        return next(iter(tracks))
-    read_bytes, write_bytes = tracks[Direction.READ].issued_bytes, tracks[Direction.WRITE].issued_bytes
-    return Direction.READ if read_bytes * (1 - _READ_SHARE) <= write_bytes * _READ_SHARE else Direction.WRITE
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime

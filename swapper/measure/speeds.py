@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from swapper.errors import LimitError, SwapperError, VolumeError, VolumeTooSmallError
-from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import DriveTest
+from swapper.measure.measurement import DriveTest, IOSetting, Workload
 from swapper.volumes.directory import Directory, DirectoryLike, as_directories
 from swapper.volumes.file_system import describe_drive
 
@@ -57,19 +56,19 @@ def with_speeds(
 def _measured(directory: Directory, drive: str) -> float | None:
     """Return the bytes per second of an optimizer step's mix there, or ``None`` if it cannot be measured."""
     key = (drive, str(directory.path.resolve()))
-    if key not in _known:
-        try:
-            rate = glance([directory], _SECONDS)
-            if rate is None:
-                return None
-            _known[key] = rate
-        except VolumeTooSmallError:  # no room for the measurement; the volume itself may still fit
-            return None
-        except (VolumeError, LimitError):
-            raise
-        except SwapperError as error:
-            raise VolumeError(directory.path, f"its speed cannot be measured: {error}") from error
-    return _known[key]
+    if key in _known:
+        return _known[key]
+    try:
+        rate = glance([directory], _SECONDS)
+    except VolumeTooSmallError:  # no room for the measurement; the volume itself may still fit
+        return None
+    except (VolumeError, LimitError):
+        raise
+    except SwapperError as error:
+        raise VolumeError(directory.path, f"its speed cannot be measured: {error}") from error
+    if rate is not None:
+        _known[key] = rate
+    return rate
 
 
 def glance(directories: Sequence[Directory], seconds: float) -> float | None:

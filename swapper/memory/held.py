@@ -24,11 +24,7 @@ os.register_at_fork(after_in_child=_holders.clear)  # a child has neither the re
 
 def watch_requests(scheduler: Any) -> None:
     """Count the memory of the scheduler's requests as in use, from now on."""
-    _holders[weakref.ref(scheduler, _forget)] = None
-
-
-def _forget(reference: weakref.ref[Any]) -> None:
-    _holders.pop(reference, None)
+    _holders[weakref.ref(scheduler, lambda reference: _holders.pop(reference, None))] = None
 
 
 def is_held(address: int, num_bytes: int) -> bool:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from swapper.config import ALIGNMENT, round_up
+from swapper.config import round_up
 from swapper.errors import ArgumentError
 from swapper.memory.held import is_held
 from swapper.memory.mapping import advise, map_memory, unmap
@@ -20,10 +18,6 @@ from swapper.sync.limits import limits_in_words
 from swapper.uncopyable import Uncopyable
 
 _HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of arm64 with pages of 4 KiB
-# MADV_* of <sys/mman.h>.
-_MADV_DONTNEED = 4
-_MADV_DONTFORK = 10
-_MADV_HUGEPAGE = 14
 
 
 _mapped: dict[int, int] = {}  # bytes of each mapping that are not discarded, by its address
@@ -36,21 +30,6 @@ def _count(address: int, num_bytes: int) -> None:
     with _counting:
         _mapped[address] = num_bytes
         _most_bytes = max(_most_bytes, sum(list(_mapped.values())))  # a list: a mapping may end meanwhile
-
-
-def _unmap(
-    address: int,
-    num_bytes: int,
-    pid: int,
-    # Defaults, because the module's names may be gone when the last region is dropped at exit.
-    munmap: Any = unmap,
-    getpid: Any = os.getpid,
-    forget: Callable[[int, None], int | None] = _mapped.pop,
-) -> None:
-    # A forked child never had this mapping (MADV_DONTFORK): by now the address may belong to something else there.
-    if getpid() == pid:
-        forget(address, None)  # first: the next mapping may get this address
-        munmap(address, num_bytes)
 
 
 class _Mapping:
@@ -69,31 +48,23 @@ class _Mapping:
         self.num_bytes = num_bytes
         if slack:
             head = self.address - base
-            if head:
-                unmap(base, head)
-            if slack - head:
-                unmap(self.address + num_bytes, slack - head)
-        if sys.platform == "linux":
-            # After a fork, the parent's next write to a shared page would give it a copy, while direct I/O goes on with
-            # the old page: see O_DIRECT in open(2).
-            advise(self.address, num_bytes, _MADV_DONTFORK)
-            if slack:
-                advise(self.address, num_bytes, _MADV_HUGEPAGE)
+            unmap(base, head)  # of 0 bytes, it does nothing
+            unmap(self.address + num_bytes, slack - head)
+            advise(self.address, num_bytes, mmap.MADV_HUGEPAGE)
+        # After a fork, the parent's next write to a shared page would give it a copy, while direct I/O goes on with the
+        # old page: see O_DIRECT in open(2).
+        advise(self.address, num_bytes, mmap.MADV_DONTFORK)
         _count(self.address, num_bytes)
         self._pid = os.getpid()
 
     # No `weakref.finalize`: Python walks its registry when the process ends, while workers may still drop regions.
-    def __del__(self, unmap: Callable[[int, int, int], None] = _unmap) -> None:
-        if hasattr(self, "_pid"):  # else the constructor failed before the mapping was whole
-            unmap(self.address, self.num_bytes, self._pid)
-
-    def discard(self, num_bytes: int) -> int:
-        """Give back the memory of the first whole huge pages in ``num_bytes``; return how many bytes that are."""
-        whole = num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES  # less would split a huge page into small ones
-        if not whole or sys.platform != "linux" or advise(self.address, whole, _MADV_DONTNEED):
-            return 0
-        _count(self.address, self.num_bytes - whole)
-        return whole
+    # Defaults, because the module's names may be gone when the last region is dropped at exit.
+    def __del__(self, munmap: Any = unmap, getpid: Any = os.getpid, forget: Any = _mapped.pop) -> None:
+        # A forked child never had this mapping (MADV_DONTFORK): by now the address may belong to something else there.
+        # Without _pid, the constructor failed before the mapping was whole.
+        if getattr(self, "_pid", None) == getpid():
+            forget(self.address, None)  # first: the next mapping may get this address
+            munmap(self.address, self.num_bytes)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -112,10 +83,10 @@ class AlignedRegion(Uncopyable):
         if num_bytes <= 0:
             raise ArgumentError(f"a region needs at least one byte, got {num_bytes}")
         self.num_bytes = num_bytes
-        self._mapping: _Mapping | None = _Mapping(round_up(num_bytes, ALIGNMENT))
-        # Refers to the mapping. Arrays that are given out are views of it, so they keep the mapping after release().
-        self._bytes: npt.NDArray[np.uint8] | None = np.asarray(self._mapping)
-        self._lock = threading.RLock()  # guards release(); see [Note: coming in between] in swapper.sync.reentry
+        mapping = _Mapping(round_up(num_bytes))
+        self._address = mapping.address
+        # Keeps the mapping. Arrays that are given out are views of it, so they keep the mapping after release().
+        self._bytes: npt.NDArray[np.uint8] | None = np.asarray(mapping)
         # Tokens of io_uring rings and device drivers that have pinned its pages: they would go on to use the old pages
         # after a discard().
         self.registrations: set[object] = set()
@@ -134,31 +105,25 @@ class AlignedRegion(Uncopyable):
         with _counting:
             return sum(list(_mapped.values()))
 
-    def _live(self) -> _Mapping:
-        mapping = self._mapping
-        if mapping is None:
-            raise self._released()
-        return mapping
-
-    @staticmethod
-    def _released() -> ArgumentError:
-        return ArgumentError("this memory region has been released; make a new one")
+    def _live(self) -> npt.NDArray[np.uint8]:
+        if (found := self._bytes) is None:
+            raise ArgumentError("this memory region has been released; make a new one")
+        return found
 
     @property
     def address(self) -> int:
         """Address of the first byte."""
-        return self._live().address
+        self._live()
+        return self._address
 
     @property
     def is_released(self) -> bool:
         """Whether :meth:`release` has been called."""
-        return self._mapping is None
+        return self._bytes is None
 
     def array(self) -> npt.NDArray[np.uint8]:
         """Return a fresh writable uint8 array over all bytes; it keeps the memory mapped while it lives."""
-        if self._bytes is None:
-            raise self._released()
-        return self._bytes[: self.num_bytes]
+        return self._live()[: self.num_bytes]
 
     def discard(self, num_bytes: int) -> int:
         """Give the memory of the first ``num_bytes`` back to the system, in whole huge pages.
@@ -171,12 +136,15 @@ class AlignedRegion(Uncopyable):
         """
         if not 0 <= num_bytes <= self.num_bytes:
             raise ArgumentError(f"a region of {self.num_bytes} bytes has no first {num_bytes}")
-        mapping = self._live()
-        if self.registrations or is_held(mapping.address, num_bytes):
+        memory = self._live()  # until the end: a release in between must not unmap it
+        whole = num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES  # less would split a huge page into small ones
+        if not whole or self.registrations or is_held(self._address, num_bytes):
             return 0
-        return mapping.discard(num_bytes)
+        if advise(self._address, whole, mmap.MADV_DONTNEED):
+            return 0
+        _count(self._address, memory.size - whole)
+        return whole
 
     def release(self) -> None:
         """Give the memory back now, or as soon as the last array over it has died. Calling it again does nothing."""
-        with self._lock:
-            self._mapping = self._bytes = None
+        self._bytes = None

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +52,7 @@ class StagingBuffer(Uncopyable):
         # An array of its own for each lease: views of it refer to it, so it dies with the last of them.
         array = staging_pool._whole[index * num_bytes : (index + 1) * num_bytes]
         self._tensor: torch.Tensor | None = torch.from_numpy(array)
-        staging_pool._leased[index] = _Lease(weakref.ref(array), owner)
+        staging_pool._leased[index] = weakref.ref(array), owner
         staging_pool.free.remove(index)  # a finalizer may have given another one back in between
 
     def __repr__(self) -> str:
@@ -99,15 +98,9 @@ class StagingBuffer(Uncopyable):
             del staging_pool._leased[self.index]
             # A request still uses it: then it is in neither list, and _look_again() finds it when the request has
             # ended.
-            if not tenants(staging_pool._address + self.index * staging_pool.buffer_bytes, staging_pool.buffer_bytes):
+            if not tenants(staging_pool._address + self.index * self.num_bytes, self.num_bytes):
                 staging_pool.free.append(self.index)
                 staging_pool._available.notify()
-
-
-@dataclass(frozen=True, slots=True)
-class _Lease:
-    array: weakref.ref[npt.NDArray[np.uint8]]  # lives as long as any view of the buffer
-    owner: str
 
 
 class StagingPool(Closable):
@@ -144,7 +137,8 @@ class StagingPool(Closable):
         # the cache. A buffer in neither free nor _leased was released while a transfer used it.
         self.free = list(range(num_buffers - 1, -1, -1))
         """Which buffers can be leased now: always the same list. Changed under the lock; anybody may look at it."""
-        self._leased: dict[int, _Lease] = {}
+        # The array, which lives as long as any view of the buffer, and the owner.
+        self._leased: dict[int, tuple[weakref.ref[npt.NDArray[np.uint8]], str]] = {}
         # Guards all but the region; see [Note: coming in between] in swapper.sync.reentry.
         self._lock = threading.RLock()
         self._available = threading.Condition(self._lock)  # entered by its lock: see [Note: bells] in swapper.sync.bell
@@ -211,13 +205,7 @@ class StagingPool(Closable):
         with self._lock:
             if self._is_closed or not self._has_memory:
                 return
-            ends_seconds = time.monotonic() + self._deadline_seconds
-            while len(self.free) < self.num_buffers:
-                self._look_again()
-                if len(self.free) < self.num_buffers:
-                    if time.monotonic() > ends_seconds:
-                        raise StagingExhaustedError(self.num_buffers, self._deadline_seconds, self._owners())
-                    self._available.wait(_HELD_SECONDS)
+            self._wait(lambda: len(self.free) == self.num_buffers, self._deadline_seconds)
             self.free.clear()
             self._has_memory = False
         self._unmap()
@@ -248,8 +236,8 @@ class StagingPool(Closable):
         refuse_owned(self._lock, "leasing a buffer")
         timeout_seconds = self._deadline_seconds if timeout_seconds is None else bounded_seconds(timeout_seconds)
         with self._lock:
-            if not self._has_buffer():
-                self._wait(timeout_seconds)
+            if not self.free:  # closed: it raises at once
+                self._wait(lambda: bool(self.free) or self._is_refusing, timeout_seconds)
             if self._is_refusing:
                 raise self._refusal()
             return StagingBuffer(self, owner)
@@ -271,31 +259,30 @@ class StagingPool(Closable):
     def _refusal() -> SwapperClosedError:
         return SwapperClosedError("the staging pool has been closed; no buffer can be leased from it any more")
 
-    def _has_buffer(self) -> bool:
-        """Whether a lease need not wait."""
-        if not self.free and not self._is_refusing:  # closed: a lease raises at once
-            self._look_again()
-        return bool(self.free) or self._is_refusing
-
     def _look_again(self) -> None:
         """Find buffers that came free without a notification."""
         if not self._has_memory:
             return
         # The last view of a leased buffer is gone, and with it every way to release the buffer.
-        for index, lease in tuple(self._leased.items()):
-            if lease.array() is None:
+        for index, (array, _) in tuple(self._leased.items()):
+            if array() is None:
                 del self._leased[index]
         if len(self.free) + len(self._leased) < self.num_buffers:
             known = {*self.free, *self._leased}
-            self.free += [index for index in range(self.num_buffers) if index not in known and not self._held(index)]
+            for index in range(self.num_buffers):
+                if index not in known and not tenants(self._address + index * self.buffer_bytes, self.buffer_bytes):
+                    self.free.append(index)
 
-    def _held(self, index: int) -> bool:
-        return bool(tenants(self._address + index * self.buffer_bytes, self.buffer_bytes))
-
-    def _wait(self, timeout_seconds: float) -> None:
+    def _wait(self, is_over: Callable[[], bool], timeout_seconds: float) -> None:
+        """Sleep until ``is_over()``; raise `StagingExhaustedError` if that takes too long. The caller has the lock."""
         left_seconds = timeout_seconds
         most_seconds = max(timeout_seconds / _NUM_PAUSES, _HELD_SECONDS)
-        while not (has_buffer := self._has_buffer()) and left_seconds > 0:
+        while not is_over():
+            self._look_again()
+            if is_over():
+                return
+            if left_seconds <= 0:
+                raise StagingExhaustedError(self.num_buffers, timeout_seconds, self._owners())
             # StagingBuffer.release() notifies. A transfer that ends after it does not: such a buffer is polled for.
             pause_seconds = _HELD_SECONDS if len(self._leased) < self.num_buffers else _LOOK_UP_SECONDS
             pause_seconds = min(left_seconds, pause_seconds, most_seconds)
@@ -303,11 +290,9 @@ class StagingPool(Closable):
             self._available.wait(pause_seconds)
             # A process that was stopped meanwhile (SIGSTOP, a debugger) has lost no more than this pause.
             left_seconds -= min(pause_seconds, time.monotonic() - paused_seconds)
-        if not has_buffer:
-            raise StagingExhaustedError(self.num_buffers, timeout_seconds, self._owners())
 
     def _owners(self) -> list[tuple[str, int]]:
-        owners = Counter(lease.owner for lease in self._leased.values())
+        owners = Counter(owner for _, owner in self._leased.values())
         num_held = self.num_buffers - len(self.free) - len(self._leased)
         if num_held:
             owners["transfers that have not ended, although nobody waits for them any more"] = num_held

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from swapper.backend import CorruptedDataError, IOBackend, IORequest
 from swapper.errors import ChecksumMismatchError, StallError, TransferError, refusal
 from swapper.scheduling.operation import Operation, Transfer
 
-_Error = TypeVar("_Error", bound=TransferError)
-
 
 def _error(
-    kind: type[_Error],
+    kind: type[TransferError],
     operation: Operation,
     backend: IOBackend,
     start: int,
     num_bytes: int,
     detail: str,
     cause: OSError | None = None,
-) -> _Error:
+) -> TransferError:
     """Return the error of bytes of an operation, from ``start`` on in the backend's address space."""
     file, file_offset = backend.locate(start)
     extent = operation.extent
@@ -31,8 +27,10 @@ def _error(
     return error
 
 
-def os_error(operation: Operation, request: IORequest, backend: IOBackend, error: OSError) -> TransferError:
-    """Return the error of a transfer that the operating system refused, or of which the bytes are wrong."""
+def transfer_error(
+    operation: Operation, transfer: Operation | Transfer, backend: IOBackend, moved_bytes: int, error: OSError | None
+) -> TransferError:
+    """Return the error of a transfer: the system refused it, its bytes are wrong, or it was short at each attempt."""
     if isinstance(error, CorruptedDataError):
         detail = (
             "returned other bytes than were written (the crc32c differs): do not continue with these states, but "
@@ -40,27 +38,22 @@ def os_error(operation: Operation, request: IORequest, backend: IOBackend, error
             "a memory test show what to replace"
         )
         return _error(ChecksumMismatchError, operation, backend, error.offset, error.num_bytes, detail, error)
-    return _error(TransferError, operation, backend, request.offset, len(request.memory), refusal(error), error)
-
-
-def short_error(
-    operation: Operation, transfer: Operation | Transfer, backend: IOBackend, transferred_bytes: int
-) -> TransferError:
-    """Return the error of a transfer that was short at each attempt."""
     detail = (
-        f"stopped after {transferred_bytes} bytes at the last of {transfer.num_retries + 1} attempts: the file has become "
-        "shorter or its drive is going away"
+        f"stopped after {moved_bytes} bytes at the last of {transfer.num_retries + 1} attempts: the file has become "
     )
-    return _error(TransferError, operation, backend, transfer.offset, len(transfer.memory), detail)
+    detail += "shorter or its drive is going away"
+    if error is not None:
+        detail = refusal(error)
+    return _error(TransferError, operation, backend, transfer.offset, len(transfer.memory), detail, error)
 
 
-def behind_error(operation: Operation, hung: Operation, backend: IOBackend) -> StallError:
+def behind_error(operation: Operation, hung: Operation, backend: IOBackend) -> TransferError:
     """Return the error of an operation that cannot begin because another one hangs."""
     where = f" in {hung.failure.file}" if isinstance(hung.failure, TransferError) else ""
     return stall_error(operation, None, backend, f"is behind a transfer that hangs{where}")
 
 
-def stall_error(operation: Operation, request: IORequest | None, backend: IOBackend, detail: str) -> StallError:
+def stall_error(operation: Operation, request: IORequest | None, backend: IOBackend, detail: str) -> TransferError:
     """Return the error of an operation, or of one of its transfers, that does not end."""
     start, num_bytes = operation.offset, operation.num_bytes
     if request is not None:

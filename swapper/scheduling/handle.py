@@ -16,6 +16,16 @@ from swapper.sync.callbacks import log_raised
 from swapper.uncopyable import Uncopyable
 
 
+class OperationState(Enum):
+    """Where an operation is. The comments say who owns it, and with it the buffer."""
+
+    BLOCKED = "blocked"  # earlier operations on the same bytes
+    QUEUED = "queued"  # the queue: ready, at least one transfer is not handed over yet
+    RUNNING = "running"  # the backend: every transfer is handed over
+    STALLED = "stalled"  # nobody waits any more, but the backend still has the buffer
+    DONE = "done"  # nobody: the buffer is the user's again
+
+
 class Handle(Uncopyable):
     """One read or write of ``num_bytes`` of an ``extent``, with its present ``priority``.
 
@@ -29,7 +39,7 @@ class Handle(Uncopyable):
     priority: Priority
     direction: Direction
     scheduler: Any
-    state: Enum
+    state: OperationState
     is_finished: bool
     is_observed: bool
     failure: SwapperError | None
@@ -69,8 +79,15 @@ class Handle(Uncopyable):
             SwapperError: What the request failed with.
             StallError: It was not over in time; it still runs, and may be waited for again.
         """
-        if not self.is_finished or self.failure is not None:
-            self.scheduler.wait(self, timeout_seconds)
+        if not self.is_finished:
+            # Without the scheduler's lock: a state that changes now costs at most a promotion without effect.
+            if self.priority > Priority.DEMAND and self.state is not OperationState.RUNNING:
+                self.scheduler.promote(self, Priority.DEMAND)
+            self.scheduler.sleep(self, timeout_seconds, observes=True)
+        if self.failure is not None:
+            observe(self)
+            # Each waiter raises the same object: with its traceback, it would keep the frames of all of them.
+            raise self.failure.with_traceback(None)
 
     def promote(self, priority: Priority = Priority.DEMAND) -> None:
         """Raise the priority of the request and of the earlier requests it waits for; never lowers one."""

@@ -37,18 +37,6 @@ class Ledger:
 
     # Where `is_plain` and nothing overlaps, `IOScheduler` adds and removes rows by hand.
 
-    __slots__ = (
-        "_broken",
-        "_is_written",
-        "_written",
-        "extent",
-        "has_broken",
-        "is_plain",
-        "longest",
-        "num_admitted",
-        "rows",
-    )
-
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
         # A write counts from its submission on, because whatever is submitted later runs after it.
@@ -79,8 +67,9 @@ class Ledger:
             if gap is not None:
                 raise ExtentError.unwritten(self.extent.name, gap[0], gap[1] - gap[0])
         # A write on its way may heal them: checked when it has ended.
-        if is_read and self.has_broken and not any(each.direction is Direction.WRITE for each in self.operations):
-            self.check_broken(operation)
+        is_final = self.has_broken and not any(each.direction is Direction.WRITE for each in self.operations)
+        if is_final and (error := self.broken_error(operation)) is not None:
+            raise error
         self.num_admitted = operation.number = self.num_admitted + 1
         if self.rows:
             earlier = self.overlaps(operation)
@@ -113,12 +102,12 @@ class Ledger:
             if not rows:
                 self.longest = 0
 
-    def check_broken(self, operation: Operation) -> None:
-        """Raise for a read of bytes whose last write failed. Final only when the operation has no blockers left."""
-        if operation.direction is Direction.READ:
-            overlap = self._broken.first_overlap(operation.first, operation.stop)
-            if overlap is not None:
-                raise ExtentError.broken(self.extent.name, overlap[0], overlap[1] - overlap[0])
+    def broken_error(self, operation: Operation) -> ExtentError | None:
+        """Return the error of a read of bytes whose last write failed. Final only without blockers."""
+        overlap = self._broken.first_overlap(operation.first, operation.stop)
+        if overlap is None or operation.direction is Direction.WRITE:
+            return None
+        return ExtentError.broken(self.extent.name, overlap[0], overlap[1] - overlap[0])
 
     def finish(self, operation: Operation) -> None:
         """Record how an operation ended."""

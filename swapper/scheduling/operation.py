@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from numpy import ndarray
@@ -16,22 +15,12 @@ from swapper.config import ALIGNMENT, Priority, as_priority, whole_number
 from swapper.errors import ArgumentError, SwapperError
 from swapper.extents.extent import Extent
 from swapper.memory.buffer import BYTE, Buffer, bytes_of
-from swapper.scheduling.handle import Handle
+from swapper.scheduling.handle import Handle, OperationState
 
 _as_character = c_char.from_buffer  # with `addressof` the cheapest way to a buffer's address
 
 
 def _nothing(*_: object) -> None: ...
-
-
-class OperationState(Enum):
-    """Where an operation is. The comments say who owns it, and with it the buffer."""
-
-    BLOCKED = "blocked"  # earlier operations on the same bytes
-    QUEUED = "queued"  # the queue: ready, at least one transfer is not handed over yet
-    RUNNING = "running"  # the backend: every transfer is handed over
-    STALLED = "stalled"  # nobody waits any more, but the backend still has the buffer
-    DONE = "done"  # nobody: the buffer is the user's again
 
 
 class Operation(IORequest, Handle):
@@ -91,7 +80,6 @@ class Operation(IORequest, Handle):
         first: int,
         buffer: Buffer,
         priority: Priority,
-        block_bytes: int,
         num_bytes: int | None = None,
         then: Callable[[Handle], None] | None = None,
     ) -> None:
@@ -101,7 +89,6 @@ class Operation(IORequest, Handle):
             direction, extent, priority: See above.
             first: First byte in the extent.
             buffer: See `Swapper.read`.
-            block_bytes: See `IOBackend`.
             num_bytes: So many bytes of the buffer; all by default.
             then: The first of its ``callbacks``.
 
@@ -141,6 +128,7 @@ class Operation(IORequest, Handle):
         except (TypeError, ValueError):  # it is read-only, or empty
             self.address = array.__array_interface__["data"][0]
         # Rounded out to whole blocks, which a write rewrites: bytes [100, 5100) and blocks of 4096 give [0, 8192).
+        block_bytes = scheduler.block_bytes
         self.hazard_start = first - first % block_bytes
         self.hazard_stop = -(-stop // block_bytes) * block_bytes
         if then is not None:

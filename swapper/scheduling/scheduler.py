@@ -34,17 +34,17 @@ from typing import Any
 
 from swapper.backend import NO_MEMORY, Direction, IOBackend
 from swapper.config import ALIGNMENT, Priority, SwapperConfig, bounded_seconds
-from swapper.errors import ExtentError, ReentryError, SwapperClosedError, SwapperError
+from swapper.errors import ExtentError, ReentryError, SwapperClosedError
 from swapper.extents.extent import Extent, ExtentState
 from swapper.memory.held import watch_requests
 from swapper.meters.busy import MOST_SPANS, BusyTimes
 from swapper.meters.observer import Observers
 from swapper.scheduling import waiting
-from swapper.scheduling.failure import behind_error, os_error, short_error, stall_error
-from swapper.scheduling.handle import announce, observe
+from swapper.scheduling.failure import behind_error, stall_error, transfer_error
+from swapper.scheduling.handle import OperationState, announce
 from swapper.scheduling.ledger import Ledger
-from swapper.scheduling.operation import Operation, OperationState, Transfer
-from swapper.scheduling.statistics import Statistics, take_snapshot
+from swapper.scheduling.operation import Operation, Transfer
+from swapper.scheduling.statistics import Statistics
 from swapper.scheduling.transfer_queue import TransferQueue
 from swapper.sync import interrupts
 from swapper.sync.bell import Bell
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 10.0  # idle threads get at least this long to end in close(), also with timeout_seconds=0
 _TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})  # a repeated transfer may succeed
-_, _QUEUED, _RUNNING, _STALLED, _DONE = OperationState
+_BLOCKED, _QUEUED, _RUNNING, _STALLED, _DONE = OperationState
 _UNGUARDED = contextlib.nullcontext()
 
 
@@ -81,27 +81,28 @@ class IOScheduler(Uncopyable):
         """``free``: called with a freed extent when its last request has ended."""
         self.pid = interrupts.pid
         self._backend = backend
+        self.block_bytes = backend.block_bytes
         self._free_extent = free
         self._config = config
         # Guards the queues, the ledgers and all operations. Taken before the swapper's allocator lock (in _free_extent)
         # and never around backend.submit, callbacks or observers. Re-entrant, so that a finalizer is refused and does
         # not hang.
-        self._lock: Any = threading.RLock()
+        self.lock: Any = threading.RLock()
         self.observers = Observers()
         shared = (config, backend, self._on_complete, BusyTimes(busy), self.observers)
         self.queues = tuple(TransferQueue(direction, *shared) for direction in Direction)
         self._ledgers: dict[Extent, Ledger] = {}
         self.requests = self._active = dict[Operation, Ledger]()  # unfinished or stalled, in submission order
         watch_requests(self)
-        self._delayed = waiting.DelayedTransfers(self._try_again)
+        self._delayed: dict[Transfer, threading.Timer] = {}  # transfers that are tried again after a pause
         self._tick = self._num_errors = 0
         self._closed_because = ""
         self._thread = _Thread()
         self.pending = waiting.PendingErrors()
-        self._tick_seconds = waiting.tick_seconds(config.deadline_seconds)
+        self.tick_seconds = waiting.tick_seconds(config.deadline_seconds)
         self._stop = Bell()
         call_when_collected(self, self._stop.ring)
-        arguments = (weakref.WeakMethod(self._on_tick), self._stop, self._tick_seconds)
+        arguments = (weakref.WeakMethod(self._on_tick), self._stop, self.tick_seconds)
         self._watchdog = threading.Thread(target=waiting.watch, args=arguments, name="swapper-watchdog", daemon=True)
         start_threads(self._watchdog)
 
@@ -126,13 +127,13 @@ class IOScheduler(Uncopyable):
             self.check_process()
         if self.pending.operations:
             self.pending.raise_first()
-        if self._lock._is_owned():
-            refuse_owned(self._lock, "a read or a write")
+        if self.lock._is_owned():
+            refuse_owned(self.lock, "a read or a write")
         queue, num_bytes, offset = self.queues[operation.direction], operation.num_bytes, operation.offset
         finished: list[Operation] = []
         # Only the main thread gets KeyboardInterrupt.
         with interrupts.uninterrupted() if get_ident() == interrupts.main else _UNGUARDED:
-            with self._lock:
+            with self.lock:
                 ledger, num_inflight = self._ledgers.get(operation.extent), len(queue.inflight)
                 # See [Note: the usual case is cheap].
                 if (
@@ -225,15 +226,11 @@ class IOScheduler(Uncopyable):
 
     def _make_ready(self, operation: Operation, ledger: Ledger) -> bool:
         """Queue an operation without blockers; return false if it is over instead."""
-        try:
-            if self._closed_because:
-                raise SwapperClosedError(self._closed_because)
-            if ledger.has_broken:
-                ledger.check_broken(operation)
-        except SwapperError as error:
-            operation.failure = error.with_traceback(None)
-            return False
-        if operation.num_bytes == 0:
+        if self._closed_because:
+            operation.failure = SwapperClosedError(self._closed_because)
+        elif ledger.has_broken:
+            operation.failure = ledger.broken_error(operation)
+        if operation.failure is not None or operation.num_bytes == 0:
             return False
         self.queues[operation.direction].enqueue(operation)
         return True
@@ -249,7 +246,7 @@ class IOScheduler(Uncopyable):
         `submit` and `_on_complete` do the same by hand, at less cost."""
         finished: list[Operation] = []
         to_submit: deque[Operation | Transfer] = deque()
-        with self._lock:
+        with self.lock:
             yield finished
             for queue in self.queues:
                 queue.pop_ready(self._tick, to_submit)
@@ -287,7 +284,7 @@ class IOScheduler(Uncopyable):
         finished: list[Operation] = []
         to_submit: deque[Operation | Transfer] = deque()
         queue = self.queues[request.direction]
-        with self._lock:
+        with self.lock:
             num_bytes = queue.inflight.pop(request, None)
             if num_bytes is None:
                 logger.warning("a transfer of bytes from %d on was completed twice, or is unknown", request.offset)
@@ -341,9 +338,8 @@ class IOScheduler(Uncopyable):
         """Whether the transfer is tried again; if not, its operation has failed."""
         operation = transfer.operation
         is_transient = error is None or error.errno in _TRANSIENT  # no error: the transfer was short
-        is_late = (
-            self._tick - transfer.submitted_tick >= waiting.TICKS_PER_DEADLINE
-        )  # retries do not extend the deadline
+        # Retries do not extend the deadline.
+        is_late = self._tick - transfer.submitted_tick >= waiting.TICKS_PER_DEADLINE
         has_attempts = transfer.num_retries < self._config.max_retries and not is_late and not self._closed_because
         if is_transient and has_attempts:
             if isinstance(transfer, Operation):  # what is left of it is a piece
@@ -352,15 +348,17 @@ class IOScheduler(Uncopyable):
             num_bytes = transfer.advance(0 if error is not None else transferred_bytes)
             queue.count_part(transfer, num_bytes, is_again=True)
             seconds = waiting.delay_seconds(transfer.num_retries, has_moved=num_bytes > 0)
-            if seconds and self._delayed.add(transfer, seconds):
+            if seconds:
+                timer = threading.Timer(seconds, self._try_again, (transfer,))
+                with contextlib.suppress(RuntimeError):  # too many threads, or the interpreter ends: then at once
+                    timer.start()
+                    self._delayed[transfer] = timer
+            if transfer in self._delayed:
                 operation.outstanding += 1  # until its turn comes
             else:
                 queue.enqueue_again(transfer)
             return True
-        if error is not None:
-            operation.failure = os_error(operation, transfer, self._backend, error)
-        else:
-            operation.failure = short_error(operation, transfer, self._backend, transferred_bytes)
+        operation.failure = transfer_error(operation, transfer, self._backend, transferred_bytes, error)
         queue.count_part(transfer, 0, is_again=False)
         queue.withdraw(operation)
         return False
@@ -369,7 +367,7 @@ class IOScheduler(Uncopyable):
         """Queue a delayed transfer again; runs on its timer's thread."""
         operation = transfer.operation
         with self._change() as finished:
-            if not self._delayed.remove(transfer):  # all is being closed
+            if self._delayed.pop(transfer, None) is None:  # all is being closed
                 return
             operation.outstanding -= 1
             if operation.failure is None:
@@ -443,21 +441,9 @@ class IOScheduler(Uncopyable):
 
     def _refuse_between(self, what: str) -> None:
         """Raise `ReentryError` if this thread is in the middle of a change, or of a submission."""
-        refuse_owned(self._lock, what)
+        refuse_owned(self.lock, what)
         if self._thread.backlog is not None:
             raise ReentryError(what, "the start of a read or a write")
-
-    def wait(self, operation: Operation, timeout_seconds: float | None) -> None:
-        """Block until the operation is over and raise its error; see ``Handle.wait``."""
-        if not operation.is_finished:
-            # Without the lock: a state that changes now costs at most a promotion without effect.
-            if operation.priority > Priority.DEMAND and operation.state is not _RUNNING:
-                self.promote(operation, Priority.DEMAND)
-            self.sleep(operation, timeout_seconds, observes=True)
-        if operation.failure is not None:
-            observe(operation)
-            # Each waiter raises the same object: with its traceback, it would keep the frames of all of them.
-            raise operation.failure.with_traceback(None)
 
     def sleep(self, operation: Operation, timeout_seconds: float | None = None, *, observes: bool) -> None:
         """Block until the operation is over.
@@ -473,11 +459,10 @@ class IOScheduler(Uncopyable):
         """
         if interrupts.pid != self.pid:
             self.check_process()
-        if self._lock._is_owned() or self._thread.backlog is not None:
+        if self.lock._is_owned() or self._thread.backlog is not None:
             self._refuse_between("waiting")
         left_seconds = None if timeout_seconds is None else bounded_seconds(timeout_seconds)
-        pending = self.pending if observes else None
-        if not waiting.sleep(operation, left_seconds, self._lock, self._tick_seconds, self.queues, pending):
+        if not waiting.sleep(operation, left_seconds, observes=observes):
             limit = self._config.deadline_seconds if timeout_seconds is None else timeout_seconds
             detail = f"is not over after a wait of {limit:g} seconds ({operation.state.value})"
             raise stall_error(operation, None, self._backend, detail)
@@ -491,7 +476,7 @@ class IOScheduler(Uncopyable):
     def wait_for_writes(self) -> None:
         """Block until all writes submitted so far are over; their errors stay pending."""
         self._refuse_between("a flush")
-        with self._lock:
+        with self.lock:
             writes = [operation for operation in self._active if operation.direction is Direction.WRITE]
         self._wait_for_all(writes)
 
@@ -501,7 +486,7 @@ class IOScheduler(Uncopyable):
         Its space is freed when the backend has completed all of them, also if this wait is cut off.
         """
         self._refuse_between("freeing an extent")
-        with interrupts.uninterrupted(), self._lock:
+        with interrupts.uninterrupted(), self.lock:
             if extent.state is ExtentState.FREED:
                 raise ExtentError(extent.name, f"extent {extent.name!r} was freed twice")
             extent.state = ExtentState.FREEING
@@ -522,8 +507,8 @@ class IOScheduler(Uncopyable):
     def promote(self, operation: Operation, priority: Priority) -> None:
         """Raise the priority of an operation and of those it waits for."""
         self.check_process()
-        refuse_owned(self._lock, "raising a priority")
-        with self._lock:
+        refuse_owned(self.lock, "raising a priority")
+        with self.lock:
             self._promote(operation, priority)
 
     def _promote(self, operation: Operation, priority: Priority) -> None:
@@ -550,8 +535,10 @@ class IOScheduler(Uncopyable):
         timeout_seconds = bounded_seconds(timeout_seconds, "timeout_seconds")
         with self._change() as finished:
             self._closed_because = self._closed_because or because
-            for transfer in self._delayed.clear():
+            for transfer, timer in self._delayed.items():
+                timer.cancel()
                 transfer.operation.outstanding -= 1
+            self._delayed.clear()  # a timer that fires now finds its transfer gone
             has_hung = any(operation.state is _STALLED for operation in self._active)
             for operation in list(self._active):
                 if not operation.is_finished:
@@ -572,22 +559,40 @@ class IOScheduler(Uncopyable):
         self._stop.ring()
         if get_ident() != self._watchdog.ident:  # a callback of a stalled operation runs there, and may close
             self._watchdog.join()
-        self._end_lost(is_ended)
-        while (error := self.pending.pop()) is not None:
-            logger.error("closed with an error that nobody has seen: %s", error)
-
-    def _end_lost(self, is_ended: bool) -> None:
-        """End operations whose transfers no backend will ever complete."""
-        with self._change() as finished:
+        with self._change() as finished:  # no backend will ever complete these
             for operation, ledger in list(self._active.items()):
                 if is_ended and operation in self._active:
                     self._finish(operation, finished)
                 elif not operation.is_finished:
                     self._fix_outcome(operation, ledger)
                     finished.append(operation)
+        while (error := self.pending.pop()) is not None:
+            logger.error("closed with an error that nobody has seen: %s", error)
 
     def statistics(self, capacity_bytes: int, free_bytes: int) -> Statistics:
         """Return a consistent snapshot; the sizes are the caller's."""
         self.check_process()
-        with self._lock:
-            return take_snapshot(self.queues, self._active, self._backend, self._num_errors, capacity_bytes, free_bytes)
+        with self.lock:
+            reads, writes = self.queues
+            busy = reads.busy.seconds()
+            # By state and not by queue: blocked operations are in no queue.
+            queued = [each.direction for each in self._active if each.state in (_BLOCKED, _QUEUED)]
+            return Statistics(
+                read_bytes=reads.num_bytes,
+                write_bytes=writes.num_bytes,
+                num_reads=reads.num_transfers,
+                num_writes=writes.num_transfers,
+                num_retries=reads.num_retries + writes.num_retries,
+                num_errors=self._num_errors,
+                num_bounced=self._backend.num_bounced,
+                read_busy_seconds=busy.read,
+                write_busy_seconds=busy.write,
+                busy_seconds=busy.either,
+                inflight_reads=len(reads.inflight),
+                inflight_writes=len(writes.inflight),
+                queued_reads=queued.count(Direction.READ),
+                queued_writes=queued.count(Direction.WRITE),
+                capacity_bytes=capacity_bytes,
+                free_bytes=free_bytes,
+                is_direct=self._backend.is_direct,
+            )

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-
-from swapper.backend import Direction, IOBackend
-from swapper.scheduling.operation import Operation, OperationState
-from swapper.scheduling.transfer_queue import TransferQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,38 +64,3 @@ class Statistics:
 
 
 _NUM_COUNTERS = 10  # the first fields of `Statistics`; the others are gauges
-
-
-def take_snapshot(
-    queues: Sequence[TransferQueue],
-    operations: Iterable[Operation],
-    backend: IOBackend,
-    num_errors: int,
-    capacity_bytes: int,
-    free_bytes: int,
-) -> Statistics:
-    """Return the statistics of a scheduler's queues and unfinished operations; the caller holds its lock."""
-    reads, writes = queues
-    busy = reads.busy.seconds()
-    # By state and not by queue: blocked operations are in no queue.
-    waiting = (OperationState.BLOCKED, OperationState.QUEUED)
-    queued = [operation.direction for operation in operations if operation.state in waiting]
-    return Statistics(
-        read_bytes=reads.num_bytes,
-        write_bytes=writes.num_bytes,
-        num_reads=reads.num_transfers,
-        num_writes=writes.num_transfers,
-        num_retries=reads.num_retries + writes.num_retries,
-        num_errors=num_errors,
-        num_bounced=backend.num_bounced,
-        read_busy_seconds=busy.read,
-        write_busy_seconds=busy.write,
-        busy_seconds=busy.either,
-        inflight_reads=len(reads.inflight),
-        inflight_writes=len(writes.inflight),
-        queued_reads=queued.count(Direction.READ),
-        queued_writes=queued.count(Direction.WRITE),
-        capacity_bytes=capacity_bytes,
-        free_bytes=free_bytes,
-        is_direct=backend.is_direct,
-    )

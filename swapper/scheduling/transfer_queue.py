@@ -10,7 +10,8 @@ from swapper.backend import CompletionCallback, Direction, IOBackend
 from swapper.config import ALIGNMENT, Priority, SwapperConfig
 from swapper.meters.busy import BusyTimes
 from swapper.meters.observer import Observers, TransferRecord
-from swapper.scheduling.operation import Operation, OperationState, Transfer
+from swapper.scheduling.handle import OperationState
+from swapper.scheduling.operation import Operation, Transfer
 
 _FEW_BYTES = 1 << 20  # which any drive moves within a millisecond or two
 _QUEUED, _RUNNING, _STALLED = OperationState.QUEUED, OperationState.RUNNING, OperationState.STALLED
@@ -24,30 +25,6 @@ class TransferQueue:
 
     Where nothing is queued and the backend has room, `IOScheduler.submit` and ``_on_complete`` change the counts by hand.
     """
-
-    __slots__ = (
-        "_max_overtakes",
-        "_overtaken",
-        "_queues",
-        "boundary_bytes",
-        "busy",
-        "busy_spans",
-        "direction",
-        "few_bytes",
-        "inflight",
-        "inflight_bytes",
-        "limit",
-        "longest_bytes",
-        "most_bytes",
-        "most_inflight",
-        "num_bytes",
-        "num_queued",
-        "num_retries",
-        "num_taken",
-        "num_transfers",
-        "observers",
-        "on_complete",
-    )
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What waits: transfers for another attempt, errors for somebody who sees them, the watchdog for its next tick."""
+"""What waits: threads for an operation, errors for somebody who sees them, the watchdog for its next tick."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 from swapper.errors import SwapperError
 from swapper.scheduling.handle import observe
-from swapper.scheduling.operation import Operation, Transfer
-from swapper.scheduling.transfer_queue import TransferQueue
+from swapper.scheduling.operation import Operation
 from swapper.sync.bell import Bell
 from swapper.sync.callbacks import call_back
 from swapper.sync.timeouts import wait_in_parts
@@ -33,72 +31,52 @@ def tick_seconds(deadline_seconds: float) -> float:
     return deadline_seconds / (TICKS_PER_DEADLINE + 0.5)
 
 
-def sleep(
-    operation: Operation,
-    timeout_seconds: float | None,
-    lock: Any,
-    tick_seconds: float,
-    queues: Iterable[TransferQueue],
-    pending: PendingErrors | None,
-) -> bool:
+def sleep(operation: Operation, timeout_seconds: float | None, *, observes: bool) -> bool:
     """Block until an operation is over; return whether it is.
 
     Args:
         operation: What to wait for.
         timeout_seconds: How long at most; by default, until nothing has completed for the deadline.
-        lock: The scheduler's.
-        tick_seconds: See `tick_seconds`.
-        queues: Those in which transfers complete.
-        pending: Where the operation's error is kept if this wait is cut off; None if it is kept there in any case.
+        observes: The caller will raise the operation's error. It is kept as pending if this wait is cut off.
     """
+    scheduler = operation.scheduler
     # A bare lock is the cheapest thing that one thread can sleep on and another can wake.
     waiter = threading.Lock()
     waiter.acquire()
-    with lock:  # is_finished is set under it too, and announce() reads the waiters after that
+    with scheduler.lock:  # is_finished is set under it too, and announce() reads the waiters after that
         if operation.is_finished:
             return True
         operation.waiters = (*operation.waiters, waiter)
-        operation.num_observers += pending is not None
+        operation.num_observers += observes
     is_woken = False
     try:
-        # As a rule it is over within the first tick.
-        is_woken = timeout_seconds is None and waiter.acquire(timeout=tick_seconds)
-        is_woken = is_woken or _acquire(waiter, operation, timeout_seconds, tick_seconds, queues)
+        if timeout_seconds is not None:
+            is_woken = wait_in_parts(lambda seconds: waiter.acquire(timeout=seconds), timeout_seconds)
+        else:
+            # Longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
+            num_idle, num_completed = 0, -1
+            while num_idle <= TICKS_PER_DEADLINE + 2:
+                is_woken = waiter.acquire(timeout=scheduler.tick_seconds)
+                if is_woken or _is_over(operation):
+                    break
+                before = num_completed
+                num_completed = sum(queue.num_taken - len(queue.inflight) for queue in scheduler.queues)
+                # A long queue on a slow drive is no stall: any completed transfer restarts the count.
+                num_idle = num_idle + 1 if num_completed == before else 1
     finally:
         if not is_woken:
-            with lock:
-                operation.num_observers -= pending is not None
+            with scheduler.lock:
+                operation.num_observers -= observes
                 if operation.waiters:  # else it is over
                     operation.waiters = [each for each in operation.waiters if each is not waiter]
-                if pending is not None and _is_over(operation) and operation.failure is not None:
-                    pending.add(operation)  # it failed when the only one who wanted to know had gone
+                if observes and _is_over(operation) and operation.failure is not None:
+                    scheduler.pending.add(operation)  # it failed when the only one who wanted to know had gone
     return is_woken or _is_over(operation)
 
 
 def _is_over(operation: Operation) -> bool:
     # A call, because other threads change the attribute: mypy would narrow its type after the first look.
     return operation.is_finished
-
-
-def _acquire(
-    waiter: threading.Lock,
-    operation: Operation,
-    timeout_seconds: float | None,
-    tick_seconds: float,
-    queues: Iterable[TransferQueue],
-) -> bool:
-    """Return whether the waiter was released, or the operation is over, in time."""
-    if timeout_seconds is not None:
-        return wait_in_parts(lambda seconds: waiter.acquire(timeout=seconds), timeout_seconds)
-    # One tick longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
-    num_idle, num_completed = 0, -1
-    while num_idle <= TICKS_PER_DEADLINE + 1:
-        if waiter.acquire(timeout=tick_seconds) or operation.is_finished:
-            return True
-        before, num_completed = num_completed, sum(queue.num_taken - len(queue.inflight) for queue in queues)
-        # A long queue on a slow drive is no stall: any completed transfer restarts the count.
-        num_idle = num_idle + 1 if num_completed == before else 1
-    return False
 
 
 def watch(on_tick: weakref.WeakMethod[Callable[[], None]], stop: Bell, seconds: float) -> None:
@@ -117,40 +95,6 @@ def delay_seconds(num_retries: int, *, has_moved: bool) -> float:
     # Bytes have moved: a signal, or the end of a file system's extent, made the transfer short. No pause helps there.
     # min(..., 16): a large max_retries would make 2.0 ** 1024, which raises OverflowError.
     return 0.0 if has_moved else min(_FIRST_DELAY_SECONDS * 2.0 ** min(num_retries - 1, 16), _MOST_DELAY_SECONDS)
-
-
-class DelayedTransfers:
-    """Transfers that are tried again after a pause, with a timer for each. The scheduler's lock guards it.
-
-    Args:
-        then: Called with the transfer when its pause is over, on the timer's thread.
-    """
-
-    def __init__(self, then: Callable[[Transfer], None]) -> None:
-        self._then = then
-        self._timers: dict[Transfer, threading.Timer] = {}
-
-    def add(self, transfer: Transfer, seconds: float) -> bool:
-        """Begin the pause of a transfer; return false if no timer thread can be started."""
-        timer = threading.Timer(seconds, self._then, (transfer,))
-        try:
-            timer.start()
-        except RuntimeError:  # too many threads, or the interpreter ends
-            return False
-        self._timers[transfer] = timer
-        return True
-
-    def remove(self, transfer: Transfer) -> bool:
-        """Forget a transfer; return false if it was not there."""
-        return self._timers.pop(transfer, None) is not None
-
-    def clear(self) -> list[Transfer]:
-        """Forget all transfers, and return them. A timer that fires from now on finds its transfer gone."""
-        for timer in self._timers.values():
-            timer.cancel()
-        found = list(self._timers)
-        self._timers.clear()
-        return found
 
 
 class PendingErrors:

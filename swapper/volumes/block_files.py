@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 import threading
 from collections import deque
@@ -98,23 +99,19 @@ class BlockThreads(Closable):
         # Blocks are made on demand and reused. write() lets at most num_threads be on their way, and the caller fills
         # one more; reads are limited by their caller.
         self._free: list[Bytes] = []
-        self._regions: list[AlignedRegion] = []
         self._writes: deque[Future[None]] = deque()
 
     def close(self) -> None:
         """Wait for all transfers, and release the memory."""
         self._pool.close()
-        self._free.clear()
-        self._regions.clear()  # each is unmapped when the last array over it is gone
+        self._free.clear()  # each block is unmapped when the last array over it is gone
 
     def acquire_block(self) -> Bytes:
         """Return memory for a block, with undefined contents. The caller owns it until `write` or `release_block`."""
         try:
             return self._free.pop()
         except IndexError:
-            region = AlignedRegion(self.block_bytes)
-            self._regions.append(region)
-            return region.array()
+            return AlignedRegion(self.block_bytes).array()  # the array keeps the memory
 
     def release_block(self, block: Bytes) -> None:
         """Give a block of `acquire_block` or `read` back."""
@@ -169,5 +166,5 @@ def free_bytes(directory: Path) -> int:
     """
     while not directory.exists():
         directory = directory.parent
-    found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
+    usage = shutil.disk_usage(directory)
+    return usage.free if usage.total else sys.maxsize

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from swapper.errors import VolumeError, error_words
+from swapper.errors import VolumeError, as_volume_error
 
 _MEMORY_KINDS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _NETWORK_NAMES = (
@@ -62,18 +63,15 @@ def describe_drive(path: str | os.PathLike[str]) -> Drive:
         VolumeError: The path does not exist; this user may not go there; the drive does not answer properly.
     """
     path = Path(path)
-    try:
-        status = os.stat(path)
-        space = os.statvfs(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        problem = f"directory {str(path)!r} does not exist; create it or correct the path"
-        raise VolumeError(path, problem) from error
-    except PermissionError as error:
-        raise VolumeError.unwritable(path, error) from error
-    except OSError as error:
-        raise VolumeError(
-            path, f"cannot look at {str(path)!r}: {error_words(error)}; choose another directory"
-        ) from error
+    with as_volume_error(path, f"cannot look at {str(path)!r}"):
+        try:
+            status = os.stat(path)
+            space = shutil.disk_usage(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            problem = f"directory {str(path)!r} does not exist; create it or correct the path"
+            raise VolumeError(path, problem) from error
+        except PermissionError as error:
+            raise VolumeError.unwritable(path, error) from error
     kind, source = _mount_of(path)  # "ext4", "/dev/nvme0n1p2"
     number = _device_number(status.st_dev, source)
     return Drive(
@@ -83,8 +81,8 @@ def describe_drive(path: str | os.PathLike[str]) -> Drive:
         device_number=number,
         is_tmpfs=kind in _MEMORY_KINDS,
         is_network=kind in _NETWORK_KINDS or kind == "fuse" or kind.startswith("fuse."),
-        free_bytes=space.f_bavail * space.f_frsize,
-        total_bytes=space.f_blocks * space.f_frsize,
+        free_bytes=space.free,
+        total_bytes=space.total,
     )
 
 

@@ -61,11 +61,24 @@ def left_runs(directory: Path) -> list[LeftRun]:
     Raises:
         OSError: It cannot be read.
     """
-    found = []
+    found, own = [], list[Path]()
     for path in _folders(directory, _DEPTH):
-        files = list(_files(path)) if _is_own(path) else []
+        with contextlib.suppress(VolumeError, OSError):
+            require_own_directory(path)
+            own.append(path)
+    for path in own:
+        files = list(_files(path))
+        states = [file.stat() for file in files]
         if files:
-            found.append(_run(path, files))
+            found.append(
+                LeftRun(
+                    path=path,
+                    num_bytes=sum(each.st_blocks * 512 for each in states),
+                    num_commits=sum(_COMMIT.fullmatch(file.name) is not None for file in files),
+                    changed_at=max(each.st_mtime for each in states),
+                    is_in_use=is_locked(path / _LOCK),
+                )
+            )
     return found
 
 
@@ -105,25 +118,6 @@ def _bytes_below(folder: Path) -> int:
             with contextlib.suppress(FileNotFoundError):  # another process is removing it
                 total += os.lstat(os.path.join(place, name)).st_blocks * 512
     return total
-
-
-def _is_own(path: Path) -> bool:
-    try:
-        require_own_directory(path)
-    except (VolumeError, OSError):
-        return False
-    return True
-
-
-def _run(path: Path, files: list[Path]) -> LeftRun:
-    states = [file.stat() for file in files]
-    return LeftRun(
-        path=path,
-        num_bytes=sum(each.st_blocks * 512 for each in states),
-        num_commits=sum(_COMMIT.fullmatch(file.name) is not None for file in files),
-        changed_at=max(each.st_mtime for each in states),
-        is_in_use=is_locked(path / _LOCK),
-    )
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -6,10 +6,10 @@ read them again, like those of a program's code.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -74,18 +74,14 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
         return _map(file.fileno(), num_bytes)
 
 
-@contextmanager
+@contextlib.contextmanager
 def mapped_file(directories: Sequence[Path], num_bytes: int) -> Iterator[MappedFile | None]:
     """A new file in the first directory that has room for it, or None; closed when the ``with`` block ends."""
     found: MappedFile | None = None
     for directory in directories:
-        try:
+        # The next directory may have room; without any, the caller uses memory.
+        with contextlib.suppress(OSError, VolumeError):
             found = MappedFile(directory, num_bytes)
             break
-        except (OSError, VolumeError):  # the next directory may have room; without any, the caller uses memory
-            continue
-    try:
+    with contextlib.closing(found) if found is not None else contextlib.nullcontext():
         yield found
-    finally:
-        if found is not None:
-            found.close()

@@ -26,17 +26,18 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from swapper.errors import VolumeError, error_words, limit_cure
+from swapper.errors import VolumeError, as_volume_error, error_words
 from swapper.memory.mapping import map_memory, owned_array, unmap
 from swapper.sync.limits import start_threads
-from swapper.volumes.scratch_file import FULL, fallocate, open_nameless, reserve_space, taking_space, write_in_place
+from swapper.uncopyable import closed_unless_made
+from swapper.volumes.own_files import opened
+from swapper.volumes.scratch_file import fallocate, open_nameless, reserve_space, taking_space, write_in_place
 
 WINDOW_BYTES = 64 << 20
 """Bytes of all arrays together that may be in memory before they are written out."""
 _AHEAD_BYTES = 2 * WINDOW_BYTES  # from here on, writing out keeps the interpreter's lock: see [Note: who waits]
 _SEGMENT_BYTES = 16 << 30  # of addresses; space on the drive is reserved for each array
 _SECONDS_BETWEEN_LOOKS = 0.01  # a program that fills 6.7 GB/s fills one window between two looks
-_FILL_BYTES = 8 << 20  # of zeros, in one write
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_*
 _WRITE_AND_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_*: wait for writes that are running, write, and wait again
 
@@ -45,6 +46,7 @@ _libc_with_lock = ctypes.PyDLL(None, use_errno=True)  # the same functions, call
 for _library in (_libc, _libc_with_lock):
     _library.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _MAP_FIXED = 0x10
+_PAGEMAP = Path("/proc/self/pagemap")
 
 
 class MappedMemory:
@@ -56,7 +58,7 @@ class MappedMemory:
     def __init__(self, directories: Sequence[Path]) -> None:
         self._directories = list(directories)
         # By directory, the segment with space left. Weak: a segment is closed when its last array is gone.
-        self._open: dict[Path, weakref.ref[_Segment]] = {}
+        self._open: weakref.WeakValueDictionary[Path, _Segment] = weakref.WeakValueDictionary()
         self._num_given = 0  # arrays: the next one begins with the next directory
         self._lock = threading.RLock()  # guards all above, and the segments' allocate()
 
@@ -75,21 +77,16 @@ class MappedMemory:
             for turn in range(len(self._directories)):
                 directory = self._directories[(first + turn) % len(self._directories)]
                 try:
-                    return self._allocate_in(directory, num_bytes)
+                    segment = self._open.get(directory)
+                    if segment is None or segment.left_bytes < num_bytes:
+                        segment = self._open[directory] = _Segment(self, directory, max(_SEGMENT_BYTES, num_bytes))
+                        _writer.add(segment)
+                    offset = segment.allocate(num_bytes)
+                    # The array's finalizer holds the bound method, and so the segment with its mapping.
+                    return owned_array(segment.address + offset, num_bytes, segment.free, offset, num_bytes)
                 except VolumeError as error:
                     failure = failure or error
             raise failure or ValueError("no directory is given")
-
-    def _allocate_in(self, directory: Path, num_bytes: int) -> npt.NDArray[np.uint8]:
-        reference = self._open.get(directory)
-        segment = reference() if reference is not None else None
-        if segment is None or not segment.has_place(num_bytes):
-            segment = _Segment(self, directory, max(_SEGMENT_BYTES, num_bytes))
-            self._open[directory] = weakref.ref(segment)
-            _writer.add(segment)
-        offset = segment.allocate(num_bytes)
-        # The array's finalizer holds the bound method, and so the segment with its mapping.
-        return owned_array(segment.address + offset, num_bytes, segment.free, offset, num_bytes)
 
 
 class _Segment:
@@ -98,58 +95,35 @@ class _Segment:
     def __init__(self, owner: MappedMemory, directory: Path, num_bytes: int) -> None:
         self.owner = owner
         self._directory = directory
-        self._num_bytes = num_bytes
-        self._taken_bytes = 0
+        self.num_bytes = self.left_bytes = num_bytes  # left: at its end
         self._process = os.getpid()
         self.address, self._fd = 0, -1  # for __del__, if the constructor fails
         self._fd = open_nameless(directory)
-        try:
+        with as_volume_error(directory, f"no file can be mapped in {str(directory)!r}"):
             write_in_place(self._fd)
             os.ftruncate(self._fd, num_bytes)  # a sparse file: allocate() reserves space
             self.address = map_memory(num_bytes, mmap.MAP_SHARED, self._fd)
-        except OSError as error:
-            raise VolumeError(
-                directory,
-                f"no file can be mapped in {str(directory)!r}: {error_words(error)}; "
-                f"{limit_cure(error) or 'choose another directory'}",
-            ) from error
 
     def __del__(self) -> None:
         if self.address:
-            unmap(self.address, self._num_bytes)
+            unmap(self.address, self.num_bytes)
         if self._fd >= 0:
             os.close(self._fd)
-
-    def has_place(self, num_bytes: int) -> bool:
-        """Whether so many bytes are left at its end."""
-        return self._taken_bytes + num_bytes <= self._num_bytes
-
-    def holds(self, address: int) -> bool:
-        """Whether this address lies in it."""
-        return self.address <= address < self.address + self._num_bytes
 
     def allocate(self, num_bytes: int) -> int:
         """Reserve space for a new part, and return its offset."""
         # A write to a mapped page without space on the drive would end the process with SIGBUS.
-        offset = self._taken_bytes
+        offset = self.num_bytes - self.left_bytes
         length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        with taking_space(self._fd, self._directory, length):
-            try:
-                reserve_space(self._fd, length, offset, _KEEP_SIZE, otherwise=lambda: self._fill(offset, length))
-            except OSError as error:
-                self.free(offset, num_bytes)  # what it got before it failed
-                if error.errno in FULL:
-                    raise  # `taking_space` says how much room there was
-                problem = f"cannot reserve {length} bytes in {str(self._directory)!r}: {error_words(error)}"
-                problem += f"; {limit_cure(error) or 'choose another directory'}"
-                raise VolumeError(self._directory, problem) from error
-        self._taken_bytes = offset + length
+        problem = f"cannot reserve {length} bytes in {str(self._directory)!r}"
+        with (
+            as_volume_error(self._directory, problem),
+            taking_space(self._fd, self._directory, length),
+            closed_unless_made(self.free, offset, num_bytes),  # what it got before it failed
+        ):
+            reserve_space(self._fd, length, offset, _KEEP_SIZE)
+        self.left_bytes -= length
         return offset
-
-    def _fill(self, offset: int, length: int) -> None:
-        stop, zeros = offset + length, bytes(min(_FILL_BYTES, length))
-        while offset < stop:
-            offset += os.pwrite(self._fd, memoryview(zeros)[: stop - offset], offset)
 
     def free(self, offset: int, num_bytes: int) -> None:
         """Free the space of a part. Takes no lock: finalizers call this."""
@@ -166,10 +140,12 @@ class _Segment:
         """
         library = _libc_with_lock if keeps_lock else _libc
         try:
-            _check(library.sync_file_range(self._fd, 0, 0, _WRITE_AND_WAIT))  # 0, 0: the whole file
+            if library.sync_file_range(self._fd, 0, 0, _WRITE_AND_WAIT):  # 0, 0: the whole file
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code))
             # Mapped again at the same address. fadvise drops only pages that are not mapped; and the page tables, 2 MB
             # per GB, are freed as well.
-            map_memory(self._num_bytes, mmap.MAP_SHARED | _MAP_FIXED, self._fd, self.address)
+            map_memory(self.num_bytes, mmap.MAP_SHARED | _MAP_FIXED, self._fd, self.address)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise VolumeError(
@@ -246,7 +222,10 @@ def write_out() -> None:
 
 def owner_of(address: int) -> MappedMemory | None:
     """The `MappedMemory` that an address belongs to."""
-    return next((segment.owner for segment in _writer.segments() if segment.holds(address)), None)
+    for segment in _writer.segments():
+        if segment.address <= address < segment.address + segment.num_bytes:
+            return segment.owner
+    return None
 
 
 def is_in_use() -> bool:
@@ -256,23 +235,20 @@ def is_in_use() -> bool:
 
 def touched(address: int, num_bytes: int, piece_bytes: int = 1 << 20) -> Iterator[tuple[int, int]]:
     """Yield the parts of ordinary memory that were ever touched, as offsets; all if the kernel does not say."""
-    with contextlib.ExitStack() as stack:
-        try:
-            pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-            stack.callback(os.close, pagemap)
-        except OSError:
-            pagemap = -1
-        for start in range(0, num_bytes, piece_bytes):
-            stop = min(start + piece_bytes, num_bytes)
-            if pagemap < 0 or _is_touched(pagemap, address + start, address + stop):
-                yield start, stop
+    for start in range(0, num_bytes, piece_bytes):
+        stop = min(start + piece_bytes, num_bytes)
+        if _is_touched(address + start, address + stop):
+            yield start, stop
 
 
-def _is_touched(pagemap: int, start: int, stop: int) -> bool:
+def _is_touched(start: int, stop: int) -> bool:
     # pagemap has 8 bytes for each page of the address space. Bit 63: in memory; bit 62: swapped out.
     first, last = start // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)
-    data = os.pread(pagemap, (last - first) * 8, first * 8)
-    entries = np.frombuffer(data, dtype=np.uint64)
+    try:
+        with opened(_PAGEMAP) as pagemap:
+            entries = np.frombuffer(os.pread(pagemap, (last - first) * 8, first * 8), dtype=np.uint64)
+    except OSError:
+        return True
     return len(entries) < last - first or bool((entries >> np.uint64(62)).any())
 
 
@@ -280,9 +256,3 @@ def _mapped_bytes() -> int:
     """Bytes of mapped files and shared memory in this process's memory."""
     with open("/proc/self/statm", "rb") as file:  # the third number, in pages
         return int(file.read().split()[2]) * mmap.PAGESIZE
-
-
-def _check(result: int) -> None:
-    if result:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))

@@ -7,12 +7,27 @@ directory.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from swapper.errors import VolumeError
 from swapper.uncopyable import closed_unless_made
+
+UNTRUSTED = os.O_NOFOLLOW | os.O_NONBLOCK
+"""Flags to open files with that another user may have replaced by a link, or by a pipe, for which open() would wait."""
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file or a directory; its descriptor is closed when the ``with`` block ends."""
+    descriptor = os.open(path, flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def require_own_directory(directory: Path) -> None:
@@ -49,9 +64,9 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
     """
     if path.is_symlink():
         raise VolumeError.not_own(path, "is a symbolic link")
-    # O_NONBLOCK: to open a pipe would wait for its other end. It is cleared below, because io_uring would then fail a
-    # transfer with EAGAIN instead of waiting for the drive.
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
+    # O_NONBLOCK is cleared below, because io_uring would then fail a transfer with EAGAIN instead of waiting for the
+    # drive.
+    descriptor = os.open(path, flags | UNTRUSTED | os.O_NOCTTY, mode)
     with closed_unless_made(os.close, descriptor):
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -63,9 +78,3 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
             raise VolumeError.not_own(path, "has a second name elsewhere (a hard link)")
         os.set_blocking(descriptor, True)
     return descriptor
-
-
-def read_own(path: Path) -> bytes:
-    """The contents of a file that `open_own` opens; raises as that does."""
-    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
-        return file.read()

@@ -26,9 +26,10 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
+from swapper.uncopyable import closed_unless_made
+from swapper.volumes.own_files import UNTRUSTED, opened
 from swapper.volumes.thread_pool import ThreadPool
 
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # missing in libc before glibc 2.28
@@ -56,38 +57,25 @@ class Staging:
             prefix: what the files have in common.
         """
         self._directory = directory
-        self._prefix = prefix
-        self.path: Path
+        self.path = directory / f".{prefix}.saving-{secrets.token_hex(8)}"
         self._lock: int | None = None
         self._missing: list[Path] = []
 
     def __enter__(self) -> Staging:
         self._missing = _missing(self._directory)
-        try:
+        with closed_unless_made(_remove_empty, self._missing):
             make_directory(self._directory)
             with locked(self._directory):
                 _remove_abandoned(self._directory)
-                self._make()
-        except BaseException:
-            _remove_empty(self._missing)
-            raise
+                self.path.mkdir(0o700)  # until it is published, nobody else can write to what is in it
+                with closed_unless_made(shutil.rmtree, self.path, True):  # True: ignore errors
+                    self._lock = mark(self.path)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *rest: object) -> None:
         _remove_hidden(self.path, self._lock)
-        if error is not None:
+        if kind is not None:  # of an exception
             _remove_empty(self._missing)
-
-    def _make(self) -> None:
-        self.path = self._directory / f".{self._prefix}.saving-{secrets.token_hex(8)}"
-        self.path.mkdir(0o700)  # until it is published, nobody else can write to what is in it
-        try:
-            self._lock = mark(self.path)
-        except BaseException:
-            shutil.rmtree(self.path, ignore_errors=True)
-            raise
 
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[IO[bytes]]:
@@ -117,11 +105,17 @@ class Staging:
             head: the pair of the file that refers to the unknown ones, or that a reader looks for first.
             is_old: whether a name in the directory is that of an older file, which goes in the end.
         """
-        is_done = False
+
+        def remove_renamed() -> None:
+            if (self.path / head[0]).exists():  # the head was not renamed: nothing refers to them
+                for name, target in unknown:
+                    if not (self.path / name).exists():  # it was renamed
+                        remove(self._directory / target)
+
         # Example: weights in two shards. unknown are the shards under new names, replacing has config.json, head is the
         # index. A crash before the last rename leaves the old index with its shards; after it, the new index with its
         # own.
-        try:
+        with closed_unless_made(remove_renamed):
             for name, target in unknown:
                 rename(self.path / name, self._directory / target)
             sync_directory(self._directory)  # their names are on the drive before the head is
@@ -131,12 +125,6 @@ class Staging:
                     make_directory(place.parent)
                 if not _are_equal(self.path / name, place):
                     rename(self.path / name, place)
-            is_done = True
-        finally:
-            if not is_done and (self.path / head[0]).exists():  # the head was not renamed: nothing refers to them
-                for name, target in unknown:
-                    if not (self.path / name).exists():  # it was renamed
-                        remove(self._directory / target)
         sync_directory(self._directory)  # before the old files go: else a crash could leave neither head nor old files
         new = {target for _, target in (*unknown, *replacing, head)}
         for path in list(self._directory.iterdir()):
@@ -156,7 +144,7 @@ def remove_abandoned(directory: Path) -> None:
 
 def _remove_abandoned(directory: Path) -> None:
     for path in directory.glob(_HIDDEN):
-        lock = _try_lock(path)
+        lock = _lock_of_mark(path, os.O_RDWR, fcntl.LOCK_EX)
         if lock is not None:
             _remove_hidden(path, lock)
 
@@ -265,91 +253,65 @@ def sync_directory(directory: Path) -> None:
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Let one process at a time into the ``with`` block, if the file system can lock directories."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
+    with opened(directory) as descriptor:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        # Before the close: a child that was forked meanwhile has the descriptor too, and would keep the lock.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        try:
+            yield
+        finally:
+            # Before the close: a child that was forked meanwhile has the descriptor too, and would keep the lock.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def mark(folder: Path) -> int:
     """Mark a new directory as ours; return a descriptor that holds its lock. See [Note: whose it is]."""
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        # A file system without locks: _try_lock() fails there, and nothing is removed.
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    with closed_unless_made(os.close, lock):
+        # A file system without locks: _remove_abandoned() gets none there, and removes nothing.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         os.write(lock, _MARK)
         os.fsync(lock)
-    except BaseException:
-        os.close(lock)
-        raise
     return lock
-
-
-def is_marked(folder: Path) -> bool:
-    """Whether a directory (no link) is one that `mark` was called for."""
-    descriptor = _open_marked(folder, os.O_RDONLY)
-    if descriptor is not None:
-        os.close(descriptor)
-    return descriptor is not None
 
 
 def is_locked(file: Path) -> bool:
     """Whether another process has a file locked, or it cannot be opened."""
     try:
-        # O_NOFOLLOW, O_NONBLOCK: another user may have put a link or a pipe there, which open() would wait for.
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with opened(file, UNTRUSTED) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
     return False
 
 
 def abandoned(directory: Path) -> list[Path]:
     """The directories that `remove_abandoned` removes."""
-    return [path for path in sorted(directory.glob(_HIDDEN)) if is_marked(path) and not is_locked(path / _LOCK)]
+    found = []
+    for path in sorted(directory.glob(_HIDDEN)):
+        lock = _lock_of_mark(path, os.O_RDONLY, fcntl.LOCK_SH)
+        if lock is not None:
+            os.close(lock)
+            found.append(path)
+    return found
 
 
-def _try_lock(folder: Path) -> int | None:
-    """A descriptor that holds the lock of a marked directory; None if somebody else does, or it has no mark."""
-    descriptor = _open_marked(folder, os.O_RDWR)
-    if descriptor is None:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+def _lock_of_mark(folder: Path, access: int, operation: int) -> int | None:
+    """A descriptor that holds the lock of a directory (no link) that `mark` was called for.
 
-
-def _open_marked(folder: Path, access: int) -> int | None:
-    if folder.is_symlink():
-        return None
-    try:
-        descriptor = os.open(folder / _LOCK, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        # One byte more than the mark: a longer file is not ours.
-        is_ours = stat.S_ISREG(os.fstat(descriptor).st_mode) and os.pread(descriptor, len(_MARK) + 1, 0) == _MARK
-    except OSError:
-        is_ours = False
-    if not is_ours:
-        os.close(descriptor)
-        return None
-    return descriptor
+    None: it has no mark, its writer is alive, or the file system has no locks.
+    """
+    if not folder.is_symlink():
+        with contextlib.suppress(OSError):
+            lock = os.open(folder / _LOCK, access | UNTRUSTED)
+            with closed_unless_made(os.close, lock):
+                # One byte more than the mark: a longer file is not ours.
+                if stat.S_ISREG(os.fstat(lock).st_mode) and os.pread(lock, len(_MARK) + 1, 0) == _MARK:
+                    fcntl.flock(lock, operation | fcntl.LOCK_NB)
+                    return lock
+            os.close(lock)
+    return None
 
 
 def sync_tree(folder: Path) -> None:
@@ -366,11 +328,8 @@ def _sync_target(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with opened(path) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def exchange(source: Path, target: Path) -> None:
@@ -384,12 +343,9 @@ def exchange(source: Path, target: Path) -> None:
     if not target.exists():
         source.replace(target)
     elif _renameat2 is None or _renameat2(_AT_FDCWD, bytes(source), _AT_FDCWD, bytes(target), _RENAME_EXCHANGE):
-        try:
+        with closed_unless_made(put_back, source.parent, target):
             target.replace(source.with_name(_REPLACED))
             source.replace(target)
-        except BaseException:
-            put_back(source.parent, target)
-            raise
     sync_directory(target.parent)
 
 

@@ -27,10 +27,10 @@ from pathlib import Path
 
 import google_crc32c
 
-from swapper.errors import DurableRunError, VolumeError, as_unwritable, error_words
+from swapper.errors import DurableRunError, VolumeError, as_unwritable, as_volume_error, error_words
 from swapper.sync.lifetimes import LiveObjects
 from swapper.uncopyable import Uncopyable, closed_unless_made
-from swapper.volumes.own_files import open_own, read_own, require_own_directory
+from swapper.volumes.own_files import UNTRUSTED, open_own, opened, require_own_directory
 from swapper.volumes.publish import make_directory, replacing, sync_directory
 
 logger = logging.getLogger(__name__)
@@ -85,18 +85,15 @@ class RunDirectory(Uncopyable):
             make_directory(directory, 0o700)
             require_own_directory(directory)
             descriptor, is_new = _open_lock(directory / "lock")
-        try:
-            with closed_unless_made(os.close, descriptor):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel unlocks it when the process ends
-        except BlockingIOError as error:
-            raise DurableRunError.in_use(directory) from error
-        except OSError as error:
-            raise VolumeError(
-                directory,
-                f"{str(directory / 'lock')!r} cannot be locked: {error_words(error)}; mount the file system with locks (Lustre: "
-                "-o flock), or name a directory on a local drive",
-            ) from error
+        problem = f"{str(directory / 'lock')!r} cannot be locked"
+        cure = "mount the file system with locks (Lustre: -o flock), or name a directory on a local drive"
         with closed_unless_made(os.close, descriptor):
+            with as_volume_error(directory, problem, cure):
+                try:
+                    # The kernel unlocks it when the process ends.
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise DurableRunError.in_use(directory) from error
             _mark(directory, descriptor, is_new)
         self._locks[directory] = descriptor
 
@@ -149,14 +146,12 @@ class RunDirectory(Uncopyable):
         Raises:
             OSError: It cannot be written; the other commits are unchanged.
         """
-        head = _HEAD.pack(MAGIC, FORMAT, len(parts), self._maker.encode()[:32]) + b"".join(
-            struct.pack("<Q", len(part)) for part in parts
-        )
+        head = _HEAD.pack(MAGIC, FORMAT, len(parts), self._maker.encode()[:32])
+        lengths = struct.pack(f"<{len(parts)}Q", *map(len, parts))
         checksum = 0
-        path = self._path(number)
-        with replacing(path) as file:
+        with replacing(self._path(number)) as file:
             os.fchmod(file.fileno(), 0o600)
-            for piece in (head, *parts):
+            for piece in (head, lengths, *parts):
                 file.write(piece)
                 checksum = google_crc32c.extend(checksum, piece)
             file.write(struct.pack("<I", checksum))
@@ -170,7 +165,9 @@ class RunDirectory(Uncopyable):
         """
         path = self._path(number)
         try:
-            data = read_own(path)  # raises for a link, a pipe, or a file of another user
+            # open_own() raises for a link, a pipe, or a file of another user.
+            with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+                data = file.read()
         except OSError as error:
             raise DurableRunError.damaged(path, error_words(error)) from error
         if len(data) < _HEAD.size + 4 or google_crc32c.value(data[:-4]) != struct.unpack("<I", data[-4:])[0]:
@@ -209,15 +206,10 @@ class RunDirectory(Uncopyable):
 def files_of_run(directory: Path) -> set[str] | None:
     """The names of the files that a run has claimed in its directory; None if no run has this directory."""
     try:
-        descriptor = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with opened(directory / "lock", UNTRUSTED) as lock:
+            lines = _lines(lock)
     except OSError:
         return None
-    try:
-        lines = _lines(descriptor)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
     return set(lines[1:]) if lines[0] == _MARK else None
 
 

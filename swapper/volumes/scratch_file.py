@@ -12,19 +12,14 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import struct
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swapper.config import ALIGNMENT
-from swapper.errors import (
-    VolumeError,
-    VolumeTooSmallError,
-    error_words,
-    limit_cure,
-)
+from swapper.errors import VolumeError, VolumeTooSmallError, as_volume_error, error_words
 from swapper.memory.region import AlignedRegion
 from swapper.sync.lifetimes import LiveObjects
 from swapper.uncopyable import Uncopyable
@@ -32,7 +27,6 @@ from swapper.volumes.file_system import Drive
 
 logger = logging.getLogger(__name__)
 
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})  # of a transfer: the file system has no direct I/O
 _CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})  # fallocate does not work here
@@ -82,17 +76,12 @@ class ScratchFile(Uncopyable):
             VolumeTooSmallError: There is not enough.
             VolumeError: It cannot be reserved for another reason.
         """
-        try:
+        problem = f"cannot reserve {num_bytes} bytes in directory {str(self.directory)!r} on {self.drive.words()}"
+        with as_volume_error(self.directory, problem, "choose another one"):
             if num_bytes < self.num_bytes:  # a smaller share of a volume, after another drive gave more
                 os.ftruncate(self.fd, num_bytes)
             elif num_bytes > self.num_bytes:
                 self._grow(num_bytes)
-        except OSError as error:
-            raise VolumeError(
-                self.directory,
-                f"cannot reserve {num_bytes} bytes in directory {str(self.directory)!r} on {self.drive.words()}: "
-                f"{error_words(error)}; {limit_cure(error) or 'choose another one'}",
-            ) from error
         self.num_bytes = num_bytes
 
     def _grow(self, num_bytes: int) -> None:
@@ -114,27 +103,22 @@ class ScratchFile(Uncopyable):
         logger.info(
             "%s: %s cannot reserve space, so %d bytes are written", self.name, self.drive.file_system, num_bytes
         )
-        first = self.num_bytes
-        zeros = AlignedRegion(_FILL_BYTES).array().data
-        offset, is_checked = first, False
-        while offset < num_bytes:
-            length = min(_FILL_BYTES, num_bytes - offset)
-            offset += os.pwrite(self.fd, zeros[:length], offset)
-            if not is_checked and (offset - first >= _FILL_CHECK_BYTES or offset >= num_bytes):
-                # Some file systems compress zeros away, or count no blocks: if less than half of the zeros took space,
-                # more of them reserve nothing. st_blocks counts units of 512 bytes.
-                os.fsync(self.fd)
-                if os.fstat(self.fd).st_blocks * 512 < offset - (offset - first) // 2:
-                    os.ftruncate(self.fd, num_bytes)
-                    logger.warning(
-                        "%s has no reserved space, because %s cannot reserve any: keep %d bytes free there",
-                        self.name,
-                        self.drive.file_system,
-                        num_bytes,
-                    )
-                    return
-                is_checked = True
+        first, checked = self.num_bytes, min(self.num_bytes + _FILL_CHECK_BYTES, num_bytes)
+        _write_zeros(self.fd, first, checked)
         os.fsync(self.fd)  # a network file system may say only now that there is no room
+        # Some file systems compress zeros away, or count no blocks: if less than half of the zeros took space, more of
+        # them reserve nothing. st_blocks counts units of 512 bytes.
+        if os.fstat(self.fd).st_blocks * 512 < checked - (checked - first) // 2:
+            os.ftruncate(self.fd, num_bytes)
+            logger.warning(
+                "%s has no reserved space, because %s cannot reserve any: keep %d bytes free there",
+                self.name,
+                self.drive.file_system,
+                num_bytes,
+            )
+        else:
+            _write_zeros(self.fd, checked, num_bytes)
+            os.fsync(self.fd)
 
     def bypass_page_cache(self, direct: bool) -> None:
         """Use direct transfers if they are wanted and work; else set ``buffered_because`` to the reason.
@@ -145,12 +129,8 @@ class ScratchFile(Uncopyable):
         _set_direct(self.fd, False)
         self.buffered_because = "direct=False"
         if direct:
-            try:
+            with as_volume_error(self.directory, f"{self.name} cannot be used"):
                 self.buffered_because = _try_direct(self.fd)
-            except OSError as error:
-                raise VolumeError(
-                    self.directory, f"{self.name} cannot be used: {error_words(error)}; choose another directory"
-                ) from error
 
     def close(self) -> None:
         """Close the file, which returns its space to the file system. Idempotent."""
@@ -169,16 +149,16 @@ def fallocate(fd: int, num_bytes: int, offset: int = 0, mode: int = 0) -> None:
     Raises:
         OSError: There is no room; the file system cannot do that (EOPNOTSUPP); there is no such call here (ENOSYS).
     """
-    if _fallocate is None:
-        raise OSError(errno.ENOSYS, "this platform has no fallocate")
     while _fallocate(fd, mode, offset, num_bytes):
         code = ctypes.get_errno()
         if code != errno.EINTR:  # ctypes does not repeat a call that a signal cut off, as functions of `os` do
             raise OSError(code, os.strerror(code))
 
 
-def reserve_space(fd: int, num_bytes: int, offset: int = 0, mode: int = 0, *, otherwise: Callable[[], object]) -> None:
-    """As `fallocate`; calls ``otherwise`` where the file system cannot reserve space.
+def reserve_space(
+    fd: int, num_bytes: int, offset: int = 0, mode: int = 0, *, otherwise: Callable[[], object] | None = None
+) -> None:
+    """As `fallocate`; where the file system cannot reserve space, call ``otherwise``, or write zeros.
 
     Raises:
         OSError: There is no room.
@@ -188,7 +168,10 @@ def reserve_space(fd: int, num_bytes: int, offset: int = 0, mode: int = 0, *, ot
     except OSError as error:
         if error.errno not in _CANNOT_RESERVE:
             raise
-        otherwise()
+        if otherwise is not None:
+            otherwise()
+        else:
+            _write_zeros(fd, offset, offset + num_bytes)
 
 
 @contextlib.contextmanager
@@ -198,11 +181,11 @@ def taking_space(fd: int, directory: Path, num_bytes: int, *, own_bytes: int = 0
     Raises:
         VolumeTooSmallError: There is not so much room, found before the block or in it.
     """
-    stat = os.fstatvfs(fd)
-    free_bytes = stat.f_bavail * stat.f_frsize + own_bytes
+    usage = shutil.disk_usage(fd)
+    free_bytes = usage.free + own_bytes
     # First, because a reservation that fails half way would fill the drive for a moment, for all its users.
-    # f_blocks is 0 on file systems that report no sizes.
-    if stat.f_blocks and free_bytes < num_bytes:
+    # The total is 0 on file systems that report no sizes.
+    if usage.total and free_bytes < num_bytes:
         raise VolumeTooSmallError(directory, num_bytes, free_bytes)
     try:
         yield
@@ -212,6 +195,13 @@ def taking_space(fd: int, directory: Path, num_bytes: int, *, own_bytes: int = 0
         raise
 
 
+def _write_zeros(fd: int, offset: int, stop: int) -> None:
+    """Write zeros to the bytes ``[offset, stop)`` of a file."""
+    zeros = memoryview(bytes(_FILL_BYTES))
+    while offset < stop:
+        offset += os.pwrite(fd, zeros[: stop - offset], offset)
+
+
 def write_all(fd: int, view: memoryview, offset: int) -> None:
     """Write all bytes of a view to an offset of a file."""
     while view:
@@ -219,16 +209,9 @@ def write_all(fd: int, view: memoryview, offset: int) -> None:
         view, offset = view[done:], offset + done
 
 
-def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    function = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)  # musl has the latter only
-    if function is not None:
-        function.restype = ctypes.c_int
-        function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return function
-
-
-_fallocate = _find_fallocate() if sys.platform == "linux" else None
+_libc = ctypes.CDLL(None, use_errno=True)
+_fallocate = getattr(_libc, "fallocate64", None) or _libc.fallocate  # musl has the latter only
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 # A forked child that outlives its parent would otherwise keep the parent's space on the drive occupied.
 _open_files: LiveObjects[ScratchFile] = LiveObjects(in_child=lambda file: file.close())
@@ -244,13 +227,9 @@ def open_nameless(directory: Path) -> int:
             return os.dup(file.fileno())  # a descriptor of our own, since the block closes the other
     except OSError as error:
         if error.errno in FULL:
-            raise VolumeTooSmallError(directory, ALIGNMENT, _free_bytes(directory), "no room for a file") from error
+            free_bytes = shutil.disk_usage(directory).free
+            raise VolumeTooSmallError(directory, ALIGNMENT, free_bytes, "no room for a file") from error
         raise VolumeError.unwritable(directory, error) from error
-
-
-def _free_bytes(directory: Path) -> int:
-    stat = os.statvfs(directory)
-    return stat.f_bavail * stat.f_frsize
 
 
 def write_in_place(fd: int) -> None:
@@ -262,15 +241,12 @@ def write_in_place(fd: int) -> None:
 
 
 def _set_direct(fd: int, is_direct: bool) -> None:
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    if _O_DIRECT and bool(flags & _O_DIRECT) is not is_direct:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags ^ _O_DIRECT)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
 
 
 def _try_direct(fd: int) -> str:
     """Turn O_DIRECT on and try it; return why it cannot be used, or nothing."""
-    if not _O_DIRECT:
-        return "this platform has no O_DIRECT"
     try:
         _set_direct(fd, True)
     except OSError as error:

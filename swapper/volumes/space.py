@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from swapper.errors import VolumeTooSmallError
 from swapper.volumes.directory import Directory
-from swapper.volumes.file_system import Drive
+from swapper.volumes.scratch_file import ScratchFile
 from swapper.volumes.striping import StripeMap, were_full
 
 
@@ -16,11 +16,10 @@ class Space:
 
     Args:
         directories: As the user named them.
-        drives: Their storage, in the same order.
+        files: Their files, in the same order.
         num_bytes: Size of the address space; a multiple of ``stripe_bytes``.
         stripe_bytes: Length of a stripe.
-        own_bytes: Current lengths of a durable run's files: see [Note: what stays] in ``swapper/volumes/striping.py``.
-            None: the files have no names.
+        is_named: The files are those of a durable run: see [Note: what stays] in ``swapper/volumes/striping.py``.
         stays: The files hold a run that is resumed, so each stripe keeps its place.
 
     Raises:
@@ -30,13 +29,13 @@ class Space:
     def __init__(
         self,
         directories: Sequence[Directory],
-        drives: Sequence[Drive],
+        files: Sequence[ScratchFile],
         num_bytes: int,
         stripe_bytes: int,
-        own_bytes: Sequence[int] | None,
+        is_named: bool,
         stays: bool,
     ) -> None:
-        self._drives = drives
+        self._drives = drives = [file.drive for file in files]
         self._num_stripes = num_bytes // stripe_bytes
         self._stripe_bytes = stripe_bytes
         # Directories of one file system share its free space: a pool. A file system of 0 bytes has no limit (ramfs).
@@ -48,10 +47,10 @@ class Space:
         self._pool_rooms = list(free.values())
         self._held = [0 for _ in drives]  # stripes that must stay in each file
         is_full = [False for _ in drives]
-        if own_bytes is not None:
+        if is_named:
             # Each file is a pool of its own here, with an equal part of the free space: where a stripe is must follow
             # from the lengths of the files alone.
-            own = [num_bytes // stripe_bytes for num_bytes in own_bytes]
+            own = [file.num_bytes // stripe_bytes for file in files]
             sharing = Counter(self._pools)
             self._pool_rooms = [
                 stripes + self._pool_rooms[pool] // sharing[pool]
@@ -72,10 +71,6 @@ class Space:
             self._rooms.append(room)
             self._limits.append(limit)
         self._check()
-
-    def room_bytes(self, column: int) -> int:
-        """Return how much the directory of this index can give."""
-        return self._rooms[column] * self._stripe_bytes
 
     def lessen(self, column: int, num_bytes: int, reason: str) -> None:
         """Lower what the directory of this index can give, after a reservation that failed.
@@ -103,7 +98,7 @@ class Space:
         for column, drive in enumerate(self._drives):
             first = self._drives[self._pools.index(self._pools[column])]
             shared = "" if first is drive else f", shared with {str(first.path)!r}"
-            capacities.append((drive.path, self.room_bytes(column), self._limits[column] + shared))
+            capacities.append((drive.path, self._rooms[column] * self._stripe_bytes, self._limits[column] + shared))
         least = min(range(len(capacities)), key=lambda column: capacities[column][1])
         raise VolumeTooSmallError(
             self._drives[least].path,

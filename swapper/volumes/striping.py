@@ -116,11 +116,6 @@ class StripeMap:
         """Return the used bytes of the file on the drive ``column``."""
         return self._used[column] * self.stripe_bytes
 
-    def locate(self, offset: int) -> tuple[int, int]:
-        """Return the drive of a byte of the address space, and the offset in that drive's file."""
-        ((column, file_offset, _, _),) = self.file_ranges(offset, 1)
-        return column, file_offset
-
     def file_ranges(self, offset: int, num_bytes: int) -> list[tuple[int, int, int, int]]:
         """Return the places of bytes, stripe by stripe: drive, offset in its file, first and last + 1 of the bytes."""
         zones, stripe_bytes, found = self._zones, self.stripe_bytes, []

@@ -99,9 +99,7 @@ class Volume(Uncopyable):
 
     def locate(self, offset: int) -> tuple[ScratchFile, int]:
         """Return the file and the offset in it of a byte of the address space."""
-        if self._map is None:
-            return self.files[0], offset
-        column, file_offset = self._map.locate(offset)
+        column, file_offset, *_ = self.file_ranges(offset, 1)[0]
         return self.files[column], file_offset
 
     def file_ranges(self, offset: int, num_bytes: int) -> list[FileRange]:
@@ -149,12 +147,8 @@ class Volume(Uncopyable):
 
     def _share_out(self, directories: Sequence[Directory], *, is_named: bool, stays: bool) -> None:
         """Decide which drive stores which stripes, and reserve exactly their space. ``stays``: see `Space`."""
-        drives = [file.drive for file in self.files]
-        own_bytes = [file.num_bytes for file in self.files]
-        held_bytes = own_bytes if stays else [0 for _ in self.files]
-        space = Space(
-            directories, drives, self.capacity_bytes, self.stripe_bytes, own_bytes if is_named else None, stays
-        )
+        held_bytes = [file.num_bytes if stays else 0 for file in self.files]
+        space = Space(directories, self.files, self.capacity_bytes, self.stripe_bytes, is_named, stays)
         known = [each.bytes_per_second for each in directories if each.bytes_per_second is not None]
         default = sum(known) / len(known) if known else 1.0  # only ratios count
         speeds = [1.0 if is_named else each.bytes_per_second or default for each in directories]
@@ -164,12 +158,12 @@ class Volume(Uncopyable):
                 try:
                     self._reserve(stripes, held_bytes)
                     break
-                except _NoRoomError as error:
+                except VolumeTooSmallError as error:
                     # File systems need space for metadata, quotas are not shown, and other processes write meanwhile.
                     # So the next try asks for what is free now, and for at least 3 % less: few tries reach any size.
-                    asked_bytes = error.cause.needed_bytes
-                    less_bytes = min(error.cause.free_bytes, asked_bytes - asked_bytes // 32)
-                    space.lessen(error.column, less_bytes, "found when reserving")
+                    less_bytes = min(error.free_bytes, error.needed_bytes - error.needed_bytes // 32)
+                    column = [file.directory for file in self.files].index(error.directory)
+                    space.lessen(column, less_bytes, "found when reserving")
         except BaseException:
             for file, num_bytes in zip(self.files, held_bytes, strict=True):
                 with contextlib.suppress(VolumeError):
@@ -192,10 +186,7 @@ class Volume(Uncopyable):
             for column, file in enumerate(self.files):
                 num_bytes = stripes.file_bytes(column)
                 if (num_bytes > file.num_bytes) is grows:
-                    try:
-                        file.reserve(num_bytes)
-                    except VolumeTooSmallError as error:
-                        raise _NoRoomError(column, error) from error
+                    file.reserve(num_bytes)
 
     def _log_capacities(self, stripes: StripeMap, speeds: Sequence[float]) -> None:
         cycle = stripes.first_cycle
@@ -205,15 +196,6 @@ class Volume(Uncopyable):
             for column, file in enumerate(self.files)
         )
         logger.info("striped over %d directories: %s", len(self.files), described)
-
-
-class _NoRoomError(Exception):
-    """A file could not get its space."""
-
-    def __init__(self, column: int, cause: VolumeTooSmallError) -> None:
-        super().__init__(column)
-        self.column = column  # index of the drive
-        self.cause = cause
 
 
 def _refuse_duplicates(files: Sequence[ScratchFile]) -> None:

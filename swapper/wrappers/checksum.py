@@ -104,13 +104,11 @@ class ChecksumTable:
     def replace(self, page: int, segments: Sequence[Segment]) -> None:
         """Set the segments of a page; they must be sorted and must not overlap."""
         # A damaged segment (checksum None) stays in the list: the array has no value for it.
-        if len(segments) == 1 and segments[0][:2] == self.bounds(page) and segments[0].checksum is not None:
-            self._checksums[page] = segments[0].checksum
-            self._is_whole[page] = True
-            self._others.pop(page, None)
-            return
-        self._is_whole[page] = False
-        if segments:
+        whole = segments[0].checksum if len(segments) == 1 and segments[0][:2] == self.bounds(page) else None
+        self._is_whole[page] = whole is not None
+        if whole is not None:
+            self._checksums[page] = whole
+        if segments and whole is None:
             self._others[page] = tuple(segments)
         else:
             self._others.pop(page, None)

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from swapper.backend import Batch, Direction, IOBackend, IORequest
+from swapper.backend import Batch, Direction, EndCallback, IOBackend, IORequest
 from swapper.config import ALIGNMENT, split_at
 from swapper.errors import ArgumentError
 from swapper.extents.intervals import IntervalSet
@@ -35,6 +35,7 @@ from swapper.wrappers.base import BackendWrapper
 Runs = npt.NDArray[np.uint32]
 """A snapshot: one row (first block, first slot, number) for each run of blocks in consecutive slots."""
 
+_Part = tuple[int, memoryview, int]  # of a request: offset in the inner backend, memory, its address
 _TRANSIENT = frozenset({None, errno.EINTR, errno.EAGAIN})  # not of the drive: the slots can be used again
 _SHORT = "a transfer stayed short"
 _MOST_BYTES = ALIGNMENT << 32  # numbers of slots and blocks have 32 bits, in memory and in snapshots, and slot + 1 too
@@ -104,16 +105,9 @@ class VersionedBackend(BackendWrapper):
         rows: list[Runs] = []
         with self._lock:
             for low in range(0, self._slots.size, _WINDOW_BLOCKS):
-                window = self._slots[low : low + _WINDOW_BLOCKS]
-                blocks = np.flatnonzero(window)
-                if not blocks.size:
-                    continue
-                slots = window[blocks].astype(np.int64) - 1
-                # A run ends where blocks or slots are not consecutive. One that crosses a window becomes two rows.
-                starts = np.concatenate([[0], np.flatnonzero((np.diff(blocks) != 1) | (np.diff(slots) != 1)) + 1])
-                lengths = np.diff(np.concatenate([starts, [blocks.size]]))
-                rows.append(np.stack([blocks[starts] + low, slots[starts], lengths], axis=1).astype(np.uint32))
-        return np.concatenate(rows) if rows else np.zeros((0, 3), dtype=np.uint32)
+                runs = _runs(self._slots[low : low + _WINDOW_BLOCKS])  # one that crosses a window becomes two rows
+                rows.append((runs[runs[:, 1] > 0] + (low, -1, 0)).astype(np.uint32))
+        return np.concatenate([np.zeros((0, 3), dtype=np.uint32), *rows])
 
     def retain(self, snapshots: Mapping[int, Runs]) -> None:
         """Keep the slots of these snapshots, by number, and free all others but those of the present."""
@@ -131,12 +125,6 @@ class VersionedBackend(BackendWrapper):
             for block, slot, number in runs.tolist():
                 self._slots[block : block + number] = np.arange(slot + 1, slot + 1 + number, dtype=np.uint32)
             self._recount()
-
-    @property
-    def free_bytes(self) -> int:
-        """In free slots."""
-        with self._lock:
-            return sum(stop - start for start, stop in self._free) * ALIGNMENT
 
     def _check(self, runs: Runs) -> None:
         wide = runs.astype(np.int64)
@@ -169,9 +157,9 @@ class VersionedBackend(BackendWrapper):
     def _read(self, request: IORequest) -> None:
         first, stop = request.offset // ALIGNMENT, -(-(request.offset + len(request.memory)) // ALIGNMENT)
         with self._lock:
-            slots = self._slots[first:stop].tolist()
+            runs = _runs(self._slots[first:stop])
         parts = []
-        for block, slot, number in _runs_of(slots):
+        for block, slot, number in runs.tolist():
             low = max((first + block) * ALIGNMENT, request.offset) - request.offset
             high = min((first + block + number) * ALIGNMENT - request.offset, len(request.memory))
             if slot:
@@ -229,14 +217,8 @@ class VersionedBackend(BackendWrapper):
 
         self._move(Direction.WRITE, parts, num_bytes, then)
 
-    def _move(
-        self,
-        direction: Direction,
-        parts: list[tuple[int, memoryview, int]],
-        num_bytes: int,
-        then: Callable[[int, OSError | None], None],
-    ) -> None:
-        """Transfer parts of a request: (offset in the inner backend, memory, its address). Empties the list.
+    def _move(self, direction: Direction, parts: list[_Part], num_bytes: int, then: EndCallback) -> None:
+        """Transfer parts of a request, and empty the list.
 
         ``num_bytes``: What ``then`` gets if all of them, or none at all, went well; else it gets 0.
         """
@@ -255,17 +237,15 @@ class VersionedBackend(BackendWrapper):
                 # The map changes only now: a read that comes earlier returns the last completed write.
                 slots = np.concatenate([np.arange(low + 1, high + 1, dtype=np.uint32) for low, high in ranges])
                 present = self._slots[first : first + slots.size]
-                released = present[present > 0] - 1
-                released = released[~self._is_kept[released]].tolist()
+                released = present[present > 0]
+                released = released[~self._is_kept[released - 1]]
+                for _, slot, number in _runs(released).tolist():
+                    self._free.add(slot - 1, slot - 1 + number)
                 present[:] = slots
                 for low, high in ranges:
                     self._taken.remove(low, high)
-                for _, slot, number in _runs_of(released):
-                    self._free.add(slot, slot + number)
             elif error.errno in _TRANSIENT:  # other errors: the slots stay in _taken for good
-                for low, high in ranges:
-                    self._taken.remove(low, high)
-                    self._free.add(low, high)
+                self._return_slots(ranges)
         request.complete(0 if error is not None else len(request.memory), error)
 
     def _allocate(self, number: int) -> list[tuple[int, int]] | None:
@@ -274,9 +254,7 @@ class VersionedBackend(BackendWrapper):
         while number:  # the first free range from the cursor on, then from the beginning
             piece = self._free.first_overlap(self._cursor, self._num_slots) or self._free.first_overlap(0, self._cursor)
             if piece is None:
-                for low, high in found:
-                    self._taken.remove(low, high)
-                    self._free.add(low, high)
+                self._return_slots(found)
                 return None
             low, high = piece[0], min(piece[1], piece[0] + number)
             self._free.remove(low, high)
@@ -286,14 +264,18 @@ class VersionedBackend(BackendWrapper):
             self._cursor = high % self._num_slots
         return found
 
+    def _return_slots(self, ranges: list[tuple[int, int]]) -> None:
+        for low, high in ranges:
+            self._taken.remove(low, high)
+            self._free.add(low, high)
 
-def _runs_of(slots: list[int]) -> Iterator[tuple[int, int, int]]:
+
+def _runs(slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
     """(place, first value, number) of each run in which values rise by one; zeros make runs of their own."""
-    # [5, 6, 0, 0, 9] -> (0, 5, 2), (2, 0, 2), (4, 9, 1)
-    place = 0
-    while place < len(slots):
-        value, end = slots[place], place + 1
-        while end < len(slots) and slots[end] == (value + end - place if value else 0):
-            end += 1
-        yield place, value, end - place
-        place = end
+    # [5, 6, 0, 0, 9] -> (0, 5, 2), (2, 0, 2), (4, 9, 1). Without zeros, values rise: places 2 and 4 begin a run, because
+    # 0 is not 6 + 1, and 9 is not 0.
+    values = slots.astype(np.int64)
+    expected = values + (values > 0)
+    places = np.concatenate([[0], (values[1:] != expected[:-1]).nonzero()[0] + 1])[: values.size]
+    numbers = np.concatenate([places[1:], [values.size]])[: values.size] - places
+    return np.array([places, values[places], numbers]).T

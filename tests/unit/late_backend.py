@@ -86,12 +86,12 @@ def await_hand_over(scheduler: Any) -> None:
 def stall(scheduler: Any) -> None:
     """A deadline passes for all transfers under way: they are over for everybody who waits."""
     await_hand_over(scheduler)
-    with scheduler._lock:
+    with scheduler.lock:
         for queue in scheduler.queues:
             for transfer in queue.inflight:
                 transfer.submitted_tick -= _LONG_TICKS
     scheduler._on_tick()
-    with scheduler._lock:
+    with scheduler.lock:
         scheduler._tick -= 1
 
 

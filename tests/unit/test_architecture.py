@@ -291,6 +291,9 @@ _ASSIGNED = {
     "unit.is_persistent",  # the plan's word, once it is made
     # What `initialize` makes on top of the engine; a user may put others there.
     *("engine.lr_scheduler", "engine.training_dataloader"),
+    # What `IOScheduler` changes by hand for the usual request, under the lock that guards its queues and ledgers.
+    *("queue.inflight_bytes", "queue.num_taken", "queue.num_transfers"),
+    *("ledger.is_plain", "ledger.longest", "ledger.num_admitted"),
 }
 
 

@@ -48,11 +48,6 @@ class UringBackend(VolumeBackend):
         self._loop = RingLoop([file.fd for file in volume.files], queue_depth)
         call_when_collected(self, self._loop.stop)  # the loop does not refer to its backend
 
-    @property
-    def num_fixed(self) -> int:
-        """Transfers of registered memory."""
-        return self._loop.num_fixed
-
     def describe(self) -> str:
         """Return one line for logs."""
         return f"uring: {self.volume.describe()}, {self.concurrency} reads and {self.concurrency} writes in flight"

@@ -56,22 +56,19 @@ class MemorySlots:
         stop = address + array.size
         try:
             while address < stop:
+                if not self._free:
+                    raise OSError(None, f"all {_NUM_SLOTS} places for registered memory are taken")
                 num_bytes = min(_MAX_SLOT_BYTES, stop - address)
-                slots.append(self._fill(address, num_bytes, array))
+                self._ring.fill_slot(self._free[-1], address, num_bytes)
+                slot = self._free.pop()  # only now: fill_slot may have raised
+                slots.append(slot)
+                self._arrays[slot] = array
+                self._ranges = sorted([*self._ranges, (address, address + num_bytes, slot)])
                 address += num_bytes
         except OSError:
             self.remove(slots)
             raise
         return slots
-
-    def _fill(self, address: int, num_bytes: int, array: npt.NDArray[np.uint8]) -> int:
-        if not self._free:
-            raise OSError(None, f"all {_NUM_SLOTS} places for registered memory are taken")
-        self._ring.fill_slot(self._free[-1], address, num_bytes)
-        slot = self._free.pop()  # only now: fill_slot may have raised
-        self._arrays[slot] = array
-        self._ranges = sorted([*self._ranges, (address, address + num_bytes, slot)])
-        return slot
 
     def remove(self, slots: list[int]) -> None:
         """Release what these slots hold. The kernel keeps pages pinned for transfers that use them now."""

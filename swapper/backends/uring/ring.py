@@ -9,21 +9,23 @@ may block release the lock (``CDLL``). Short ones keep it (``PyDLL``): to releas
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
 import importlib
 import os
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from swapper.errors import BackendUnavailableError, error_words
+from swapper.uncopyable import closed_unless_made
 
 # IORING_SETUP_* and IOSQE_* of <linux/io_uring.h>.
 _SETUP_SUBMIT_ALL = 1 << 7  # one bad request does not hold up those behind it
 _SETUP_SINGLE_ISSUER = 1 << 12  # only the thread that made the ring submits; DEFER_TASKRUN needs it
 _SETUP_DEFER_TASKRUN = 1 << 13  # completions are processed when the ring's thread asks for them, not by interrupting it
-_FLAGS = (_SETUP_SINGLE_ISSUER | _SETUP_DEFER_TASKRUN | _SETUP_SUBMIT_ALL, 0)  # tried in this order, see _set_up
+_FLAGS = (_SETUP_SINGLE_ISSUER | _SETUP_DEFER_TASKRUN | _SETUP_SUBMIT_ALL, 0)  # tried in this order, see Ring
 _FIXED_FILE = 1  # `file` of a request is an index into the registered files
 _BATCH = 256  # completions that one call of peek_batch returns
 _MAX_TRANSFER_BYTES = 0x7FFF_F000  # what Linux moves at most at once; the rest is a short transfer
@@ -147,25 +149,15 @@ class Ring:
         self._state = _RingState()
         self._address = ctypes.addressof(self._state)
         self._pointers = (ctypes.c_void_p * _BATCH)()  # peek_batch stores pointers to completions here
-        self._set_up(num_entries)
-        try:
-            self._check(self._library.dontfork(self._address))
-            self._check(self._library.register_files(self._address, (ctypes.c_int * len(fds))(*fds), len(fds)))
-        except OSError as error:
-            self.close()
-            reason = f"files cannot be registered with it: {error_words(error)}"
-            raise BackendUnavailableError("uring", reason, _cure(error)) from error
-
-    def _set_up(self, num_entries: int) -> None:
         for flags in _FLAGS:
             result = self._library.queue_init(num_entries, self._address, flags)
             if result != -errno.EINVAL:  # EINVAL: an older kernel does not know one of the flags
                 break
-        try:
+        with needed("io_uring cannot be set up"):
             self._check(result)
-        except OSError as error:
-            reason = f"io_uring cannot be set up: {error_words(error)}"
-            raise BackendUnavailableError("uring", reason, _cure(error)) from error
+        with needed("files cannot be registered with it"), closed_unless_made(self.close):
+            self._check(self._library.dontfork(self._address))
+            self._check(self._library.register_files(self._address, (ctypes.c_int * len(fds))(*fds), len(fds)))
 
     @staticmethod
     def _check(result: int) -> int:
@@ -280,5 +272,11 @@ class Ring:
         os.close(self.fd)
 
 
-def _cure(error: OSError) -> str:
-    return _CURES.get(error.errno or 0, "see the kernel log")
+@contextlib.contextmanager
+def needed(problem: str) -> Iterator[None]:
+    """Turn an OSError of the ``with`` block into a `BackendUnavailableError`."""
+    try:
+        yield
+    except OSError as error:
+        cure = _CURES.get(error.errno or 0, "see the kernel log")
+        raise BackendUnavailableError("uring", f"{problem}: {error_words(error)}", cure) from error

@@ -30,8 +30,7 @@ from typing import Any, TypeVar
 
 from swapper.backend import IORequest, ended
 from swapper.backends.uring.memory_slots import MemorySlots
-from swapper.backends.uring.ring import Ring
-from swapper.errors import BackendUnavailableError, error_words
+from swapper.backends.uring.ring import Ring, library, needed
 from swapper.sync.callbacks import fulfil
 from swapper.sync.lifetimes import EXIT_SECONDS, LiveObjects
 from swapper.sync.limits import start_threads
@@ -80,7 +79,6 @@ class RingLoop(Uncopyable):
     """
 
     def __init__(self, fds: Sequence[int], limit: int) -> None:
-        self.num_fixed = 0
         self._queues = (_RingQueue(limit), _RingQueue(limit))  # reads and writes: indexed by Direction
         self._inflight: dict[int, IORequest] = {}  # by token; keeps the memory that the kernel uses
         self._tokens = itertools.count(_WAKE + 1)
@@ -94,7 +92,9 @@ class RingLoop(Uncopyable):
         self._pid = os.getpid()
         self._ring: Ring | None = None  # made on its thread: with SINGLE_ISSUER no other may submit
         self._wake_lock = threading.RLock()  # guards _wake_fd; re-entrant, since a finalizer may call stop()
-        self._wake_fd = _make_eventfd()
+        library()  # raises without the wheel: only Linux has it, and an eventfd
+        with needed("no eventfd can be made"):
+            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         is_set_up: Future[None] = Future()
         self.thread = threading.Thread(target=self._run, args=(list(fds), is_set_up), name="swapper-ring", daemon=True)
         try:
@@ -255,7 +255,6 @@ class RingLoop(Uncopyable):
                     return  # the queue is full; the next submission makes room
                 self._inflight[token] = request
                 queue.num_inflight += 1
-                self.num_fixed += slot >= 0
                 queue.waiting.popleft()
 
     def _submit(self, ring: Ring, num_awaited: int) -> None:
@@ -284,12 +283,3 @@ class RingLoop(Uncopyable):
 
 def _ended() -> OSError:
     return ended("the ring's thread has")
-
-
-def _make_eventfd() -> int:
-    try:
-        return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-    except (AttributeError, OSError) as error:
-        words = error_words(error) if isinstance(error, OSError) else "this platform has none"
-        cure = "raise the limit on open files (ulimit -n)"
-        raise BackendUnavailableError("uring", f"no eventfd can be made: {words}", cure) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,6 @@ from swapper.backend import Direction, IORequest
 from swapper.backends.uring.backend import UringBackend
 from swapper.config import ALIGNMENT
 from swapper.memory.region import AlignedRegion
-from swapper.sync.bell import Latch
 from swapper.volumes.volume import Volume
 
 TEST_BYTES = 4 * ALIGNMENT  # written to each file, and restored
@@ -32,17 +32,14 @@ def find_fault(backend: UringBackend) -> str:
     """
     region = AlignedRegion(2 * TEST_BYTES)  # one half to write from, the other to read into
     memory = region.array()
-    for is_registered in (False, True):
-        unregister = backend.register_memory(region) if is_registered else None
-        try:
+    for kind in ("ordinary", "registered"):
+        with contextlib.ExitStack() as stack:
+            if kind == "registered":
+                stack.callback(backend.register_memory(region))
             for offset, num_bytes in _places(backend.volume):
                 fault = _try_place(backend, offset, memory[:num_bytes], memory[TEST_BYTES : TEST_BYTES + num_bytes])
                 if fault:
-                    path = "registered" if is_registered else "ordinary"
-                    return f"its self-test with {path} memory failed: {fault}"
-        finally:
-            if unregister is not None:
-                unregister()
+                    return f"its self-test with {kind} memory failed: {fault}"
     return ""
 
 
@@ -63,16 +60,17 @@ def _try_place(backend: UringBackend, offset: int, data: Bytes, copy: Bytes) -> 
         os.preadv(file.fd, [before.data], file_offset)
     except OSError as error:
         return f"{file.name} cannot be read: {error}"
+    random = np.random.default_rng(1)
     try:
         # Each direction is checked by an ordinary system call: a ring that writes to a wrong place, and reads from the
         # same one, would find its own bytes right.
-        data[:] = _random_bytes(data.size, 1)
+        data[:] = random.integers(0, 256, data.size, np.uint8)
         fault = _transfer(backend, Direction.WRITE, offset, data)
         if not fault:
             os.preadv(file.fd, [copy.data], file_offset)
             fault = _compare(data, copy, f"written to {file.name}")
         if not fault:
-            data[:] = _random_bytes(data.size, 2)
+            data[:] = random.integers(0, 256, data.size, np.uint8)
             os.pwritev(file.fd, [data.data], file_offset)
             copy[:] = 0
             fault = _transfer(backend, Direction.READ, offset, copy) or _compare(data, copy, f"read from {file.name}")
@@ -84,29 +82,19 @@ def _try_place(backend: UringBackend, offset: int, data: Bytes, copy: Bytes) -> 
             os.pwritev(file.fd, [before.data], file_offset)
 
 
-def _random_bytes(num_bytes: int, seed: int) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
-
-
 def _compare(expected: Bytes, found: Bytes, what: str) -> str:
     num_wrong = int((expected != found).sum())
     return f"{num_wrong} of {expected.size} bytes {what} differ" if num_wrong else ""
 
 
 def _transfer(backend: UringBackend, direction: Direction, offset: int, array: Bytes) -> str:
-    is_over, name = Latch(), direction.name.lower()
-    outcome: tuple[int, OSError | None] = (0, None)
-
-    def complete(_: IORequest, moved_bytes: int, error: OSError | None) -> None:
-        nonlocal outcome
-        outcome = moved_bytes, error
-        is_over.set()
-
+    name, answer = direction.name.lower(), queue.SimpleQueue[tuple[int, OSError | None]]()
     address: int = array.__array_interface__["data"][0]
-    backend.submit(IORequest(direction, offset, array.data, address, complete))
-    if not is_over.wait(_TIMEOUT_SECONDS):
+    backend.submit(IORequest(direction, offset, array.data, address, lambda _, *outcome: answer.put(outcome)))
+    try:
+        moved_bytes, error = answer.get(timeout=_TIMEOUT_SECONDS)
+    except queue.Empty:
         return f"a {name} had no answer for {_TIMEOUT_SECONDS:g} seconds"
-    moved_bytes, error = outcome
     if error is not None:
         return f"a {name} failed: {error}"
     return "" if moved_bytes == array.size else f"a {name} moved {moved_bytes} of {array.size} bytes"

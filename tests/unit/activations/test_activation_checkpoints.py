@@ -50,7 +50,7 @@ class _Watch:
 
         def make(num_bytes: int) -> Any:
             region = real(num_bytes)
-            self._seen.append(weakref.ref(region._mapping))
+            self._seen.append(weakref.ref(region._bytes.base))
             return region
 
         patch.setattr(module, "AlignedRegion", make)

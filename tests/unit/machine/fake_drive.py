@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import Sample
+from swapper.measure.measurement import IOSetting, Sample, Workload
 from swapper.volumes.directory import Directory
 
 Speed = Callable[[IOSetting], float]

@@ -18,7 +18,7 @@ from infinity.machine.drive_profile import (
     sweep,
 )
 from swapper.errors import BackendUnavailableError
-from swapper.measure.io_setting import IOSetting, Workload
+from swapper.measure.measurement import IOSetting, Workload
 from tests.unit.machine.fake_drive import FakeDrive
 
 _MIB = 1 << 20

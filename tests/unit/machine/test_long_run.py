@@ -9,8 +9,7 @@ from typing import cast
 import pytest
 
 from infinity.machine.long_run import LongRun, Moment, hold
-from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import DriveTest, Sample
+from swapper.measure.measurement import DriveTest, IOSetting, Sample, Workload
 
 _SECONDS = 1e-3
 _SETTING = IOSetting("threads", 1 << 20, 4, 8)

@@ -30,7 +30,7 @@ _CHUNK_NUMEL = 1 << 14
 _NUM_CHUNKS = (10, 20)
 _NUM_BUFFERS = 8
 _NAMES = ("exp_avg", "exp_avg_sq")
-_WAITS = {"Handle.wait", "IOScheduler.wait", "IOScheduler.sleep", "sleep", "Bell.wait"}
+_WAITS = {"Handle.wait", "IOScheduler.sleep", "sleep", "Bell.wait"}
 """Who is called if something is not there yet, which depends on the machine."""
 
 

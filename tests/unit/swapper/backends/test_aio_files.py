@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -130,8 +133,15 @@ def test_a_network_file_system_gets_it_and_the_log_says_so(
 def test_a_file_system_without_direct_transfers_gets_it_and_the_log_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("swapper.volumes.scratch_file._O_DIRECT", 0)
+    real = fcntl.fcntl
+
+    def refusing(fd: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", refusing)
     with caplog.at_level(logging.INFO, "swapper"):
         assert _opened(Volume([tmp_path], ALIGNMENT)) == "AiofilesBackend"
     (line,) = [record.message for record in caplog.records if record.name == "swapper.measure.choice"]
-    assert line.startswith("aiofiles is used: ") and line.endswith("page cache: this platform has no O_DIRECT")
+    assert line.startswith("aiofiles is used: ") and "the file system refuses O_DIRECT: Invalid argument" in line

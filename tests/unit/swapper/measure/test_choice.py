@@ -31,10 +31,9 @@ from swapper.backends.uring.ring import library
 from swapper.measure import by_name as by_name_module
 from swapper.measure import choice as choice_module
 from swapper.measure.choice import measure_gain, open_backend
-from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import Sample
+from swapper.measure.measurement import IOSetting, Sample, Workload
 from tests.conformance.suite import random_bytes, read, write
-from tests.uring import needs_uring
+from tests.uring import fixed_transfers, needs_uring
 
 _MIB = 1 << 20
 _SECONDS = 20.0
@@ -92,7 +91,7 @@ def test_uring_by_name_is_an_error_with_a_cure_where_it_is_forbidden(
 
 
 @needs_uring
-def test_what_lies_in_the_volume_stays_as_it_is(tmp_path: Path) -> None:
+def test_what_lies_in_the_volume_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directories = [tmp_path / name for name in "abc"]
     for directory in directories:
         directory.mkdir()
@@ -100,8 +99,9 @@ def test_what_lies_in_the_volume_stays_as_it_is(tmp_path: Path) -> None:
     contents = [random_bytes(file.num_bytes, seed) for seed, file in enumerate(volume.files)]
     for file, content in zip(volume.files, contents, strict=True):
         os.pwritev(file.fd, [content.data], 0)
+    fixed = fixed_transfers(monkeypatch)
     backend = open_backend(volume, SwapperConfig(backend="uring"))
-    assert isinstance(backend, UringBackend) and backend.num_fixed == 2 * len(directories), "each file is tried"
+    assert isinstance(backend, UringBackend) and len(fixed) == 2 * len(directories), "each file is tried"
     for file, content in zip(volume.files, contents, strict=True):
         now = random_bytes(file.num_bytes, 99)
         os.preadv(file.fd, [now.data], 0)

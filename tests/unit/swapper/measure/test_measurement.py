@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import swapper.measure.measurement as measurement_module
-from swapper import ArgumentError, SwapperConfig, TransferError, Volume
+from swapper import ArgumentError, Directory, SwapperConfig, TransferError, Volume
 from swapper.backend import Direction, IOBackend, IORequest
 from swapper.measure.borrowed import BorrowedVolume
 from swapper.measure.by_name import open_by_name
@@ -174,6 +174,18 @@ def test_other_stripes_cover_only_what_is_used(tmp_path: Path) -> None:
             assert len({each[:2] for each in pieces}) == len(pieces), "two addresses for one place"
     finally:
         owner.close()
+
+
+def test_drives_of_which_the_speeds_give_no_whole_cycles_can_be_filled(tmp_path: Path) -> None:
+    directories = []
+    for name, speed in (("a", 5e9), ("b", 3e9)):
+        (tmp_path / name).mkdir()
+        directories.append(Directory(tmp_path / name, bytes_per_second=speed))
+    with DriveTest(directories, 4 * FILE_BYTES) as test:
+        before = test.num_bytes
+        test.prepare()
+        assert before / 2 < test.num_bytes < before
+        assert test.measure(SMALL, Workload.MIXED, 0.01).num_bytes
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input

@@ -16,8 +16,7 @@ import swapper.measure.speeds as module
 import swapper.volumes.volume as volume_module
 from swapper import Directory, Drive, Swapper, SwapperConfig, VolumeError, describe_drive
 from swapper.backends.volume_backend import VolumeBackend
-from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import DriveTest, Sample
+from swapper.measure.measurement import DriveTest, IOSetting, Sample, Workload
 from swapper.measure.speeds import with_speeds
 from swapper.volumes.directory import DirectoryLike
 

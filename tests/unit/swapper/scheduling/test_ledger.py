@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +20,8 @@ _SPACE = 1 << 16
 def _write(ledger: Ledger, start: int, num_bytes: int, block_bytes: int = 1) -> Operation:
     """A write that is admitted."""
     array = np.empty(num_bytes, np.uint8)
-    made = Operation(Any, Direction.WRITE, ledger.extent, start, array, Priority.DEMAND, block_bytes)
+    scheduler = SimpleNamespace(block_bytes=block_bytes)
+    made = Operation(scheduler, Direction.WRITE, ledger.extent, start, array, Priority.DEMAND)
     ledger.admit(made)
     return made
 

@@ -42,9 +42,6 @@ def test_no_block_is_written_to_reserve_space(
 
 
 def test_a_full_drive_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch_file, "_fallocate", None)
-    BlockFile(tmp_path / "file", _BLOCK_BYTES).release()
-
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -47,7 +47,7 @@ def test_another_format_is_named_and_nothing_older_is_taken(version: int, tmp_pa
             run.newest()
 
 
-@pytest.mark.parametrize("call", ["open", "stat", "fstat", "fstatvfs", "ftruncate", "fsync"])
+@pytest.mark.parametrize("call", ["open", "stat", "fstat", "statvfs", "ftruncate", "fsync"])
 def test_whatever_fails_while_a_run_is_opened_is_told_and_leaves_nothing_open(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

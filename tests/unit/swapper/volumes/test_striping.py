@@ -19,7 +19,7 @@ def _map(num_stripes: int, speeds: list[float], rooms: list[int]) -> StripeMap:
 
 
 def _columns(stripes: StripeMap, num_stripes: int) -> list[int]:
-    return [stripes.locate(stripe * _STRIPE)[0] for stripe in range(num_stripes)]
+    return [stripes.file_ranges(stripe * _STRIPE, 1)[0][0] for stripe in range(num_stripes)]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_every_stripe_has_a_place_of_its_own_within_its_room(data: st.DataObject
     num_stripes = data.draw(st.integers(0, most))
     stripes = StripeMap(num_stripes, _STRIPE, speeds, rooms, pools, pool_rooms)
 
-    places = [stripes.locate(stripe * _STRIPE + 5) for stripe in range(num_stripes)]
+    places = [stripes.file_ranges(stripe * _STRIPE + 5, 1)[0][:2] for stripe in range(num_stripes)]
     assert len(set(places)) == num_stripes
     used = Counter(column for column, _ in places)
     for column in range(num_drives):
@@ -102,12 +102,12 @@ def test_what_is_dealt_later_leaves_all_where_it_was_and_follows_from_what_each_
         rooms = [num + new * (not is_full) for num, new, is_full in zip(held, more, were_full(held), strict=True)]
         num_stripes = data.draw(st.integers(sum(held), sum(rooms)))
         stripes = _map(num_stripes, equal, rooms)
-        found = [stripes.locate(stripe * _STRIPE) for stripe in range(num_stripes)]
+        found = [stripes.file_ranges(stripe * _STRIPE, 1)[0][:2] for stripe in range(num_stripes)]
         assert found[: len(places)] == places
         places = found
         held = [stripes.file_bytes(column) // _STRIPE for column in range(len(held))]
         again = _map(num_stripes, equal, held)
-        assert [again.locate(stripe * _STRIPE) for stripe in range(num_stripes)] == places
+        assert [again.file_ranges(stripe * _STRIPE, 1)[0][:2] for stripe in range(num_stripes)] == places
 
 
 def test_a_drive_that_is_too_slow_is_used_when_the_others_are_full() -> None:
@@ -119,4 +119,4 @@ def test_the_number_of_parts_does_not_grow_with_the_address_space() -> None:
     stripes = _map(200_000_000, [3.0, 2.0, 1.0], rooms)
     assert len(stripes._zones) <= 4
     assert sum(stripes.file_bytes(column) for column in range(3)) == 200_000_000 * _STRIPE
-    assert stripes.locate(199_999_999 * _STRIPE + 17) == (2, stripes.file_bytes(2) - _STRIPE + 17)
+    assert stripes.file_ranges(199_999_999 * _STRIPE + 17, 1)[0][:2] == (2, stripes.file_bytes(2) - _STRIPE + 17)

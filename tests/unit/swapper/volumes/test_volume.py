@@ -161,8 +161,9 @@ def test_a_full_drive_is_an_error_at_the_start_where_space_has_to_be_written(
     _without_fallocate(monkeypatch)
     directory = small_tmpfs(8 << 20)
     status = os.statvfs(directory)
-    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=1 << 40, f_frsize=1, f_blocks=1))
-    with pytest.raises(VolumeTooSmallError, match="No space left on device"):
+    found = SimpleNamespace(f_bavail=1 << 40, f_bfree=1 << 40, f_frsize=1, f_blocks=1 << 40)
+    with monkeypatch.context() as patch, pytest.raises(VolumeTooSmallError, match="No space left on device"):
+        patch.setattr(os, "statvfs", lambda path: found)
         Volume([directory], 12 << 20)
     assert os.statvfs(directory).f_bavail == status.f_bavail
 

@@ -19,37 +19,40 @@ from swapper.backends.uring.memory_slots import MemorySlots
 from swapper.backends.uring.ring import library
 from swapper.wrappers.base import BackendWrapper
 from tests.conformance.suite import aligned_bytes, random_bytes, read, write
-from tests.uring import needs_uring
+from tests.uring import fixed_transfers, needs_uring
 
 _SECONDS = 20.0
 pytestmark = needs_uring
 
 
-def test_registered_memory_takes_the_fixed_path_and_the_bytes_are_right(backend: UringBackend) -> None:
+def test_registered_memory_takes_the_fixed_path_and_the_bytes_are_right(
+    backend: UringBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed = fixed_transfers(monkeypatch)
     region = AlignedRegion(16 * ALIGNMENT)
     inside, outside = region.array(), aligned_bytes(16 * ALIGNMENT)
     unregister = backend.register_memory(region)
     inside[:] = random_bytes(inside.size, 1)
     write(backend, 0, inside[ALIGNMENT : 5 * ALIGNMENT])
-    assert backend.num_fixed == 1
+    assert len(fixed) == 1
     read(backend, 0, outside[: 4 * ALIGNMENT])
-    assert backend.num_fixed == 1
+    assert len(fixed) == 1
     assert np.array_equal(outside[: 4 * ALIGNMENT], inside[ALIGNMENT : 5 * ALIGNMENT])
     write(backend, 32 * ALIGNMENT, outside[: 4 * ALIGNMENT])
     inside[:] = 0
     read(backend, 32 * ALIGNMENT, inside[12 * ALIGNMENT :])
-    assert backend.num_fixed == 2
+    assert len(fixed) == 2
     assert np.array_equal(outside[: 4 * ALIGNMENT], inside[12 * ALIGNMENT :])
     assert not inside[: 12 * ALIGNMENT].any()
     unregister()
     unregister()
     write(backend, 0, inside)
-    assert backend.num_fixed == 2
+    assert len(fixed) == 2
 
 
 def test_registered_memory_stays_mapped_until_it_is_given_back(backend: UringBackend) -> None:
     region = AlignedRegion(4 * ALIGNMENT)
-    mapping = weakref.ref(region._mapping)
+    mapping = weakref.ref(region._bytes.base)
     array = region.array()
     unregister = backend.register_memory(region)
     region.release()
@@ -65,7 +68,7 @@ def test_registered_memory_stays_mapped_until_it_is_given_back(backend: UringBac
 def test_registered_memory_is_let_go_when_the_backend_is_closed(tmp_path: Path) -> None:
     backend = UringBackend(Volume([tmp_path], 1 << 20))
     region = AlignedRegion(ALIGNMENT)
-    mapping = weakref.ref(region._mapping)
+    mapping = weakref.ref(region._bytes.base)
     unregister = backend.register_memory(region)
     region.release()
     assert backend.close(_SECONDS) and mapping() is None
@@ -77,6 +80,7 @@ def test_without_enough_lockable_memory_transfers_work_unregistered_and_one_line
     backend: UringBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(library(), "update_buffers", lambda *_: -errno.ENOMEM)
+    fixed = fixed_transfers(monkeypatch)
     region = AlignedRegion(8 * ALIGNMENT)
     for _ in range(3):
         backend.register_memory(region)()
@@ -89,7 +93,7 @@ def test_without_enough_lockable_memory_transfers_work_unregistered_and_one_line
     copy = aligned_bytes(data.size)
     write(backend, 0, data)
     read(backend, 0, copy)
-    assert backend.num_fixed == 0 and np.array_equal(data, copy)
+    assert not fixed and np.array_equal(data, copy)
 
 
 class _FakeRing:
@@ -149,7 +153,10 @@ def test_memory_is_registered_as_a_whole_or_not_at_all(monkeypatch: pytest.Monke
     assert len(ring.slots) == 4
 
 
-def test_an_arena_is_registered_through_the_swapper_until_it_is_closed(tmp_path: Path) -> None:
+def test_an_arena_is_registered_through_the_swapper_until_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed = fixed_transfers(monkeypatch)
     backend = UringBackend(Volume([tmp_path], 1 << 20))
     with Swapper(BackendWrapper(backend)) as swapper, StagingPool(ALIGNMENT, 4) as staging_pool:
         staging_pool.register_with(swapper.register_memory)
@@ -159,8 +166,8 @@ def test_an_arena_is_registered_through_the_swapper_until_it_is_closed(tmp_path:
             swapper.write(extent, page.tensor).wait()
             swapper.read(extent, page.tensor).wait()
             assert (page.tensor == 9).all()
-        assert backend.num_fixed == 2
-        mapping = weakref.ref(staging_pool._region._mapping)
+        assert len(fixed) == 2
+        mapping = weakref.ref(staging_pool._region._bytes.base)
         del page
         staging_pool.close()
         gc.collect()
