@@ -32,7 +32,7 @@ from infinity.tiers.user_copies import PutAside
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Slot
-from infinity.units.unit import Arrival, PendingUpdate, Unit, UnstartedArrival
+from infinity.units.unit import Arrival, PendingUpdate, SimpleArrival, Unit
 from swapper import ReentryError
 from swapper.sync.lifetimes import LiveObjects
 
@@ -325,8 +325,10 @@ class ParameterCache:
                     self._attach(unit, is_demand=False, keep=targets)
 
     def _begin_fetch(self, unit: Unit, flat: FlatBuffer, *, is_demand: bool) -> None:
-        # An interruption here must not leave a buffer that looks as if it held the weights.
-        self.place(unit, flat, UnstartedArrival(lambda: self._fetch(unit, is_demand=True)))
+        # An interruption here must not leave a buffer that looks as if it held the weights: whoever waits for them then
+        # begins the fetch.
+        unstarted = SimpleArrival(lambda: self._fetch(unit, is_demand=True).wait(), is_done=False)
+        self.place(unit, flat, unstarted)
         unit.expect(self._fetch(unit, is_demand=is_demand))
 
     def _displace(self, unit: Unit) -> None:

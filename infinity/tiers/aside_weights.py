@@ -5,18 +5,7 @@ from __future__ import annotations
 import torch
 
 from infinity.tiers.user_copies import PutAside
-from infinity.units.unit import Unit
-
-
-class Fetched:
-    """An arrival that is over."""
-
-    def wait(self) -> None: ...
-
-    def done(self) -> bool:
-        return True
-
-    def promote(self) -> None: ...
+from infinity.units.unit import Arrival, SimpleArrival, Unit
 
 
 class AsideWeights:
@@ -37,10 +26,10 @@ class AsideWeights:
             self._kept[unit.index] = kept
         return True
 
-    def fetch(self, unit: Unit) -> Fetched:
+    def fetch(self, unit: Unit) -> Arrival:
         """Bring the weights into the unit's flat buffer."""
         unit.memory.copy_(self._kept[unit.index])
-        return Fetched()
+        return SimpleArrival(lambda: None)
 
     def forget(self, unit: Unit) -> None:
         """The flat buffer is the only place of the weights again."""

@@ -7,11 +7,10 @@ uploaded, and unpacked in the compute stream when the unit is needed.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
-
-import torch
 
 from infinity.device.compute import ComputeDevice
 from infinity.units.unit import Arrival
@@ -87,10 +86,15 @@ class Unpacker:
         unpacking = _Unpacking(reads, unpack)
         self._begun.add(unpacking)
         # The thread gets a unit only when its reads have ended. So a slow read holds up no unit that was read after it.
-        left = _Countdown(len(reads), lambda: self._ready.put(unpacking))
-        for read in reads:
-            read.add_done_callback(left.count)
+        self._put_when_read(unpacking)
         return unpacking
+
+    def _put_when_read(self, unpacking: _Unpacking, _: Handle | None = None) -> None:
+        for read in unpacking.reads:
+            if not read.is_finished:
+                read.add_done_callback(functools.partial(self._put_when_read, unpacking))
+                return
+        self._ready.put(unpacking)
 
     def close(self) -> None:
         """End the thread when it has unpacked all units that have been read."""
@@ -109,23 +113,6 @@ class Unpacker:
                 self._begun.discard(unpacking)
                 unpacking.run()
                 del unpacking  # the thread waits in `get` next, and would hold the unit until then
-
-
-class _Countdown:
-    """Calls a function at the ``count``-th call of `count`, or at once if ``count`` is 0."""
-
-    def __init__(self, count: int, function: Callable[[], object]) -> None:
-        # With 3 reads the list has 2 elements: two pops succeed, and the third finds it empty.
-        self._left = [None] * (count - 1)
-        self._function = function
-        if not count:
-            function()
-
-    def count(self, handle: Handle) -> None:
-        try:
-            self._left.pop()  # atomic, so it needs no lock: callbacks come from several workers
-        except IndexError:
-            self._function()
 
 
 class UploadedUnpacking:
@@ -148,8 +135,3 @@ class UploadedUnpacking:
 
     def promote(self) -> None:
         self._upload.promote()
-
-
-def scratch_for(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of the device for packed bytes, from torch's caching allocator, on the calling thread's stream."""
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)

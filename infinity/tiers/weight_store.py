@@ -24,11 +24,12 @@ import torch
 from infinity.device.compute import ComputeDevice, Fence
 from infinity.packed.stored_form import PackedSlot, StoredForm
 from infinity.tiers.extent_labels import weight_contents
-from infinity.tiers.packed_weights import Unpacker, UploadedUnpacking, scratch_for
+from infinity.tiers.host_block import HostBlock
+from infinity.tiers.packed_weights import Unpacker, UploadedUnpacking
 from infinity.tiers.user_copies import PutAside
 from infinity.units.layout import Chunk
-from infinity.units.unit import Arrival, Unit
-from swapper import AlignedRegion, Extent, Handle, Latch, Priority, StagingBuffer, StagingPool, Swapper
+from infinity.units.unit import Arrival, SimpleArrival, Unit
+from swapper import Extent, Handle, Latch, Priority, StagingBuffer, StagingPool, Swapper
 from swapper.sync.limits import start_threads
 
 
@@ -70,82 +71,33 @@ class Written:
             handle.wait()
 
 
-class HostWeights:
+class HostWeights(HostBlock):
     """One unit's weights in host memory, with the layout of its flat buffer or of its stored form."""
 
     def __init__(self, num_bytes: int, device: ComputeDevice) -> None:
+        super().__init__(num_bytes, device.pin)
         self._device = device
-        self._num_bytes = num_bytes
-        self.tensor: torch.Tensor | None = None
-        self._map()
         # Of the last copy out of this memory. One is enough: copies run in the order of one stream, so earlier ones are
         # done before it.
         self._fence: Fence = None
 
-    def _map(self) -> None:
-        self._region = region = AlignedRegion(self._num_bytes)
-        # Pinned, so that the GPU copies without help of the CPU. `pin` returns None if the driver refuses: copies are
-        # slower then.
-        self._unpin = self._device.pin(region.address, region.num_bytes) if self._device.pin is not None else None
-        self.tensor = torch.from_numpy(region.array())
-
     def fetch(self, target: torch.Tensor) -> Arrival:
-        """Start the copy into ``target``, a flat buffer."""
+        """Start the copy into ``target``, a flat buffer. Only the compute stream waits for it, not the thread."""
         # After `mark`: kernels that were launched before may still read what the flat buffer held.
-        self._fence = self._device.upload(target, self.present, self._device.mark())
-        return _Copied(self._device, self._fence)
-
-    @property
-    def present(self) -> torch.Tensor:
-        """The whole block, uint8, 1-D."""
-        if self.tensor is None:
-            raise RuntimeError("the memory of the weights has been released")
-        return self.tensor
+        self._fence = self._device.upload(target, self.tensor, self._device.mark())
+        return SimpleArrival(functools.partial(self._device.compute_waits_for, self._fence))
 
     def write(self, offset: int, source: torch.Tensor) -> None:
         """Replace bytes from ``offset`` on by those of ``source`` (host memory), after waiting for a copy that reads
         them."""
         self._device.synchronize(self._fence)
         raw = source.view(torch.uint8)
-        self.present[offset : offset + raw.numel()].copy_(raw)
-
-    def release_memory(self, put_aside: PutAside) -> None:
-        """Move them elsewhere until `take_memory_back`, if ``put_aside`` takes them. They can be fetched from there."""
-        aside = None if self._region.is_released else put_aside(self.present)
-        if aside is not None:
-            self.release()
-            self.tensor = aside
-
-    def take_memory_back(self) -> None:
-        """The counterpart of `release_memory`."""
-        if self._region.is_released:
-            aside = self.present
-            self._map()
-            self.present.copy_(aside)
+        self.tensor[offset : offset + raw.numel()].copy_(raw)
 
     def release(self) -> None:
         """Release the memory, after waiting for a copy that reads it."""
         self._device.synchronize(self._fence)
-        if self._unpin is not None:
-            self._unpin()  # before the region is unmapped: the driver must not keep addresses of others' memory
-        self._unpin = self.tensor = None
-        self._region.release()
-
-
-class _Copied:
-    """A copy from host memory to the GPU: an `Arrival`. Only the compute stream waits for it, not the thread."""
-
-    def __init__(self, device: ComputeDevice, fence: Fence) -> None:
-        self._device = device
-        self._fence = fence
-
-    def wait(self) -> None:
-        self._device.compute_waits_for(self._fence)
-
-    def done(self) -> bool:
-        return True  # `wait` never blocks the calling thread
-
-    def promote(self) -> None: ...
+        super().release()
 
 
 class WeightStore:
@@ -207,7 +159,7 @@ class WeightStore:
         if not self._device.uses_host_memory:
             return self._upload_packed(unit, form, is_demand=is_demand)
         if block is not None:
-            return self._unpacker.begin((), functools.partial(_unpack_apart, form, block.present, memory))
+            return self._unpacker.begin((), functools.partial(_unpack_apart, form, block.tensor, memory))
         priority = Priority.DEMAND if is_demand else Priority.PREFETCH
         # Two reads into one flat buffer: plain weights to its beginning, where they belong, and packed ones to its end.
         # Unpacking goes from front to back and overwrites packed bytes only after they have been used.
@@ -219,7 +171,8 @@ class WeightStore:
 
     def _upload_packed(self, unit: Unit, form: StoredForm, *, is_demand: bool) -> Arrival:
         block, memory = self._in_host_memory.get(unit.index), unit.memory
-        stored = self._scratch[unit.index] = scratch_for(form.num_bytes, memory.device)
+        # From torch's caching allocator, on the calling thread's stream.
+        stored = self._scratch[unit.index] = torch.empty(form.num_bytes, dtype=torch.uint8, device=memory.device)
         if block is not None:
             upload = block.fetch(stored)
         elif self._uploader is not None:
@@ -238,7 +191,7 @@ class WeightStore:
         """Read one packed weight, still packed, into host memory (uint8). Returns when it has been read."""
         start = self._packed[unit.index].raw_bytes + packed.start
         if unit.index in self._in_host_memory:
-            target.copy_(self._in_host_memory[unit.index].present[start : start + packed.num_bytes])
+            target.copy_(self._in_host_memory[unit.index].tensor[start : start + packed.num_bytes])
             return
         self.swapper.read(extent_of(unit), target, offset=start).wait()
 
@@ -263,7 +216,7 @@ class WeightStore:
         """
         offset = chunk.start * target.element_size()  # the trainable segment is the first one
         if unit.index in self._in_host_memory:
-            source = self._in_host_memory[unit.index].present[offset : offset + target.numel() * target.element_size()]
+            source = self._in_host_memory[unit.index].tensor[offset : offset + target.numel() * target.element_size()]
             target.copy_(source.view(target.dtype))
             return None
         if unit.extent is None or self._swapper is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
@@ -100,23 +101,17 @@ class Arrival(Protocol):
         ...
 
 
-class UnstartedArrival:
-    """Weights whose fetch did not get as far as beginning. Whoever waits for them begins it."""
+@dataclass(eq=False)
+class SimpleArrival:
+    """An `Arrival` without a request under way that could be promoted."""
 
-    def __init__(self, begin: Callable[[], Arrival]) -> None:
-        """``begin`` begins the fetch."""
-        self._begin = begin
-
-    def wait(self) -> None:
-        """Begin the fetch, and return when it has ended."""
-        self._begin().wait()
+    wait: Callable[[], None]
+    is_done: bool = True
 
     def done(self) -> bool:
-        """False."""
-        return False
+        return self.is_done
 
-    def promote(self) -> None:
-        """Nothing is under way that could be."""
+    def promote(self) -> None: ...
 
 
 class PendingUpdate(Arrival, Protocol):
