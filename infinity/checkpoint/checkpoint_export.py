@@ -19,7 +19,7 @@ from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.device.drive_tensors import DriveTensors
 from infinity.errors import CheckpointError, ModelError, listed
 from infinity.metrics.progress import progress
-from infinity.units.unit import is_float8
+from infinity.units.unit import cast_dtype
 
 
 def export_checkpoint(
@@ -71,7 +71,8 @@ def export_checkpoint(
         further = {fqn: first for fqn, first in checkpoint.beside.tied.items() if first in names and fqn not in names}
         for fqn, first in further.items():
             names[first].append(fqn)
-    entries = [_entry(names[fqn], saved, directory, _cast(saved, dtype)) for fqn, saved in parameters.items()]
+    # Buffers keep their dtype.
+    entries = [_entry(names[fqn], each, directory, cast_dtype(each.dtype, dtype)) for fqn, each in parameters.items()]
     entries += [_entry(names[fqn], saved, directory, saved.dtype) for fqn, saved in buffers.items()]
     entries = original_entries(model, entries, [directory])
     num_bytes = sum(entry.file_bytes for entry in entries)
@@ -81,12 +82,6 @@ def export_checkpoint(
     with storing, progress("export", num_bytes, is_shown=shows_progress) as note:
         write_shards(entries, directory, "model", configs, max_shard_bytes, note)
     return num_bytes
-
-
-def _cast(saved: SavedTensor, dtype: torch.dtype | None) -> torch.dtype:
-    # A float8 tensor has its scales in another one: a cast alone would give wrong values. Buffers keep their dtype.
-    is_cast = saved.dtype.is_floating_point and not is_float8(saved.dtype)
-    return dtype if dtype is not None and is_cast else saved.dtype
 
 
 def _entry(names: Sequence[str], saved: SavedTensor, directory: Path, dtype: torch.dtype) -> Entry:

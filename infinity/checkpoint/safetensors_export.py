@@ -31,7 +31,7 @@ from infinity.units.adapters import is_adapted
 from infinity.units.buffers import persistent_buffers
 from infinity.units.layout import Slot
 from infinity.units.tiles import tiled_in, untiled_name
-from infinity.units.unit import Unit, is_float8
+from infinity.units.unit import Unit, cast_dtype, is_float8
 from swapper.volumes.publish import Staging, locked, sync_tree
 
 _SMALL_NUMEL = 1 << 18
@@ -241,10 +241,18 @@ def all_entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dt
     for key, fqns in names.items():
         names[key] = [fqn for fqn in fqns if tied.get(fqn) not in fqns] or fqns
     # With a dtype, the fp32 main weights are cast, as model weights are rounded already. Without, these are written.
-    mains = None if dtype is None else _MainWeights(weights)
-    found = [entry for unit in parameter_map.units for entry in _entries_of(unit, names, weights, dtype, mains, tiles)]
+    opened = functools.partial(_model_weight, weights.coordinator) if dtype is None else _MainWeights(weights).of
+    found: list[Entry] = []
+    for unit in parameter_map.units:
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+            fqns = names.get(id(parameter))
+            if fqns is not None and id(parameter) in tiles:
+                found.append(_entry_of_tiles(tiles[id(parameter)][0], fqns, weights, dtype))
+            elif fqns is not None:
+                value = functools.partial(opened, unit, slot)
+                found.append(Entry(fqns, slot.spec.shape, cast_dtype(parameter.dtype, dtype), value, origin=unit))
     for key, parameter in others.items():
-        found.append(Entry(names[key], parameter.shape, _cast(parameter, dtype), _always(parameter)))
+        found.append(Entry(names[key], parameter.shape, cast_dtype(parameter.dtype, dtype), _always(parameter)))
     if not trained_only:
         for fqn, buffer in persistent_buffers(parameter_map.model, remove_duplicate=False):
             if buffer.layout is not torch.strided or buffer.is_meta or buffer.is_quantized:
@@ -254,23 +262,6 @@ def all_entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dt
             kept = dtype if dtype is not None and buffer.dtype == _dtype_of(parameter_map.model) else buffer.dtype
             found.append(Entry((fqn,), buffer.shape, kept, _always(buffer)))
     return found
-
-
-def _entries_of(
-    unit: Unit,
-    names: Mapping[int, list[str]],
-    weights: Weights,
-    dtype: torch.dtype | None,
-    mains: _MainWeights | None,
-    tiles: Mapping[int, tuple[TiledParameter, int]],
-) -> Iterator[Entry]:
-    for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-        if id(parameter) in names and id(parameter) in tiles:
-            yield _entry_of_tiles(tiles[id(parameter)][0], names[id(parameter)], weights, dtype)
-        elif id(parameter) in names:
-            opened = functools.partial(_model_weight, weights.coordinator) if mains is None else mains.of
-            value = functools.partial(opened, unit, slot)
-            yield Entry(names[id(parameter)], slot.spec.shape, _cast(parameter, dtype), value, origin=unit)
 
 
 @contextlib.contextmanager
@@ -318,16 +309,11 @@ def _entry_of_tiles(tiled: TiledParameter, names: Sequence[str], weights: Weight
         values = (part.reshape(tile.shape).clone() for part, tile in zip(parts(), tiled.tiles, strict=True))
         return contextlib.nullcontext(tiled.join(list(values)))
 
-    return Entry(names, tiled.shape, _cast(tiled.tiles[0], dtype), value, parts, origin=tiled)
+    return Entry(names, tiled.shape, cast_dtype(tiled.tiles[0].dtype, dtype), value, parts, origin=tiled)
 
 
 def _always(value: torch.Tensor) -> Callable[[], contextlib.nullcontext[torch.Tensor]]:
     return lambda: contextlib.nullcontext(value)
-
-
-def _cast(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
-    is_cast = parameter.is_floating_point() and not is_float8(parameter.dtype)
-    return dtype if dtype is not None and is_cast else parameter.dtype
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:

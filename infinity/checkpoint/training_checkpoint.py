@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.arrays import ArraySpec, ArrayWriter, name_of
+from infinity.checkpoint.arrays import ArraySpec, name_of
 from infinity.checkpoint.record_stream import AHEAD_BYTES
 from infinity.checkpoint.saved import BASE, EXCLUDED, EXCLUDED_CHECKSUMS, TIED, CheckpointFiles, writing
 from infinity.checkpoint.state_access import StateAccess
@@ -292,22 +292,22 @@ class Saving:
             )
             total = sum(each.num_bytes for each in specs)
             self._note = stack.enter_context(progress("saving a checkpoint", total, is_shown=shows_progress))
-            frozen: dict[int, list[_Planned]] = {}
+            frozen: dict[int, list[tuple[ArraySpec, Callable[[], torch.Tensor]]]] = {}
             for each in planned:
-                if each.unit is None or each.slot is None:
-                    _write_planned(files, each)
-                elif each.value is None:
+                if each.value is not None and each.unit is not None:
+                    frozen.setdefault(each.unit.index, []).append((each.spec, each.value))
+                elif each.value is not None:
+                    _write_whole(files, each.spec, each.value())
+                elif each.unit is not None and each.slot is not None:
                     tensor_writer = _TensorWriter(training.access, each.spec, each.slot, files, stack)
                     self._tensor_writers[each.unit.index, each.slot.index, each.spec.kind] = tensor_writer
                     if each.slot.numel:
                         self._left[each.unit.index] = self._left.get(each.unit.index, 0) + 1
-                else:
-                    frozen.setdefault(each.unit.index, []).append(each)
             # Unit by unit, so that each is fetched once.
             for index, members in frozen.items():
                 with training.coordinator.opened(self._units[index]):
-                    for each in members:
-                        self._note(_write_planned(files, each))
+                    for spec, value in members:
+                        self._note(_write_whole(files, spec, value()))
             files.write_training_state({"client_state": dict(client_state), **optimizer, **training.read_rest()})
             # A resident unit's trainable weights are in memory that the script can write to at any time. Checksums
             # before and after find such writes.
@@ -450,15 +450,6 @@ def _find_tiles_before(training: Training) -> dict[int, list[int]]:
     return found
 
 
-def _write_planned(files: CheckpointFiles, planned: _Planned) -> int:
-    """Write a tensor that does not come from records. Returns its bytes."""
-    if planned.value is None:  # it comes from records: a `_TensorWriter` writes it
-        return 0
-    value = planned.value()
-    _write_whole(files.open_array(planned.spec), value)
-    return value.nbytes
-
-
 class _TensorWriter:
     """Receives the elements of one tensor from records, in the order of memory, and writes them in C order."""
 
@@ -485,10 +476,13 @@ class _TensorWriter:
             self._copy.write(self._numel - self._left, values)
         self._left -= values.numel()
         if self._copy is not None and not self._left:
-            _write_whole(self._files.open_array(self._spec), self._copy.finish())
+            _write_whole(self._files, self._spec, self._copy.finish())
         return not self._left
 
 
-def _write_whole(writer: ArrayWriter, value: torch.Tensor) -> None:
+def _write_whole(files: CheckpointFiles, spec: ArraySpec, value: torch.Tensor) -> int:
+    """Write a tensor that is there. Returns its bytes."""
+    writer = files.open_array(spec)
     for rows in rows_of(value, _PART_BYTES):
         writer.write(rows)
+    return value.nbytes

@@ -44,9 +44,20 @@ def load_module(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outcom
             # torch.save keeps aliases: two names may share one storage. Only the first becomes a parameter without a
             # copy, or training one would change the other.
             is_free = owners.setdefault(tensors[name].untyped_storage().data_ptr(), id(value)) == id(value)
-            _set(*places[name], value, tensors[name], made, is_free=is_free)
+            is_buffer = places[name][1] in places[name][0]._buffers
+            if is_buffer and not value.is_meta:
+                with torch.no_grad():
+                    value.copy_(tensors[name])  # in place, as load_state_dict: others may view it
+                continue
+            new = _fitted(value, tensors[name], is_free=is_free)
+            if not value.is_meta:
+                value.data = new  # it stays the same object
+            elif is_buffer:
+                made[id(value)] = new
+            elif id(value) not in made:
+                made[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
     for name, value in wanted.items():
-        # A parameter on meta was replaced by a new object: its other names get the same one.
+        # A tensor on meta is replaced by a new object, under all of its names.
         if id(value) in made:
             module, last = places[name]
             values: dict[str, Any] = module._buffers if last in module._buffers else module._parameters
@@ -78,31 +89,14 @@ def _loses_values(new: torch.Tensor, value: torch.Tensor) -> bool:
     return new.is_floating_point() != value.is_floating_point()
 
 
-def _set(
-    module: nn.Module,
-    last: str,
-    value: torch.Tensor,
-    found: torch.Tensor,
-    made: dict[int, torch.Tensor],
-    *,
-    is_free: bool,
-) -> None:
-    """Set one tensor. If it had values, it stays the same object. ``is_free``: no other one uses ``found``'s memory."""
-    if not value.is_meta and last in module._buffers:
-        with torch.no_grad():
-            value.copy_(found)  # in place, as load_state_dict: others may view it
-        return
+def _fitted(value: torch.Tensor, found: torch.Tensor, *, is_free: bool) -> torch.Tensor:
+    """``found`` with dtype and strides of ``value``. ``is_free``: no other tensor uses the memory of ``found``."""
     new = found.to(value.dtype)
     # The strides that a copy of the parameter would have. The file has C order.
     wanted = torch.empty_like(value, device="meta")
     if new.stride() != wanted.stride() or (new is found and not is_free):
         new = torch.empty_like(wanted, device="cpu").copy_(new)
-    if not value.is_meta:
-        value.data = new
-    elif last in module._buffers:
-        module._buffers[last] = made[id(value)] = new
-    elif id(value) not in made:
-        module._parameters[last] = made[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
+    return new
 
 
 def _refuse_unknown_buffers(model: nn.Module) -> None:

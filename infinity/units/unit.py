@@ -496,13 +496,19 @@ def spec_of(
         is_trainable: whether it gets room for states; None: if it requires a gradient.
         packed: the format in which a parameter without states is stored.
     """
-    dtype = compute_dtype if parameter.is_floating_point() and not is_float8(parameter.dtype) else parameter.dtype
+    dtype = cast_dtype(parameter.dtype, compute_dtype)
     if is_trainable is None:
         is_trainable = parameter.requires_grad
     if keeps_double and parameter.dtype == torch.float64 and not is_trainable:
         dtype = torch.float64
     stride = dense_strides(tuple(parameter.shape), tuple(parameter.stride()))
     return ParameterSpec(fqn, tuple(parameter.shape), stride, dtype, is_trainable, None if is_trainable else packed)
+
+
+def cast_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """What a cast of floating-point tensors to ``wanted`` makes of ``dtype``. None: there is no cast."""
+    # A float8 tensor has its scales in another one: a cast alone would give wrong values.
+    return dtype if wanted is None or not dtype.is_floating_point or is_float8(dtype) else wanted
 
 
 def is_float8(dtype: torch.dtype) -> bool:

@@ -22,7 +22,7 @@ from infinity.checkpoint.safetensors_export import cut
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.config.schema.quantities import parse_bytes
 from infinity.errors import ConfigError
-from infinity.units.unit import is_float8
+from infinity.units.unit import cast_dtype
 from swapper.volumes.publish import make_directory, opener
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,7 @@ class LazyTensor:
     @property
     def dtype(self) -> torch.dtype:
         """fp32 for floating-point tensors of more than 8 bits, else the saved dtype."""
-        dtype = self.saved.dtype
-        return torch.float32 if dtype.is_floating_point and not is_float8(dtype) else dtype
+        return cast_dtype(self.saved.dtype, torch.float32)
 
     def contiguous(self) -> torch.Tensor:
         """Read and check the tensor. Returns it on the CPU.
