@@ -141,14 +141,10 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
                 f"Trainer(devices=..., num_nodes=...) counts {counted} process(es), and {num_processes()} train together, so "
                 "each would get the same data. Set devices to the processes of a machine"
             )
-        self._defer_handlers()
+        # Lightning's handler for Slurm's signal saves a checkpoint. Python runs it between any two instructions, also in
+        # the middle of a step: so it is run between batches.
+        vars(self.lightning_module.trainer._signal_connector)["_slurm_sigusr_handler_fn"] = self._on_signal
         super().setup_environment()
-
-    def _defer_handlers(self) -> None:
-        """Run Lightning's handler for Slurm's signal between batches."""
-        connector = self.lightning_module.trainer._signal_connector
-        # The handler saves a checkpoint. Python runs it between any two instructions, also in the middle of a step.
-        vars(connector)["_slurm_sigusr_handler_fn"] = self._on_signal
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self._signals.append(number)
@@ -201,8 +197,11 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         # processes, Lightning would gather all gradients in each of them, so the engine clips by norm in its step.
         if clip_val and (is_by_value or not self.is_distributed):
             config = load_config(dict(config), overrides={"gradient_clipping": 0.0})
-        if self.is_distributed:
-            self._check_several()
+        if self.is_distributed and self._layer_sync is not None:
+            raise ConfigError(
+                "Trainer(sync_batchnorm=True) is not supported: its layers would exchange data outside of the "
+                "engine. Leave it out, or take layers that need no statistics of the batch (GroupNorm)"
+            )
         if config.compute_dtype is torch.float32:
             if precision not in ("32-true", "bf16-mixed"):
                 raise ConfigError(
@@ -214,13 +213,6 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             return config
         block = "bf16" if config.compute_dtype is torch.bfloat16 else "fp16"
         return load_config(dict(config), overrides={f"{block}.auto_cast": True})
-
-    def _check_several(self) -> None:
-        if self._layer_sync is not None:
-            raise ConfigError(
-                "Trainer(sync_batchnorm=True) is not supported: its layers would exchange data outside of the "
-                "engine. Leave it out, or take layers that need no statistics of the batch (GroupNorm)"
-            )
 
     def _made(self, root: Path) -> dict[str, Any]:
         stage, offload, nvme_path = self._made_of

@@ -19,7 +19,6 @@ import weakref
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -127,14 +126,12 @@ class Init:
             self._entered.append(stack)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
         if not self._is_enabled:
             return
         _active.stack.remove(self)
         self._entered.pop().close()
-        if error is None:
+        if kind is None:
             self._try_again(len(self._placed))
             if self._tensors is not None:
                 write_out()

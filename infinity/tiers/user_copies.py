@@ -74,11 +74,14 @@ class UserCopies:
 
     def collected(self, parameter: nn.Parameter, fqn: str, copy: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         """The value of a parameter for the running ``state_dict()``; None if none runs."""
-        # Tied weights get the same memory under each name, as in torch, so that torch.save and safetensors store it
-        # once.
-        destination = _destination_of_state_dict()
+        # The dict that the outermost running call of this thread fills. Read from the stack: a flag set by a hook would
+        # stay set if another hook raised.
+        running = [frame for frame in callers() if frame.f_code is _STATE_DICT]
+        destination = running[-1].f_locals.get("destination") if running else None
         if destination is None:
             return None
+        # Tied weights get the same memory under each name, as in torch, so that torch.save and safetensors store it
+        # once.
         found = self._collected.get(destination, parameter, copy)
         if not self._has_warned_of_writes:
             self._watched.append((weakref.ref(found), found._version, fqn))
@@ -161,10 +164,3 @@ class _Collected(threading.local):
         made = copy()
         self._copies[id(parameter)] = made
         return made
-
-
-def _destination_of_state_dict() -> Any:
-    """The dict that the outermost running ``nn.Module.state_dict()`` of this thread fills; None if none runs."""
-    # Read from the stack. A flag set by a hook would stay set if another hook raised.
-    found = [frame for frame in callers() if frame.f_code is _STATE_DICT]
-    return found[-1].f_locals.get("destination") if found else None

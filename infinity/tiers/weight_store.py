@@ -147,17 +147,29 @@ class WeightStore:
         """Start to fetch the unit's weights into ``unit.flat``. Waits for nothing."""
         if unit.index in self._packed:
             return self._fetch_packed(unit, self._packed[unit.index], is_demand=is_demand)
+        return self._fetch_stored(unit, unit.memory, is_demand=is_demand)
+
+    def _fetch_stored(self, unit: Unit, target: torch.Tensor, *, is_demand: bool) -> Arrival:
+        """Start to bring the bytes of the unit as they are stored."""
         if unit.index in self._in_host_memory:
-            return self._in_host_memory[unit.index].fetch(unit.memory)
+            return self._in_host_memory[unit.index].fetch(target)
         if self._uploader is not None:
             read = functools.partial(self._read, unit)
-            return self._uploader.fetch(f"weights of {unit.name}", unit.memory, read, is_demand=is_demand)
-        return self._read(unit, unit.memory, 0, is_demand=is_demand)
+            return self._uploader.fetch(f"weights of {unit.name}", target, read, is_demand=is_demand)
+        return self._read(unit, target, 0, is_demand=is_demand)
 
     def _fetch_packed(self, unit: Unit, form: StoredForm, *, is_demand: bool) -> Arrival:
         block, memory = self._in_host_memory.get(unit.index), unit.memory
         if not self._device.uses_host_memory:
-            return self._upload_packed(unit, form, is_demand=is_demand)
+            # From torch's caching allocator, on the calling thread's stream.
+            stored = torch.empty(form.num_bytes, dtype=torch.uint8, device=memory.device)
+            self._scratch[unit.index] = stored
+
+            def unpack() -> None:
+                _unpack_apart(form, stored, memory)
+                self._scratch.pop(unit.index, None)
+
+            return UploadedUnpacking(self._fetch_stored(unit, stored, is_demand=is_demand), unpack)
         if block is not None:
             return self._unpacker.begin((), functools.partial(_unpack_apart, form, block.tensor, memory))
         priority = Priority.DEMAND if is_demand else Priority.PREFETCH
@@ -168,24 +180,6 @@ class WeightStore:
             if target.numel():
                 reads.append(self.swapper.read(extent_of(unit), target, offset=start, priority=priority))
         return self._unpacker.begin(reads, functools.partial(form.unpack, packed, memory))
-
-    def _upload_packed(self, unit: Unit, form: StoredForm, *, is_demand: bool) -> Arrival:
-        block, memory = self._in_host_memory.get(unit.index), unit.memory
-        # From torch's caching allocator, on the calling thread's stream.
-        stored = self._scratch[unit.index] = torch.empty(form.num_bytes, dtype=torch.uint8, device=memory.device)
-        if block is not None:
-            upload = block.fetch(stored)
-        elif self._uploader is not None:
-            read = functools.partial(self._read, unit)
-            upload = self._uploader.fetch(f"weights of {unit.name}", stored, read, is_demand=is_demand)
-        else:
-            raise RuntimeError("no staging buffers for the way to the device")
-
-        def unpack() -> None:
-            _unpack_apart(form, stored, memory)
-            self._scratch.pop(unit.index, None)
-
-        return UploadedUnpacking(upload, unpack)
 
     def read_packed(self, unit: Unit, packed: PackedSlot, target: torch.Tensor) -> None:
         """Read one packed weight, still packed, into host memory (uint8). Returns when it has been read."""

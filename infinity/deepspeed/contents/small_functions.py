@@ -19,13 +19,8 @@ from infinity.distributed.meshes import current_mesh
 from infinity.distributed.process_groups import process_rank
 from infinity.errors import ConfigError, ModelError
 
-_PART_SIZES = (
-    "get_model_parallel_world_size",
-    "get_slice_parallel_world_size",
-    "get_tensor_model_parallel_world_size",
-    "get_pipe_parallel_world_size",
-    "get_pipeline_model_parallel_world_size",
-)
+_PARTS = ("model_parallel", "slice_parallel", "tensor_model_parallel", "pipe_parallel", "pipeline_model_parallel")
+_PART_SIZES = [f"get_{kind}_world_size" for kind in _PARTS]
 """Methods of an ``mpu`` that give numbers of parts, by the names of DeepSpeed and Megatron."""
 
 
