@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,33 +35,26 @@ from swapper.sync.interrupts import uninterrupted
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class StateAccess:
     """Reads and changes stored weights and states, parameter by parameter, in bounded memory."""
 
-    def __init__(
-        self,
-        parameter_map: ParameterMap,
-        coordinator: ParameterCoordinator,
-        records: StateStore,
-        states: dict[tuple[int, int], ParameterState],
-        stored: StoredWeights,
-    ) -> None:
-        """
-        Args:
-            stored: its exchange brings what other ranks keep. If ranks keep shards, all ranks make the calls that read
-                or replace main weights and states, in the same order.
-        """
-        self._exchange = exchange = stored.exchange
-        self._parameter_map = parameter_map
-        self._coordinator = coordinator
-        self._records = records
-        self._states = states
-        self._stored = stored
-        self.has_main_weights = stored.has_main_weights
+    _parameter_map: ParameterMap
+    _coordinator: ParameterCoordinator
+    _records: StateStore
+    _states: dict[tuple[int, int], ParameterState]
+    _stored: StoredWeights
+    """Its exchange brings what other ranks keep. If ranks keep shards, all ranks make the calls that read or replace main
+    weights and states, in the same order."""
+    _elements_follow = False
+
+    def __post_init__(self) -> None:
+        self._exchange = exchange = self._stored.exchange
+        self.has_main_weights = self._stored.has_main_weights
         """Whether main weights differ from model weights: they do not if the model is fp32."""
-        self.copies = coordinator.copies
+        self.copies = self._coordinator.copies
         """Makes the copies that callers get: large ones in files."""
-        self.stream = stored.stream
+        self.stream = self._stored.stream
         """Reads or replaces all of a unit in one pass."""
         self.shared: GatheredStream | None = None
         """The same over the shards of all ranks; None if each rank keeps everything."""
@@ -69,10 +63,9 @@ class StateAccess:
                 self.stream,
                 exchange.shards,
                 exchange.ranks,
-                coordinator.parameter_cache,
+                self._coordinator.parameter_cache,
                 lambda unit, slot: self._read_main_weights(unit, [slot]),
             )
-        self._elements_follow = False
 
     # ---------------------------------------------------------------------------------------------------------- reading
 

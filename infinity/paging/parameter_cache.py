@@ -120,8 +120,12 @@ class ParameterCache:
         """Of resident units that `page_out_all` has paged out."""
         self._sizes = [unit.num_bytes for unit in self.units]
         self._persistent = frozenset(unit.index for unit in self.units if unit.is_persistent)
-        self._moving_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._persistent)
-        """Of the pool, what the units that come and go share."""
+        self.room_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._persistent)
+        """Of flat buffers, for the units that come and go."""
+        self.holds_all = source is None or sum(self._sizes) <= pool.capacity_bytes
+        """Whether all units can be resident together, so that none has to make room for another."""
+        self.fills = source is not None and prefetches
+        """Whether an update may wait until its unit is wanted, to leave the new weights in the unit's buffer."""
         self._filled: tuple[object, int | None] | None = None
         """Forecast and place in it of the last `pump`, if all that is wanted there is in memory or on its way. None for a
         place: so is all of the forecast."""
@@ -130,11 +134,6 @@ class ParameterCache:
         self._idle_at: tuple[PrefetchSchedule, int] | None = None
         """When those were found."""
         _parameter_caches.add(self)
-
-    @property
-    def room_bytes(self) -> int:
-        """Of flat buffers, for the units that come and go."""
-        return self._moving_bytes
 
     def group_of(self, unit: Unit) -> int:
         """The number that stands for the experts of the layer, of which the unit is one."""
@@ -360,7 +359,7 @@ class ParameterCache:
             return [], False
         # Behind a backward there may be a step, after which what was fetched for the next forward would be fetched again.
         is_around = not self.is_divided or not self.schedule.has_backward
-        return self.schedule.wanted(self._sizes, self._moving_bytes, self._persistent, is_around=is_around)
+        return self.schedule.wanted(self._sizes, self.room_bytes, self._persistent, is_around=is_around)
 
     def pump(self) -> None:
         """Start fetching what is wanted, evicting what is not."""
@@ -430,7 +429,7 @@ class ParameterCache:
                 waited_seconds = time.monotonic() - began
                 is_soon = waited_seconds > _HANG_SECONDS and self.pool.awaits_requests()
                 if waited_seconds > _TIMEOUT_SECONDS and not is_soon:
-                    raise self._budget.no_room(unit, self.units, self.pool.used_bytes, self._moving_bytes)
+                    raise self._budget.no_room(unit, self.units, self.pool.used_bytes, self.room_bytes)
                 time.sleep(0.001)
             else:
                 has_collected = True
@@ -560,14 +559,14 @@ class ParameterCache:
 
     def has_room(self, units: Collection[Unit]) -> bool:
         """Whether the units can be in memory together."""
-        return moving_bytes_of(units) <= self._moving_bytes
+        return moving_bytes_of(units) <= self.room_bytes
 
     def check_room(self, units: Collection[Unit]) -> None:
         """Raise `BudgetTooSmallError` if the units cannot be in memory together."""
         moving_bytes = moving_bytes_of(units)
-        if moving_bytes > self._moving_bytes:
+        if moving_bytes > self.room_bytes:
             raise self._budget.too_small(
-                moving_bytes - self._moving_bytes,
+                moving_bytes - self.room_bytes,
                 f"{len(units)} units are gathered at once, of which {format_bytes(moving_bytes)} have to be fetched: gather "
                 "fewer parameters at a time",
             )
@@ -586,16 +585,6 @@ class ParameterCache:
                         unit.forget_changes()
                     elif writer is None or writer.is_urgent(unit):
                         self.store_changes(unit)
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether all units can be resident together, so that none has to make room for another."""
-        return self._source is None or sum(self._sizes) <= self.pool.capacity_bytes
-
-    @property
-    def fills(self) -> bool:
-        """Whether an update may wait until its unit is wanted, to leave the new weights in the unit's buffer."""
-        return self._source is not None and self._prefetches
 
 
 _parameter_caches: LiveObjects[ParameterCache] = LiveObjects(in_child=ParameterCache.reset_after_fork)

@@ -229,11 +229,7 @@ class PagedStateStore:
                 if lease is not None and not reads:
                     clear(lease.workspace.record)
             elif lease is None:
-                staging_buffer = None
-                if self.free_buffers:
-                    staging_buffer = self._staging_pool.try_lease(owner=records.owner)
-                if staging_buffer is None and is_blocking:
-                    staging_buffer = self._wait_for_buffer(records)
+                staging_buffer = self._lease_buffer(records, is_blocking=is_blocking)
                 if staging_buffer is not None:
                     lease = self._begin(records, chunk, staging_buffer, reads=reads)
         except BaseException:
@@ -275,7 +271,10 @@ class PagedStateStore:
             staging_buffer.release()
             raise
 
-    def _wait_for_buffer(self, records: _UnitRecords) -> StagingBuffer:
+    def _lease_buffer(self, records: _UnitRecords, *, is_blocking: bool) -> StagingBuffer | None:
+        found = self._staging_pool.try_lease(owner=records.owner) if self.free_buffers else None
+        if found is not None or not is_blocking:
+            return found
         if self._ahead:
             # As a rule the other buffers are being written, and are free in a moment.
             with contextlib.suppress(StagingExhaustedError):
@@ -326,11 +325,9 @@ class PagedStateStore:
         if records.memory is None:
             raise RuntimeError("the record is not in memory")
         if weight is None or needs_scratch:
-            staging_buffer = self._staging_pool.try_lease(owner=records.owner)
+            staging_buffer = self._lease_buffer(records, is_blocking=is_blocking)
             if staging_buffer is None:
-                if not is_blocking:
-                    return None
-                staging_buffer = self._wait_for_buffer(records)
+                return None
         # Empty scratch gives an empty gradient: allowed, since the weight has memory and no gradient is needed.
         scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if staging_buffer is None else staging_buffer.tensor
         offset = records.offsets[chunk.index]
