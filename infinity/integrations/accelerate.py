@@ -25,14 +25,7 @@ from infinity.distributed.process_groups import num_processes
 from infinity.engine.engine import Engine
 from infinity.entry import initialize
 from infinity.errors import ConfigError, ModelError
-from infinity.integrations.engine_files import (
-    checkpoint_in,
-    config_of,
-    has_resumed,
-    load_engine,
-    refuse_to_begin,
-    save_engine,
-)
+from infinity.integrations import engine_files
 from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed, refuse_second
 from infinity.loop.batches import cast
 
@@ -333,11 +326,11 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                         f"prepare got a {type(optimizer).__name__} with parameters of several models, and an engine has one",
                         cure="Put the models into one (nn.ModuleList) before prepare, or make an optimizer for each",
                     )
-                config = config_of(self.infinity_config, self._num_made)
+                config = engine_files.config_of(self.infinity_config, self._num_made)
                 engine, *_ = initialize(model=model, optimizer=optimizer, config=config, device=self.device)
                 self._made.append(engine)
                 self._num_made += 1
-                self._unloaded += [engine] if has_resumed(engine) else []
+                self._unloaded += [engine] if engine_files.has_resumed(engine) else []
                 return self.adopt(engine)
         raise ModelError(
             f"prepare got a {type(optimizer).__name__}, and no model has its parameters",
@@ -384,7 +377,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             super().backward(loss, **kwargs)
             return
         if any(each is optimizer.engine for each in self._unloaded):
-            refuse_to_begin(
+            engine_files.refuse_to_begin(
                 optimizer.engine, "accelerator.backward()", loading="Call accelerator.load_state(...) first"
             )
         loss = loss / self.gradient_accumulation_steps
@@ -475,16 +468,16 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         others = iter(list(weights))
         weights[:] = [_Placeholder() if self.engine_of(each) is not None else next(others) for each in models]
         for index, engine in enumerate(self.engines):
-            save_engine(engine, output_dir, index)
+            engine_files.save_engine(engine, output_dir, index)
 
     def _load_engines(self, found: Any, input_dir: str) -> None:
         found[:] = self._all[0]  # the script's hooks run next
         for index, engine in enumerate(self.engines):
-            if checkpoint_in(input_dir, index).exists():
-                load_engine(engine, input_dir, index)
+            if engine_files.has_checkpoint(input_dir, index):
+                engine_files.load_engine(engine, input_dir, index)
 
     def _drop_loaded(self, found: Any, input_dir: str) -> None:
-        loaded = [each for index, each in enumerate(self.engines) if checkpoint_in(input_dir, index).exists()]
+        loaded = [each for index, each in enumerate(self.engines) if engine_files.has_checkpoint(input_dir, index)]
         others = [None, *(each for each in self.engines if each not in loaded)]
         # accelerate goes on with these list objects, and finds a model's file by its position in them
         found[:] = [each for each in found if self.engine_of(each) in others]

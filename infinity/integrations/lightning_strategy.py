@@ -22,14 +22,7 @@ from infinity.distributed.world import world
 from infinity.engine.engine import Engine
 from infinity.entry import initialize
 from infinity.errors import CheckpointError, ConfigError, ModelError, StepError, StorageError
-from infinity.integrations.engine_files import (
-    checkpoint_in,
-    has_resumed,
-    load_engine,
-    only_evaluating,
-    refuse_to_begin,
-    save_engine,
-)
+from infinity.integrations import engine_files
 from infinity.integrations.lightning_optimizer import EngineOptimizer
 from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed, refuse_second
 from infinity.loading.init import Init
@@ -256,7 +249,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             # `super().setup` calls `setup_optimizers`, but not for validate, test and predict.
             engine = self._make_engine(None)
             if self._directory is not None and not self._has_weights:
-                load_engine(engine, self._directory, only_module=True)
+                engine_files.load_engine(engine, self._directory, only_module=True)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """As Lightning's."""
@@ -275,7 +268,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
     def _make_engine(self, optimizer: Optimizer | None) -> Engine:
         config = self.infinity_config()
         if optimizer is None:  # validate, test or predict
-            config = only_evaluating(config)
+            config = engine_files.only_evaluating(config)
         engine, *_ = initialize(
             model=self.lightning_module, optimizer=optimizer, config=config, device=self.root_device
         )
@@ -300,8 +293,8 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             StepError: a durable run is past step 0, and Lightning begins at step 0.
         """
         super().on_train_start()
-        if self.engine is not None and has_resumed(self.engine) and not self._has_loaded:
-            refuse_to_begin(self.engine, "trainer.fit()", loading="Pass ckpt_path=")
+        if self.engine is not None and engine_files.has_resumed(self.engine) and not self._has_loaded:
+            engine_files.refuse_to_begin(self.engine, "trainer.fit()", loading="Pass ckpt_path=")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """As Lightning's."""
@@ -400,7 +393,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             on_rank_0(world(), f"saving {path}", begin)
             new = self.broadcast(new)
             try:
-                save_engine(self.engine, new)
+                engine_files.save_engine(self.engine, new)
             except StepError as error:
                 if not is_interrupted:
                     raise
@@ -435,7 +428,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             # The engine's checkpoint has the weights in training. WeightAveraging has loaded averaged ones, which must
             # stay.
             weights = self.lightning_module.state_dict() if self._has_weights else None
-            load_engine(self.engine, self._directory)
+            engine_files.load_engine(self.engine, self._directory)
             if weights is not None:
                 self.lightning_module.load_state_dict(weights)
 
@@ -461,7 +454,7 @@ def _load_for_module(load: Callable[..., Any], path: Any, *args: Any, **kwargs: 
         return load(path, *args, **kwargs)
     found = load(Path(path) / _REST, *args, **kwargs)
     if not found["state_dict"]:
-        engine = checkpoint_in(Path(path))
+        engine = engine_files.checkpoint_in(Path(path))
         found["state_dict"] = get_fp32_state_dict_from_zero_checkpoint(engine.parent, engine.name)
     return found
 
