@@ -29,11 +29,6 @@ class EngineOptimizer(Optimizer):
         self._has_backward = False
         self._opt_called = True  # torch's schedulers warn if their optimizer has made no step
 
-    @classmethod
-    def named_as(cls, optimizer: Optimizer) -> type[EngineOptimizer]:
-        """A subclass with the name of the user's class, which loggers show."""
-        return type(type(optimizer).__name__, (cls,), {})
-
     def __getattr__(self, name: str) -> Any:
         # A copy lacks "engine" at first, and this would call itself. Libraries unwrap while there is an "optimizer".
         if name in ("engine", "optimizer"):

@@ -275,7 +275,9 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         self.engine = engine
         if optimizer is not None:
             is_manual = not self.lightning_module.automatic_optimization
-            own = EngineOptimizer.named_as(optimizer)(self.engine, averages_always=is_manual and self.is_distributed)
+            # Loggers show the name of the class.
+            own_class = type(type(optimizer).__name__, (EngineOptimizer,), {})
+            own = own_class(self.engine, averages_always=is_manual and self.is_distributed)
             if self.is_distributed:
                 plugin: Any = self.precision_plugin
                 # `_agree` leaves clipping to the engine here: see `_clip`.
@@ -379,7 +381,10 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
 
             def begin() -> None:
                 nonlocal new
-                _check_replaceable(path)
+                # A save replaces nothing but a checkpoint of this strategy.
+                if path.is_dir() and not (path / _REST).is_file() and any(path.iterdir()):
+                    problem = "is a directory that is not a checkpoint, and is not replaced"
+                    raise StorageError(path, problem, cure="Save elsewhere, or move it away")
                 new = os.fspath(opened.enter_context(staging).path / "new")
                 os.mkdir(new)
 
@@ -457,14 +462,3 @@ def _load_for_module(load: Callable[..., Any], path: Any, *args: Any, **kwargs: 
         engine = engine_files.checkpoint_in(Path(path))
         found["state_dict"] = get_fp32_state_dict_from_zero_checkpoint(engine.parent, engine.name)
     return found
-
-
-def _check_replaceable(path: Path) -> None:
-    """Check that a save replaces nothing but a checkpoint of this strategy.
-
-    Raises:
-        StorageError: another directory has its name.
-    """
-    if path.is_dir() and not (path / _REST).is_file() and any(path.iterdir()):
-        problem = "is a directory that is not a checkpoint, and is not replaced"
-        raise StorageError(path, problem, cure="Save elsewhere, or move it away")

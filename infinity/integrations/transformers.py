@@ -162,7 +162,10 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
         has_whole_gradients = num_processes() == 1 or not config.zero_stage
         # A callback's `on_pre_optimizer_step` sees clipped gradients. So the Trainer has to clip before it, as usual,
         # and the engine must not clip in the step. With ZeRO, no process has whole gradients before the step.
-        clips_now = has_whole_gradients and any(map(_comes_before_steps, self.callback_handler.callbacks))
+        clips_now = has_whole_gradients and any(
+            type(each).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
+            for each in self.callback_handler.callbacks
+        )
         if clips_now:
             config = agreed(load_config(dict(config), overrides={"gradient_clipping": 0.0}), [GRADIENTS_STAY])
         self.engine, *_ = initialize(model=self.model, optimizer=optimizer, config=config, device=arguments.device)
@@ -273,10 +276,6 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
 
 class InfinityTrainer(InfinityTrainerMixin, Trainer):  # type: ignore[misc]
     """transformers' ``Trainer`` with `infinity_config`. See `InfinityTrainerMixin`."""
-
-
-def _comes_before_steps(callback: TrainerCallback) -> bool:
-    return type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
 
 
 def newest_checkpoint(output_dir: Path) -> str | None:

@@ -22,7 +22,7 @@ def load_module(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outcom
         ModelError: a non-persistent buffer is on the meta device, so its values are unknown.
     """
     places = _places(model)
-    wanted = {name: _value(module, last) for name, (module, last) in places.items()}
+    wanted: dict[str, torch.Tensor] = {name: values[last] for name, (values, last, _) in places.items()}
     mismatched = sorted(
         (name, tuple(tensors[name].shape), tuple(value.shape))
         for name, value in wanted.items()
@@ -44,7 +44,7 @@ def load_module(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outcom
             # torch.save keeps aliases: two names may share one storage. Only the first becomes a parameter without a
             # copy, or training one would change the other.
             is_free = owners.setdefault(tensors[name].untyped_storage().data_ptr(), id(value)) == id(value)
-            is_buffer = places[name][1] in places[name][0]._buffers
+            is_buffer = places[name][2]
             if is_buffer and not value.is_meta:
                 with torch.no_grad():
                     value.copy_(tensors[name])  # in place, as load_state_dict: others may view it
@@ -59,27 +59,23 @@ def load_module(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outcom
     for name, value in wanted.items():
         # A tensor on meta is replaced by a new object, under all of its names.
         if id(value) in made:
-            module, last = places[name]
-            values: dict[str, Any] = module._buffers if last in module._buffers else module._parameters
+            values, last, _ = places[name]
             values[last] = made[id(value)]
     _refuse_unknown_buffers(model)
     missing = sorted(name for name, value in wanted.items() if name not in unfit and id(value) not in loaded)
     return Outcome(missing, sorted(tensors.keys() - wanted.keys()), mismatched, sorted(odd))
 
 
-def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+def _places(model: nn.Module) -> dict[str, tuple[dict[str, Any], str, bool]]:
+    """Name -> the module's dict with the tensor, its key there, and whether it is a buffer."""
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        buffers = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
-        for last in (*module._parameters, *buffers):
-            if (module._parameters | module._buffers)[last] is not None:
-                found[f"{prefix}.{last}" if prefix else last] = module, last
+        kinds: Any = (module._parameters, False), (module._buffers, True)
+        for values, is_buffer in kinds:
+            for last, value in values.items():
+                if value is not None and not (is_buffer and last in module._non_persistent_buffers_set):
+                    found[f"{prefix}.{last}" if prefix else last] = values, last, is_buffer
     return found
-
-
-def _value(module: nn.Module, last: str) -> torch.Tensor:
-    value = module._parameters.get(last)
-    return value if value is not None else module._buffers[last]  # type: ignore[return-value]
 
 
 def _loses_values(new: torch.Tensor, value: torch.Tensor) -> bool:

@@ -27,7 +27,6 @@ from infinity.metrics.clock import StepClock
 from infinity.paging.prefetch_schedule import PrefetchSchedule
 from infinity.paging.weights_budget import WeightsBudget, moving_bytes_of
 from infinity.threads.engine_lock import refuse_in_between
-from infinity.tiers.aside_weights import AsideWeights
 from infinity.tiers.user_copies import PutAside
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
@@ -116,8 +115,8 @@ class ParameterCache:
         self.due: set[int] = set()
         """Indices of units of which an update is about to be created, and needs what is in their buffers: from their touch in
         a backward that micro-batches share until its moment ends."""
-        self.aside = AsideWeights()
-        """Of resident units that `page_out_all` has paged out."""
+        self._aside: dict[int, torch.Tensor] = {}
+        """Unit index -> its weights, of resident units that `page_out_all` has paged out."""
         self._sizes = [unit.num_bytes for unit in self.units]
         self._persistent = frozenset(unit.index for unit in self.units if unit.is_persistent)
         self.room_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._persistent)
@@ -346,8 +345,9 @@ class ParameterCache:
         self.unit_at[flat.address] = unit
 
     def _fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
-        if unit in self.aside:
-            return self.aside.fetch(unit)
+        if unit.index in self._aside:
+            unit.memory.copy_(self._aside[unit.index])
+            return SimpleArrival(lambda: None)
         if self._source is None:
             raise RuntimeError(f"unit {unit.name} has no place to be fetched from")
         with self._around_fetch(unit):
@@ -493,7 +493,7 @@ class ParameterCache:
 
     def evict(self, unit: Unit) -> None:
         """Page ``unit`` out, unless it stays. What is on its way into its buffer has to arrive first."""
-        if unit.flat is None or (unit.is_persistent and unit not in self.aside):
+        if unit.flat is None or (unit.is_persistent and unit.index not in self._aside):
             return
         self.quiesce(unit)
         self._displace(unit)
@@ -508,17 +508,21 @@ class ParameterCache:
                 self.quiesce(unit)
                 if unit.num_active or unit.flat is None or unit.flat.has_views:
                     continue
-                if not unit.is_persistent or self.aside.keep(unit, put_aside):
-                    self.evict(unit)
+                if unit.is_persistent and unit.index not in self._aside:
+                    kept = put_aside(unit.memory)
+                    if kept is None:
+                        continue
+                    self._aside[unit.index] = kept
+                self.evict(unit)
             self.pool.release_free()
 
     def page_in_residents(self) -> None:
         """Bring back the resident units that `page_out_all` has paged out."""
         with self.lock:
             for unit in self.units:
-                if unit in self.aside:
+                if unit.index in self._aside:
                     self.make_resident(unit)
-                    self.aside.forget(unit)
+                    del self._aside[unit.index]  # the flat buffer is the only place of the weights again
 
     def quiesce(self, unit: Unit) -> None:
         """Return when nothing comes into the unit's buffer, no update of it is pending, and what was written is stored."""

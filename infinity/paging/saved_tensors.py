@@ -85,11 +85,6 @@ class PackedSavedTensor:
                     f"parameter '{slot.spec.fqn}', of shape {list(slot.spec.shape)}, after forward had used it"
                 )
 
-    def lies_in(self, slot: Slot) -> bool:
-        """Whether it is a view of this parameter."""
-        start = int(self.offset) * self.dtype.itemsize - slot.offset_bytes
-        return 0 <= start < slot.numel * slot.spec.dtype.itemsize
-
     def view(self) -> torch.Tensor:
         """The view itself, of a unit that is in memory."""
         if self.unit.flat is None:
@@ -123,7 +118,7 @@ def keep_saved(unit: Unit, slot: Slot, copy: Callable[[], torch.Tensor]) -> None
         if isinstance(packed, PackedSavedTensor)
         and not packed.is_parameter
         and packed.kept is None
-        and packed.lies_in(slot)
+        and 0 <= int(packed.offset) * packed.dtype.itemsize - slot.offset_bytes < slot.numel * slot.spec.dtype.itemsize
     ]
     if views:
         kept = copy().as_strided((slot.numel,), (1,)).view(torch.uint8)
