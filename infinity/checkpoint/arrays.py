@@ -42,14 +42,12 @@ _READ_AHEAD = 3
 _MOST_LETTERS = 250  # of a folder's name; file systems allow 255 bytes
 _Bytes = npt.NDArray[np.uint8]
 _Sums = npt.NDArray[np.uint32]
+_IN_ZARR = (
+    *("float64", "float32", "float16", "int64", "int32", "int16", "int8"),
+    *("uint64", "uint32", "uint16", "uint8", "bool", "complex64", "complex128"),
+)
 STORED_AS = {
-    **{
-        name: name
-        for name in (
-            *("float64", "float32", "float16", "int64", "int32", "int16", "int8"),
-            *("uint64", "uint32", "uint16", "uint8", "bool", "complex64", "complex128"),
-        )
-    },
+    **{name: name for name in _IN_ZARR},
     "bfloat16": "uint16",
     **{f"float8_{kind}": "uint8" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")},
 }

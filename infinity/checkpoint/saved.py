@@ -275,8 +275,7 @@ class CheckpointFiles:
         self._threads = threads
         self._stack = stack
         self._writers: dict[ArraySpec, ArrayWriter] = {}
-        _make_group(folder / TENSORS)
-        for group in ("parameters", "buffers"):
+        for group in ("", "parameters", "buffers"):
             _make_group(folder / TENSORS / group)
 
     def open_array(self, spec: ArraySpec) -> ArrayWriter:

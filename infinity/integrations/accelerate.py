@@ -434,24 +434,19 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 "save_state before engine.close()"
             )
         last = self.register_save_state_pre_hook(_drop_placeholders)  # after those of the script
-        try:
-            with self._without_engines():
-                return super().save_state(*args, **kwargs)
-        finally:
-            last.remove()
+        with self._without_engines(last):
+            return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """As accelerate's. It also loads what accelerate alone has saved, which is in memory for a moment."""
         last = self.register_load_state_pre_hook(self._drop_loaded)  # after those of the script
-        try:
-            with self._without_engines():
-                super().load_state(*args, **kwargs)
-        finally:
-            last.remove()
+        with self._without_engines(last):
+            super().load_state(*args, **kwargs)
         self._unloaded.clear()
 
     @contextlib.contextmanager
-    def _without_engines(self) -> Iterator[None]:
+    def _without_engines(self, hook: Any) -> Iterator[None]:
+        """Inside the ``with`` block, accelerate lacks what engines hold. At its end, ``hook`` is removed."""
         kept = self._all = self._models, self._optimizers
         # accelerate would read the state dicts of these models and optimizers into memory.
         self._models = [each for each in self._models if self.engine_of(each) is None]
@@ -460,6 +455,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             yield
         finally:
             self._models, self._optimizers = kept
+            hook.remove()
 
     def _save_engines(self, models: Any, weights: Any, output_dir: str) -> None:
         # The script's hooks run next, with all models. A hook may write a model itself, and remove its weights from the

@@ -12,6 +12,7 @@ ends.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -166,9 +167,8 @@ class _Active(threading.local):
 
 
 _active = _Active()
-# Shared by all threads; `_lock` guards both. Weak: an entry is removed with the last `Init` that uses it.
+# Shared by all threads; `_lock` guards it. Weak: an entry is removed with the last `Init` that uses it.
 _known: weakref.WeakValueDictionary[tuple[Path, ...], DriveTensors] = weakref.WeakValueDictionary()
-_logged: set[str] = set()
 _lock = threading.RLock()
 _is_watching: list[Any] = []
 
@@ -214,10 +214,9 @@ def _tensors_for(source: Any, remote_device: Any) -> DriveTensors | None:
     return tensors
 
 
+@functools.cache
 def _log_once(reason: str) -> None:
-    if reason not in _logged:
-        _logged.add(reason)
-        logger.warning("zero.Init: models are built in host memory, because %s", reason)
+    logger.warning("zero.Init: models are built in host memory, because %s", reason)
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -292,6 +292,7 @@ class _Upload:
     def __init__(self, name: str, target: torch.Tensor, read: Read, device: ComputeDevice, *, is_demand: bool) -> None:
         self.name = name
         self.target: torch.Tensor | None = target
+        self.num_bytes = target.numel()
         self.read = read
         self.device = device
         self.is_demand = is_demand
@@ -396,7 +397,7 @@ class Uploader:
                         return
             upload = self._current
             if upload is not None:
-                if upload.target is None or offset >= upload.target.numel():
+                if upload.target is None or offset >= upload.num_bytes:
                     self._current = None  # all its staging buffers are being read, or one of them has failed
                     continue
                 staging_buffer = self._next_buffer(upload.name)
@@ -418,7 +419,7 @@ class Uploader:
         return self._staging_pool.try_lease(owner=owner)
 
     def _read(self, upload: _Upload, staging_buffer: StagingBuffer, offset: int) -> int:
-        num_bytes = min(staging_buffer.num_bytes, _target_of(upload).numel() - offset)
+        num_bytes = min(staging_buffer.num_bytes, upload.num_bytes - offset)
         try:
             arrival = upload.read(staging_buffer.tensor[:num_bytes], offset, is_demand=upload.is_demand)
         except BaseException as error:
@@ -434,10 +435,10 @@ class Uploader:
             if upload.is_demand:
                 arrival.promote()
             arrival.wait()  # also if the upload has failed: the read uses the staging buffer until then
-            if upload.error is not None:
+            target = upload.target
+            if target is None:  # the upload has failed
                 staging_buffer.release()
                 return
-            target = _target_of(upload)
             is_last = offset + num_bytes == target.numel()
             upload.fence = self._device.upload(
                 target[offset : offset + num_bytes], staging_buffer.tensor[:num_bytes], upload.after
@@ -487,9 +488,3 @@ class Uploader:
         for upload in waiting:
             if not upload.issued.is_set():  # one upload may be in `_reading` several times
                 upload.finish(error)
-
-
-def _target_of(upload: _Upload) -> torch.Tensor:
-    if upload.target is None:
-        raise RuntimeError("the upload has already ended")
-    return upload.target
