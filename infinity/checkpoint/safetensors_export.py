@@ -188,10 +188,7 @@ def _publish(
         # reader takes a single file before an index.
         own = re.compile(rf"{re.escape(stem)}((-\d{{5}}-of-\d{{5}}(\.\d+)?)?\.safetensors|\.safetensors\.index\.json)")
         staging.publish(
-            moves,
-            [(name, Path(name).name) for name in configs],
-            head,
-            lambda name: bool(own.fullmatch(name)),
+            moves, [(name, Path(name).name) for name in configs], head, lambda name: bool(own.fullmatch(name))
         )
 
 

@@ -14,12 +14,7 @@ from torch import nn
 
 from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.checkpoint.record_stream import GatheredStream, RecordStream
-from infinity.checkpoint.stored_weights import (
-    PART_NUMEL,
-    Gathered,
-    StoredWeights,
-    span_of,
-)
+from infinity.checkpoint.stored_weights import PART_NUMEL, Gathered, StoredWeights, span_of
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.remainder import split_bits

@@ -454,12 +454,7 @@ class _TensorWriter:
     """Receives the elements of one tensor from records, in the order of memory, and writes them in C order."""
 
     def __init__(
-        self,
-        access: StateAccess,
-        spec: ArraySpec,
-        slot: Slot,
-        files: CheckpointFiles,
-        stack: contextlib.ExitStack,
+        self, access: StateAccess, spec: ArraySpec, slot: Slot, files: CheckpointFiles, stack: contextlib.ExitStack
     ) -> None:
         self._files = files
         self._spec = spec

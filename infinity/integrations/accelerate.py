@@ -480,11 +480,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         self._optimizers[:] = [each for each in self._all[1] if getattr(each, "engine", None) in others]
 
     def save_model(
-        self,
-        model: Any,
-        save_directory: Any,
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
+        self, model: Any, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
     ) -> None:
         """As accelerate's: safetensors under the model's own names. An engine's model is streamed."""
         engine = self.engine_of(model)

@@ -110,10 +110,7 @@ def load_module(
     has_values = {name for name, value in (*before.items(), *buffers.items()) if not value.is_meta}
     mapping: Any = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
     load_config = LoadStateDictConfig(
-        pretrained_model_name_or_path=str(path),
-        ignore_mismatched_sizes=True,
-        dtype=model.dtype,
-        weight_mapping=mapping,
+        pretrained_model_name_or_path=str(path), ignore_mismatched_sizes=True, dtype=model.dtype, weight_mapping=mapping
     )
     with one_after_the_other(), _as_model_error(path):
         # The steps of `from_pretrained` after the model was made. There, every parameter is on meta at this point.

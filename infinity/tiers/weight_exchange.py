@@ -26,13 +26,7 @@ _MOST_PENDING = 4
 class WeightExchange:
     """Each rank's shard of a unit's trainable weights goes to all. Memory: two blocks, see `Ranks.all_gather_parts`."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        shards: Shards,
-        weights: WeightStore | None,
-        device: ComputeDevice,
-    ) -> None:
+    def __init__(self, ranks: Ranks, shards: Shards, weights: WeightStore | None, device: ComputeDevice) -> None:
         """
         Args:
             ranks: those that divide states.

@@ -87,10 +87,7 @@ def convert(
         )
     specs = [each.spec for each in tensors]
     num_bytes = sum(spec.num_bytes for spec in specs)
-    with (
-        progress("writing", num_bytes, is_shown=True) as note,
-        writing(target, name, specs, is_latest=True) as saved,
-    ):
+    with progress("writing", num_bytes, is_shown=True) as note, writing(target, name, specs, is_latest=True) as saved:
         for each in tensors:
             writer = saved.open_array(each.spec)
             for piece in each.pieces:
