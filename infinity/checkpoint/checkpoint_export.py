@@ -109,10 +109,8 @@ def _model_of(directory: Path) -> tuple[Any, Any]:
     name = next(iter(getattr(config, "architectures", None) or []), None)
     model_class: Any = getattr(transformers, name, None) if name is not None else None
     if model_class is None:
-        raise ModelError(
-            f"the config in '{directory}' names the class {name!r}, which transformers does not have",
-            cure="Set 'architectures' in it, as save_pretrained does",
-        )
+        problem = f"the config in '{directory}' names the class {name!r}, which transformers does not have"
+        raise ModelError(problem, cure="Set 'architectures' in it, as save_pretrained does")
     with torch.device("meta"):
         model = model_class(config)  # shapes and names only, no memory
     has_generation = (directory / "generation_config.json").is_file()
@@ -132,9 +130,6 @@ def _checked(checkpoint: Checkpoint, model: Any, saved: Mapping[str, SavedTensor
         f"'{name}' is missing" for name, _ in model.named_parameters() if name not in {*saved, *names.values()}
     ]
     if problems:
-        raise CheckpointError(
-            checkpoint.folder,
-            f"it is not of the model that the config describes ({type(model).__name__}): {listed(problems, '; ')}",
-            cure="Name the config of the model that was trained",
-        )
+        problem = f"it is not of the model that the config describes ({type(model).__name__}): {listed(problems, '; ')}"
+        raise CheckpointError(checkpoint.folder, problem, cure="Name the config of the model that was trained")
     return names

@@ -266,11 +266,8 @@ def read_checked(folder: Path, files: Files, name: str) -> bytes:
     num_bytes, _ = files.get(name, (0, 0))
     # The manifest, maybe of somebody else, claims the size: too large a read would end the process.
     if num_bytes > _SMALL_BYTES and num_bytes > (free := free_bytes()):
-        raise CheckpointError(
-            folder / name,
-            f"it has {format_bytes(num_bytes)}, and {format_bytes(free)} of memory are free",
-            cure="Load it with more free memory, or another checkpoint",
-        )
+        problem = f"it has {format_bytes(num_bytes)}, and {format_bytes(free)} of memory are free"
+        raise CheckpointError(folder / name, problem, cure="Load it with more free memory, or another checkpoint")
     with reading_from(folder / name):
         data = (folder / name).read_bytes()
     if (len(data), checksum_of(data)) != files.get(name):

@@ -325,12 +325,8 @@ class GatheredStream:
                     pass
         if self._failed is not None:
             failed, self._failed = self._failed, None
-            raise RankError(
-                _SHARING,
-                f"rank {self._ranks.members[failed]} cannot read its shard of {unit.name}",
-                rank=self._ranks.number,
-                cure=_CURE,
-            )
+            problem = f"rank {self._ranks.members[failed]} cannot read its shard of {unit.name}"
+            raise RankError(_SHARING, problem, rank=self._ranks.number, cure=_CURE)
 
     def _receive(self, unit: Unit, rank: int) -> Part | None:
         head = torch.empty(3, dtype=torch.int64, device="cpu")

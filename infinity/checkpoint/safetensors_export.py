@@ -361,10 +361,8 @@ def save_adapters(model: Any, directory: Path) -> None:
     # The weights are not written under the wrapper's names beside the base's config: from_pretrained would know none of
     # these names, and start from random weights.
     if isinstance(model, sys.modules["peft"].PeftMixedModel):
-        raise ModelError(
-            "it has adapters of several kinds (mixed=True), for which PEFT has no files",
-            cure="Save engine.module.state_dict() with torch.save",
-        )
+        problem = "it has adapters of several kinds (mixed=True), for which PEFT has no files"
+        raise ModelError(problem, cure="Save engine.module.state_dict() with torch.save")
     # PEFT puts the adapter's name into the FQN: "...q_proj.lora_A.default.weight". After `merge_and_unload` no FQN has
     # one.
     adapters = set(model.peft_config)
@@ -375,17 +373,13 @@ def save_adapters(model: Any, directory: Path) -> None:
     saved = own | _saved_by_peft(model, tensors)
     # Adaption prompts are not named after their adapter.
     if not own and not any(tensors[fqn].requires_grad and "bias" not in fqn for fqn in saved):
-        raise ModelError(
-            "the adapters have been merged into the model and unloaded: PEFT would write none of the weights",
-            cure="Save what merge_and_unload() returned, with its own save_pretrained(directory)",
-        )
+        problem = "the adapters have been merged into the model and unloaded: PEFT would write none of the weights"
+        raise ModelError(problem, cure="Save what merge_and_unload() returned, with its own save_pretrained(directory)")
     for fqn, parameter in model.named_parameters():
         if parameter.requires_grad and fqn not in saved:
-            raise ModelError(
-                f"'{fqn}' is trained, but belongs to no adapter, and PEFT saves adapters only",
-                cure="Name its module in the adapter config's modules_to_save, or save engine.module.state_dict()",
-                fqn=fqn,
-            )
+            problem = f"'{fqn}' is trained, but belongs to no adapter, and PEFT saves adapters only"
+            cure = "Name its module in the adapter config's modules_to_save, or save engine.module.state_dict()"
+            raise ModelError(problem, cure=cure, fqn=fqn)
     with Staging(directory, "adapter") as staging:
         values = {fqn: tensors[fqn].detach().to("cpu", copy=True) for fqn in tensors if fqn in saved}
         model.save_pretrained(staging.path / "files", state_dict=values)

@@ -210,11 +210,8 @@ def find(directory: Path, tag: str | None) -> Path | None:
             return None
         # `latest` is a text that anybody may edit: a tag with a slash would lead out of the directory.
         if not is_tag(tag) or not (directory / tag).is_dir():
-            raise CheckpointError(
-                latest,
-                f"it names {tag!r}, and there is no such checkpoint beside it",
-                cure="Give the tag of one that is there",
-            )
+            problem = f"it names {tag!r}, and there is no such checkpoint beside it"
+            raise CheckpointError(latest, problem, cure="Give the tag of one that is there")
         return directory / tag
 
 
@@ -359,21 +356,16 @@ def writing(
         if os.path.lexists(directory / tag) and not (directory / tag).is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"'{tag}' in it is not a directory")
         if _is_foreign(directory / tag):
-            raise StorageError(
-                directory,
-                f"has a directory '{tag}' that is not a checkpoint of this package, and is not replaced",
-                cure="Give another directory or tag, or remove it",
-            )
+            problem = f"has a directory '{tag}' that is not a checkpoint of this package, and is not replaced"
+            raise StorageError(directory, problem, cure="Give another directory or tag, or remove it")
         with Staging(directory, tag) as staging:
             # Before anything is written. The old checkpoint of this tag stays until the end, so its space does not
             # count.
             available = free_bytes(directory)
             if available < needed:
-                raise StorageError(
-                    directory,
-                    f"has {format_bytes(available)} free, and the checkpoint takes {format_bytes(needed)}",
-                    cure="Give one with more room, or remove older checkpoints; nothing has been written",
-                )
+                problem = f"has {format_bytes(available)} free, and the checkpoint takes {format_bytes(needed)}"
+                cure = "Give one with more room, or remove older checkpoints; nothing has been written"
+                raise StorageError(directory, problem, cure=cure)
             folder = staging.path / "checkpoint"
             folder.mkdir()
             # Blocks of `ArraySpec.block_bytes`: a chunk, and one block of 4096 bytes with its checksum.

@@ -372,11 +372,11 @@ class Saving:
             and index in self._checksums_before
             and self._checksums_before[index] != self._checksums_of(index)
         ):
-            raise CheckpointError(
-                self.folder,
-                f"weights of unit '{self._units[index].name}' were written to by the script while they were being saved",
-                cure="Call engine.wait_for_checkpoint() before writing to weights, or save with blocking=True",
+            problem = (
+                f"weights of unit '{self._units[index].name}' were written to by the script while they were being saved"
             )
+            cure = "Call engine.wait_for_checkpoint() before writing to weights, or save with blocking=True"
+            raise CheckpointError(self.folder, problem, cure=cure)
         with self._lock:
             self._left[index] -= 1
             if not self._left[index]:

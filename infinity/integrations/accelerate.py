@@ -332,10 +332,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 self._num_made += 1
                 self._unloaded += [engine] if engine_files.has_resumed(engine) else []
                 return self.adopt(engine)
-        raise ModelError(
-            f"prepare got a {type(optimizer).__name__}, and no model has its parameters",
-            cure="Pass model and optimizer to the same accelerator.prepare(...)",
-        )
+        problem = f"prepare got a {type(optimizer).__name__}, and no model has its parameters"
+        raise ModelError(problem, cure="Pass model and optimizer to the same accelerator.prepare(...)")
 
     def adopt(self, engine: Engine, *, defers_norms: bool = False) -> EngineOptimizer | None:
         """Add an engine. Returns its optimizer as accelerate's, if it has one.

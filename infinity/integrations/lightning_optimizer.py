@@ -51,10 +51,8 @@ class EngineOptimizer(Optimizer):
         there = self.param_groups
         for own, group in zip(there, groups, strict=False):
             if list(map(id, own["params"])) != list(map(id, group["params"])):
-                raise ModelError(
-                    "optimizer.param_groups is set to groups with other parameters than the optimizer's",
-                    cure="Leave its groups as they are, and add others with add_param_group",
-                )
+                problem = "optimizer.param_groups is set to groups with other parameters than the optimizer's"
+                raise ModelError(problem, cure="Leave its groups as they are, and add others with add_param_group")
             own.update(group)
         for group in groups[len(there) :]:
             self.add_param_group(group)

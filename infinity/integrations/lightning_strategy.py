@@ -255,10 +255,8 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         """As Lightning's."""
         super().setup_optimizers(trainer)
         if len(self.optimizers) > 1:
-            raise ModelError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers, and an engine has one",
-                cure="Put all parameters into one, in groups of their own",
-            )
+            problem = f"configure_optimizers returned {len(self.optimizers)} optimizers, and an engine has one"
+            raise ModelError(problem, cure="Put all parameters into one, in groups of their own")
         for key, own in (("optimizer", self.optimizers), ("scheduler", self.lr_scheduler_configs)):
             if own:
                 refuse_second(self.infinity_config(), key, "Lightning has that of configure_optimizers")

@@ -163,10 +163,8 @@ def _choose(model_class: Any, model_config: Any, path: Path) -> Any:
     from transformers.models.auto import auto_factory
 
     if type(model_config) not in mapping:
-        raise ModelError(
-            f"{model_class.__name__} has no class for '{path}', whose model type is '{model_config.model_type}'",
-            cure="Pass the class itself, or a module made on the meta device",
-        )
+        problem = f"{model_class.__name__} has no class for '{path}', whose model type is '{model_config.model_type}'"
+        raise ModelError(problem, cure="Pass the class itself, or a module made on the meta device")
     factory: Any = auto_factory
     return factory._get_model_class(model_config, mapping)
 

@@ -99,8 +99,6 @@ def _refuse_unknown_buffers(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         module, _, last = name.rpartition(".")
         if buffer.is_meta and last in model.get_submodule(module)._non_persistent_buffers_set:
-            raise ModelError(
-                f"buffer '{name}' is on the meta device and in no state dict, so it has no values",
-                cure="Make the module's buffers with values (accelerate.init_empty_weights(include_buffers=False))",
-                fqn=name,
-            )
+            problem = f"buffer '{name}' is on the meta device and in no state dict, so it has no values"
+            cure = "Make the module's buffers with values (accelerate.init_empty_weights(include_buffers=False))"
+            raise ModelError(problem, cure=cure, fqn=name)

@@ -196,10 +196,8 @@ class QuantizedFiles:
             or scales.numel() != len(codes)
             or not is_by_rows
         ):
-            raise self._error(
-                f"has '{name}' that does not match '{weight}'",
-                cure="Save it with a newer bitsandbytes, or fetch it again",
-            )
+            problem = f"has '{name}' that does not match '{weight}'"
+            raise self._error(problem, cure="Save it with a newer bitsandbytes, or fetch it again")
         format_int8 = packed_format("int8")
         stored = self._empty([format_int8.num_bytes(codes.shape)], torch.uint8)
         # A record of int8 is a row: SCB is its largest magnitude, in fp32, and then codes and padding.

@@ -74,11 +74,8 @@ def open_weights(path: Path) -> dict[str, torch.Tensor]:
             tensors.update(found)
     except OSError as error:
         file = Path(error.filename) if error.filename else path
-        raise CheckpointError.of_weights(
-            file,
-            f"cannot be read: {error.strerror or error}",
-            cure="Give this process read permission, or mount the drive",
-        ) from error
+        cure = "Give this process read permission, or mount the drive"
+        raise CheckpointError.of_weights(file, f"cannot be read: {error.strerror or error}", cure=cure) from error
     return tensors
 
 
@@ -104,11 +101,9 @@ def _files(path: Path) -> Iterator[tuple[Path, Sequence[str]]]:
             yield from _sharded(index)
             return
     there = sorted(each.name for each in path.iterdir())
-    raise CheckpointError.of_weights(
-        path,
-        f"has neither {_SAFETENSORS} nor {_PICKLES}, nor an index of shards; it has {listed(there, most=8) or 'nothing'}",
-        cure="Name the directory that save_pretrained or engine.save_16bit_model wrote to, or one file with tensors",
-    )
+    problem = f"has neither {_SAFETENSORS} nor {_PICKLES}, nor an index of shards; it has {listed(there, most=8) or 'nothing'}"
+    cure = "Name the directory that save_pretrained or engine.save_16bit_model wrote to, or one file with tensors"
+    raise CheckpointError.of_weights(path, problem, cure=cure)
 
 
 def _sharded(index: Path) -> Iterator[tuple[Path, Sequence[str]]]:
@@ -122,11 +117,8 @@ def _sharded(index: Path) -> Iterator[tuple[Path, Sequence[str]]]:
     for file in shards:
         place = PurePosixPath(file) if isinstance(file, str) and "\0" not in file else None
         if place is None or not place.parts or place.is_absolute() or ".." in place.parts:
-            raise CheckpointError.of_weights(
-                index,
-                f"names {file!r}, which is not in its directory",
-                cure="Do not load it: an index may only name files beside it",
-            )
+            cure = "Do not load it: an index may only name files beside it"
+            raise CheckpointError.of_weights(index, f"names {file!r}, which is not in its directory", cure=cure)
     missing = [file for file in shards if not (index.parent / file).is_file()]
     if missing:
         raise CheckpointError.of_weights(
@@ -192,8 +184,5 @@ def _open_pickle(file: Path) -> dict[str, torch.Tensor]:
     with contextlib.suppress(AttributeError):
         if all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()):
             return dict(loaded)
-    raise CheckpointError.of_weights(
-        file,
-        "does not hold a state dict (tensors by name)",
-        cure="Save the state dict alone: torch.save(state_dict, ...)",
-    )
+    problem = "does not hold a state dict (tensors by name)"
+    raise CheckpointError.of_weights(file, problem, cure="Save the state dict alone: torch.save(state_dict, ...)")

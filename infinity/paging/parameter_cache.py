@@ -195,11 +195,8 @@ class ParameterCache:
         if unit.flat is None or writer is None:
             fqn = unit.layout.slots[min(unit.dirty)].spec.fqn
             self.forget_changes(unit)
-            raise ModelError(
-                f"parameter '{fqn}' was written to where that cannot be stored",
-                cure="Change weights inside `with infinity.GatheredParameters(...)` between steps instead",
-                fqn=fqn,
-            )
+            cure = "Change weights inside `with infinity.GatheredParameters(...)` between steps instead"
+            raise ModelError(f"parameter '{fqn}' was written to where that cannot be stored", cure=cure, fqn=fqn)
         writer.store_written(unit)
 
     def forget_changes(self, unit: Unit) -> Slot | None:

@@ -73,12 +73,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
         ConfigError: ``exclude_frozen_parameters`` is true.
     """
     if exclude_frozen_parameters:
-        raise ConfigError.value(
-            "exclude_frozen_parameters",
-            True,
-            "a checkpoint does not say which parameters are frozen",
-            cure="Take those out of the dict whose parameters do not require a gradient",
-        )
+        problem = "a checkpoint does not say which parameters are frozen"
+        cure = "Take those out of the dict whose parameters do not require a gradient"
+        raise ConfigError.value("exclude_frozen_parameters", True, problem, cure=cure)
     checkpoint = Checkpoint.open(checkpoint_dir, tag)
     lazy = {
         fqn: LazyTensor(saved) for group in ("parameters", "buffers") for fqn, saved in checkpoint.of(group).items()

@@ -256,11 +256,8 @@ def _by_rank(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> di
         if match is not None:
             rank = int(match.group(1) or 0)
             if rank in found:
-                raise CheckpointError(
-                    folder / name,
-                    f"'{found[rank].name}' is of the same rank",
-                    cure="Remove the file that an earlier checkpoint left behind",
-                )
+                cure = "Remove the file that an earlier checkpoint left behind"
+                raise CheckpointError(folder / name, f"'{found[rank].name}' is of the same rank", cure=cure)
             found[rank] = folder / name
     return found
 

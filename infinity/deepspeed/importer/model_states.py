@@ -101,11 +101,8 @@ class ModelStates:
         """Buffers and frozen parameters."""
         module, first = self._first["module"], self._first
         if not isinstance(module, dict):
-            raise CheckpointError(
-                self._paths[0],
-                "it has no state dict of the model",
-                cure="Checkpoints of pipeline parallelism cannot be converted",
-            )
+            cure = "Checkpoints of pipeline parallelism cannot be converted"
+            raise CheckpointError(self._paths[0], "it has no state dict of the model", cure=cure)
         buffers = set(first["buffer_names"])
         trained = {fqn for each in self.shapes for fqn in each}
         found = [FoundTensor.whole("buffers", fqn, WEIGHT, value) for fqn, value in module.items() if fqn in buffers]
@@ -161,9 +158,7 @@ def _read(path: Path, *, skips_unknown: bool) -> dict[str, Any]:
             path, f"its model was divided by tensor or pipeline parallelism: {dict(dimensions)}", cure=ONE_STATE_DICT
         )
     if found.get("param_shapes") is None:
-        raise CheckpointError(
-            path,
-            "it has no shapes of parameters: it was saved without ZeRO, or without an optimizer",
-            cure="Give a checkpoint of ZeRO stage 1, 2 or 3; weights alone are loaded by infinity.load_pretrained",
-        )
+        problem = "it has no shapes of parameters: it was saved without ZeRO, or without an optimizer"
+        cure = "Give a checkpoint of ZeRO stage 1, 2 or 3; weights alone are loaded by infinity.load_pretrained"
+        raise CheckpointError(path, problem, cure=cure)
     return found
