@@ -91,8 +91,7 @@ def _entry(names: Sequence[str], saved: SavedTensor, directory: Path, dtype: tor
     def value() -> contextlib.nullcontext[torch.Tensor]:
         # Only a conversion of transformers asks for the whole tensor. It may not fit into memory, so it lies in a
         # nameless file beside the export.
-        into = DriveTensors([directory]).empty(saved.shape, saved.dtype)
-        return contextlib.nullcontext(saved.read(into=into))
+        return contextlib.nullcontext(saved.read(into=DriveTensors([directory]).empty(saved.shape, saved.dtype)))
 
     return Entry(names, saved.shape, dtype, value, parts)
 

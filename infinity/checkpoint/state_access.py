@@ -147,8 +147,7 @@ class StateAccess:
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of a parameter's optimizer state, as torch keeps it; empty before its first update."""
         unit, slot = self._parameter_map.locate(parameter)
-        names = self.stream.names_of(unit, slot)
-        read = self._read(unit, [(slot, name) for name in names])
+        read = self._read(unit, [(slot, name) for name in self.stream.names_of(unit, slot)])
         return {**self.scalars(parameter), **{name: values for (_, name), values in read.items()}}
 
     def scalars(self, parameter: torch.Tensor) -> dict[str, Any]:

@@ -194,8 +194,7 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. True resumes from the newest complete checkpoint, and skips what a killed process left."""
         if resume_from_checkpoint is True:
-            directory = Path(self.args.output_dir)
-            resume_from_checkpoint = newest_checkpoint(directory) or True
+            resume_from_checkpoint = newest_checkpoint(Path(self.args.output_dir)) or True
         if self._engine_of_model is not None:
             self._engine_of_model.forget_step()  # gradients of a step that an exception has ended
         if self.args.gradient_accumulation_steps == 1 or self.infinity_config.infinity.schedule == "ordinary":

@@ -84,15 +84,9 @@ def load_class(
     # What `from_pretrained(path)` would set: the path, and generation settings.
     model.config._name_or_path = str(path)
     if model.can_generate():
-        nothing = dict.fromkeys(("cache_dir", "proxies", "token", "revision", "trust_remote_code"))
-        model.adjust_generation_fn(
-            rest.get("generation_config"),
-            *(False, None, str(path)),
-            **nothing,
-            force_download=False,
-            local_files_only=True,
-            subfolder="",
-        )
+        local: dict[str, Any] = dict.fromkeys(("cache_dir", "proxies", "token", "revision", "trust_remote_code"))
+        local |= {"force_download": False, "local_files_only": True, "subfolder": ""}
+        model.adjust_generation_fn(rest.get("generation_config"), False, None, str(path), **local)
     missing, unexpected, mismatched = (info[f"{key}_keys"] for key in ("missing", "unexpected", "mismatched"))
     odd = _of_another_kind(model, tensors)
     return model, Outcome(sorted(missing), sorted(unexpected), _shapes(mismatched), odd)

@@ -198,8 +198,7 @@ class QuantizedFiles:
         ):
             problem = f"has '{name}' that does not match '{weight}'"
             raise self._error(problem, cure="Save it with a newer bitsandbytes, or fetch it again")
-        format_int8 = packed_format("int8")
-        stored = self._empty([format_int8.num_bytes(codes.shape)], torch.uint8)
+        stored = self._empty([packed_format("int8").num_bytes(codes.shape)], torch.uint8)
         # A record of int8 is a row: SCB is its largest magnitude, in fp32, and then codes and padding.
         records = stored.view(len(codes), -1)
         records.zero_()

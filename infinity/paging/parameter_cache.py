@@ -322,8 +322,7 @@ class ParameterCache:
     def _begin_fetch(self, unit: Unit, flat: FlatBuffer, *, is_demand: bool) -> None:
         # An interruption here must not leave a buffer that looks as if it held the weights: whoever waits for them then
         # begins the fetch.
-        unstarted = SimpleArrival(lambda: self._fetch(unit, is_demand=True).wait(), is_done=False)
-        self.place(unit, flat, unstarted)
+        self.place(unit, flat, SimpleArrival(lambda: self._fetch(unit, is_demand=True).wait(), is_done=False))
         unit.expect(self._fetch(unit, is_demand=is_demand))
 
     def _displace(self, unit: Unit) -> None:

@@ -38,17 +38,8 @@ class PackedSavedTensor:
     """Stands for a view of a unit's weights in autograd's graph."""
 
     __slots__ = (
-        "__weakref__",
-        "bits",
-        "count",
-        "dtype",
-        "is_parameter",
-        "kept",
-        "offset",
-        "shape",
-        "stride",
-        "unit",
-        "version",
+        *("__weakref__", "bits", "count", "dtype", "is_parameter", "kept"),
+        *("offset", "shape", "stride", "unit", "version"),
     )
 
     def __init__(self, unit: Unit, tensor: torch.Tensor, slot: Slot | None = None) -> None:

@@ -232,8 +232,7 @@ class DividedWeights(WeightStore):
 
     def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
         """Start to gather the unit in ``unit.flat``. All ranks do so, in the same order."""
-        issued = self._gathers.main.issue()
-        gather = Gather(self, unit, issued, self.device.mark(), is_demand=is_demand)
+        gather = Gather(self, unit, self._gathers.main.issue(), self.device.mark(), is_demand=is_demand)
         with self._lock:
             self._unread.append(gather)
             self._read_ahead()
