@@ -92,9 +92,8 @@ class ArraySpec:
             ModelError: the format does not support the dtype.
         """
         if name_of(dtype) not in STORED_AS:
-            raise ModelError(
-                f"'{fqn}' is {dtype}, which a checkpoint cannot store", cure="Cast it to another dtype", fqn=fqn
-            )
+            problem = f"'{fqn}' is {dtype}, which a checkpoint cannot store"
+            raise ModelError(problem, cure="Cast it to another dtype", fqn=fqn)
         # An fp32 weight of shape (4096, 4096), from here to `file_bytes`:
         #   at most 524288 elements a chunk, so chunk = (128, 4096), grid = (32, 1), data_bytes = 2 MiB
         #   block_bytes = 2 MiB + 4096: the 4 bytes of the checksum fill up to the next multiple of 4096

@@ -101,9 +101,8 @@ def _model_of(directory: Path) -> tuple[Any, Any]:
     import transformers
 
     if not (directory / "config.json").is_file():
-        raise ModelError(
-            f"'{directory}' has no config.json", cure="Name the directory of the Hugging Face model that was trained"
-        )
+        cure = "Name the directory of the Hugging Face model that was trained"
+        raise ModelError(f"'{directory}' has no config.json", cure=cure)
     config = transformers.AutoConfig.from_pretrained(directory)
     name = next(iter(getattr(config, "architectures", None) or []), None)
     model_class: Any = getattr(transformers, name, None) if name is not None else None

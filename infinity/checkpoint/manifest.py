@@ -139,9 +139,8 @@ def _check_version(path: Path, version: Any, by: str, *, is_sealed: bool) -> Non
         raise CheckpointError(path, f"it is {of_version}", cure=cure)
     if is_sealed:
         raise CheckpointError(path, f"it is {of_version}", cure="Use a newer package")
-    raise CheckpointError(
-        path, f"its checksum is wrong: it is damaged, or {of_version}", cure="Load another one, or use a newer package"
-    )
+    problem = f"its checksum is wrong: it is damaged, or {of_version}"
+    raise CheckpointError(path, problem, cure="Load another one, or use a newer package")
 
 
 def completed_at(path: Path) -> int | None:

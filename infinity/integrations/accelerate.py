@@ -96,9 +96,8 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             finally:
                 _present.reset(token)
             if len(micro_batch.losses) != 1:
-                raise NeverSupportedSchedule(
-                    f"a micro-batch calls accelerator.backward {len(micro_batch.losses)} times"
-                )
+                problem = f"a micro-batch calls accelerator.backward {len(micro_batch.losses)} times"
+                raise NeverSupportedSchedule(problem)
             return micro_batch.losses.pop()
 
         last = len(functions) - 1
@@ -296,9 +295,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         if engine is None:
             return super().prepare_model(model, device_placement, evaluation_mode)
         if str(getattr(self.state.dynamo_plugin, "backend", "NO")).rpartition(".")[2] != "NO":
-            raise ModelError(
-                "accelerate would compile the whole model", cure="Compile its blocks one by one before prepare"
-            )
+            problem = "accelerate would compile the whole model"
+            raise ModelError(problem, cure="Compile its blocks one by one before prepare")
         if engine.config.compute_dtype is torch.float32:
             # With several processes, accelerate would wrap it in DDP. evaluation_mode avoids that: the engine averages.
             return super().prepare_model(model, False, evaluation_mode or self.num_processes > 1)

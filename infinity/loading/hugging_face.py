@@ -59,9 +59,8 @@ def load_class(
     for name in options.keys() & _MADE_ELSEWHERE.keys():
         raise TypeError(f"{name} has no meaning in load_pretrained: {_MADE_ELSEWHERE[name]}")
     if not (path / "config.json").is_file():
-        raise CheckpointError.of_weights(
-            path, "has no config.json", cure="Pass a module instead of a class, or the directory that has one"
-        )
+        cure = "Pass a module instead of a class, or the directory that has one"
+        raise CheckpointError.of_weights(path, "has no config.json", cure=cure)
     model_config, rest = _read_config(model_class, path, dict(options))
     if getattr(model_config, "quantization_config", None) is not None:
         check_method(path, model_config.quantization_config)
@@ -187,9 +186,8 @@ def _as_model_error(path: Path) -> Iterator[None]:
     except RuntimeError as error:
         if "conversion" not in str(error):
             raise
-        raise CheckpointError.of_weights(
-            path, "holds tensors that do not fit together", cure=f"transformers says: {error}"
-        ) from error
+        problem = "holds tensors that do not fit together"
+        raise CheckpointError.of_weights(path, problem, cure=f"transformers says: {error}") from error
 
 
 def _shapes(mismatched: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:

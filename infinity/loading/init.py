@@ -102,9 +102,8 @@ class Init:
         if wanted is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
             raise ConfigError(f"zero.Init: dtype must be a floating-point torch.dtype or None, got {dtype!r}")
         if zero_quantized_nontrainable_weights:
-            raise ConfigError(
-                "zero.Init: zero_quantized_nontrainable_weights would change the weights. Leave it at False"
-            )
+            problem = "zero.Init: zero_quantized_nontrainable_weights would change the weights. Leave it at False"
+            raise ConfigError(problem)
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # as DeepSpeed's Init; transformers asks for the rank
             init_distributed()
         self._tensors = _tensors_for(config if config is not None else config_dict_or_path, remote_device)

@@ -158,9 +158,8 @@ class QuantizedFiles:
                     state["nested_offset"], dtype=torch.float32, device="cpu"
                 )
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise self._error(
-                f"has '{weight}' in 4 bits without its quantization state: {error}", cure=_AGAIN
-            ) from error
+            problem = f"has '{weight}' in 4 bits without its quantization state: {error}"
+            raise self._error(problem, cure=_AGAIN) from error
         if kind != "nf4" or not torch.equal(levels.float(), LEVELS):
             raise self._error(f"has '{weight}' as {kind} of bitsandbytes, not nf4")
         numel = math.prod(shape)

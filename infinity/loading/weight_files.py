@@ -50,14 +50,12 @@ def open_weights(path: Path) -> dict[str, torch.Tensor]:
             found = _open(file)
             lacking = sorted(set(names) - found.keys())
             if lacking:
-                raise CheckpointError.of_weights(
-                    file, f"lacks '{lacking[0]}', which the index says is there", cure=_WHOLE
-                )
+                problem = f"lacks '{lacking[0]}', which the index says is there"
+                raise CheckpointError.of_weights(file, problem, cure=_WHOLE)
             for name in found:
                 if name in files:
-                    raise CheckpointError.of_weights(
-                        file, f"has '{name}', and so has '{files[name]}'", cure="Remove one of them"
-                    )
+                    problem = f"has '{name}', and so has '{files[name]}'"
+                    raise CheckpointError.of_weights(file, problem, cure="Remove one of them")
                 files[name] = file
             tensors.update(found)
     except OSError as error:
@@ -109,9 +107,8 @@ def _sharded(index: Path) -> Iterator[tuple[Path, Sequence[str]]]:
             raise CheckpointError.of_weights(index, f"names {file!r}, which is not in its directory", cure=cure)
     missing = [file for file in shards if not (index.parent / file).is_file()]
     if missing:
-        raise CheckpointError.of_weights(
-            index, f"names shards that do not exist: {', '.join(sorted(missing))}", cure="Fetch them"
-        )
+        problem = f"names shards that do not exist: {', '.join(sorted(missing))}"
+        raise CheckpointError.of_weights(index, problem, cure="Fetch them")
     for file, names in shards.items():
         yield index.parent / file, names
 
@@ -148,9 +145,8 @@ def _mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
             continue
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise CheckpointError.of_weights(
-                file, f"has '{name}' of dtype {entry['dtype']}, which torch lacks", cure="Convert it first"
-            )
+            problem = f"has '{name}' of dtype {entry['dtype']}, which torch lacks"
+            raise CheckpointError.of_weights(file, problem, cure="Convert it first")
         first, last = entry["data_offsets"]
         if first == last:
             tensors[name] = torch.empty(entry["shape"], dtype=dtype, device="cpu")

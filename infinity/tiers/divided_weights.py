@@ -282,13 +282,10 @@ class DividedWeights(WeightStore):
         return self._swapper_of[unit.index].write(extent_of(unit), source, offset=place)
 
     def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Written:
+        write = self._swapper_of[unit.index].write
+        places = self._places(unit, offset, offset + source.numel())
         return Written(
-            [
-                self._swapper_of[unit.index].write(
-                    extent_of(unit), source[start - offset : stop - offset], offset=place
-                )
-                for start, stop, place in self._places(unit, offset, offset + source.numel())
-            ]
+            [write(extent_of(unit), source[a - offset : b - offset], offset=place) for a, b, place in places]
         )
 
     def close(self) -> None:

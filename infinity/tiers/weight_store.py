@@ -293,6 +293,7 @@ class _Upload:
         self.name = name
         self.target: torch.Tensor | None = target
         self.num_bytes = target.numel()
+        self.offset = 0  # of the bytes that are read next
         self.read = read
         self.device = device
         self.is_demand = is_demand
@@ -381,28 +382,22 @@ class Uploader:
     def _serve(self) -> None:
         # Each round does the first of these that is possible: read on, launch the oldest copy, wait for the oldest
         # copy.
-        offset = 0
         while True:
             if self._current is None:
                 # Sleep only if nothing is in flight. Otherwise reads that have ended have to be copied meanwhile.
-                is_idle = not self._reading and not self._copying
-                try:
-                    self._current = self._queue.get(block=is_idle)
-                except queue.Empty:
-                    pass
-                else:
-                    offset = 0
+                with contextlib.suppress(queue.Empty):
+                    self._current = self._queue.get(block=not self._reading and not self._copying)
                     if self._current is None:
                         self._drain()
                         return
             upload = self._current
             if upload is not None:
-                if upload.target is None or offset >= upload.num_bytes:
+                if upload.target is None or upload.offset >= upload.num_bytes:
                     self._current = None  # all its staging buffers are being read, or one of them has failed
                     continue
                 staging_buffer = self._next_buffer(upload.name)
                 if staging_buffer is not None:
-                    offset = self._read(upload, staging_buffer, offset)
+                    self._read(upload, staging_buffer)
                     continue
             if self._reading:
                 self._copy_oldest()
@@ -418,16 +413,16 @@ class Uploader:
             self._retire_oldest()
         return self._staging_pool.try_lease(owner=owner)
 
-    def _read(self, upload: _Upload, staging_buffer: StagingBuffer, offset: int) -> int:
-        num_bytes = min(staging_buffer.num_bytes, upload.num_bytes - offset)
+    def _read(self, upload: _Upload, staging_buffer: StagingBuffer) -> None:
+        num_bytes = min(staging_buffer.num_bytes, upload.num_bytes - upload.offset)
         try:
-            arrival = upload.read(staging_buffer.tensor[:num_bytes], offset, is_demand=upload.is_demand)
+            arrival = upload.read(staging_buffer.tensor[:num_bytes], upload.offset, is_demand=upload.is_demand)
         except BaseException as error:
             staging_buffer.release()
             upload.finish(error)
-            return offset
-        self._reading.append((upload, staging_buffer, arrival, offset, num_bytes))
-        return offset + num_bytes
+            return
+        self._reading.append((upload, staging_buffer, arrival, upload.offset, num_bytes))
+        upload.offset += num_bytes
 
     def _copy_oldest(self) -> None:
         upload, staging_buffer, arrival, offset, num_bytes = self._reading.popleft()
@@ -469,13 +464,9 @@ class Uploader:
         """End the thread's work: all waiting uploads get the error, and so do later requests."""
         with self._lock:
             self._end = error
-            waiting = [upload for upload, *_ in self._reading]
-            if self._current is not None:
-                waiting.append(self._current)
+            waiting = [*(upload for upload, *_ in self._reading), self._current]
             while not self._queue.empty():
-                upload = self._queue.get()
-                if upload is not None:
-                    waiting.append(upload)
+                waiting.append(self._queue.get())
         # The pool may have other users, and waits for its buffers before it releases its memory.
         for _, staging_buffer, *_ in self._reading:
             staging_buffer.release()  # the pool leases it to nobody until its read has ended
@@ -486,5 +477,5 @@ class Uploader:
         self._reading.clear()
         self._copying.clear()
         for upload in waiting:
-            if not upload.issued.is_set():  # one upload may be in `_reading` several times
+            if upload is not None and not upload.issued.is_set():  # one may be in `_reading` several times
                 upload.finish(error)

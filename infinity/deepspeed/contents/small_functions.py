@@ -74,14 +74,9 @@ def see_memory_usage(message: str, force: bool = False, **_: Any) -> None:
     """With ``force``, the first process logs the used memory of its GPU and of the machine, in GiB."""
     if force and process_rank() == 0:
         memory, accelerator = psutil.virtual_memory(), get_accelerator()
-        logger.info(
-            "%s: GPU %.2f (most so far %.2f), machine %.2f of %.2f GiB",
-            message,
-            accelerator.memory_allocated() / (1 << 30),
-            accelerator.max_memory_allocated() / (1 << 30),
-            (memory.total - memory.available) / (1 << 30),
-            memory.total / (1 << 30),
-        )
+        of_gpu, of_machine = accelerator.memory_allocated(), memory.total - memory.available
+        found = (each / (1 << 30) for each in (of_gpu, accelerator.max_memory_allocated(), of_machine, memory.total))
+        logger.info("%s: GPU %.2f (most so far %.2f), machine %.2f of %.2f GiB", message, *found)
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:

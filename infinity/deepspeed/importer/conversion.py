@@ -82,9 +82,8 @@ def convert(
         raise CheckpointError(files.folder, f"its files do not hold what DeepSpeed writes: {reason}") from error
     target, name = Path(target), files.folder.resolve().name
     if (target / name).exists():
-        raise CheckpointError(
-            target / name, "it exists already, and is not replaced", cure="Give another directory to write to"
-        )
+        problem = "it exists already, and is not replaced"
+        raise CheckpointError(target / name, problem, cure="Give another directory to write to")
     specs = [each.spec for each in tensors]
     num_bytes = sum(spec.num_bytes for spec in specs)
     with progress("writing", num_bytes, is_shown=True) as note, writing(target, name, specs, is_latest=True) as saved:
@@ -205,9 +204,8 @@ def find(directory: Path, tag: str | None = None) -> Files:
 
 def _folder(directory: Path, tag: str | None) -> Path:
     if not directory.is_dir():
-        raise CheckpointError(
-            directory, "there is no such directory", cure="Give the one that save_checkpoint wrote to"
-        )
+        problem = "there is no such directory"
+        raise CheckpointError(directory, problem, cure="Give the one that save_checkpoint wrote to")
     if tag is not None:
         return _tagged(directory, tag, f"there is no checkpoint '{tag}' in it")
     if any(_MODEL.fullmatch(path.name) or _OPTIMIZER.fullmatch(path.name) for path in directory.iterdir()):
@@ -244,9 +242,8 @@ def _refuse_parallel(folder: Path, names: Sequence[str]) -> None:
         elif found is not None and int(found.group(2)):
             kind = "tensor or pipeline parallelism"
         if kind is not None:
-            raise CheckpointError(
-                folder / name, f"it belongs to a model that was divided by {kind}", cure=ONE_STATE_DICT
-            )
+            problem = f"it belongs to a model that was divided by {kind}"
+            raise CheckpointError(folder / name, problem, cure=ONE_STATE_DICT)
 
 
 def _by_rank(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, Path]:
@@ -266,7 +263,6 @@ def _complete(folder: Path, by_rank: dict[int, Path]) -> list[Path]:
     missing = [rank for rank in range(max(by_rank, default=-1) + 1) if rank not in by_rank]
     if missing or not by_rank:
         example = next(iter(by_rank.values())).name if by_rank else "..._model_states.pt"
-        raise CheckpointError(
-            folder, f"the files of ranks {missing} are missing (named like '{example}')", cure=COPY_ALL
-        )
+        problem = f"the files of ranks {missing} are missing (named like '{example}')"
+        raise CheckpointError(folder, problem, cure=COPY_ALL)
     return [by_rank[rank] for rank in sorted(by_rank)]

@@ -124,15 +124,13 @@ class ModelStates:
         for path, rank in zip(self._paths, self._ranks, strict=True):
             fragment = (rank.get("frozen_param_fragments") or {}).get(fqn)
             if not isinstance(fragment, torch.Tensor):
-                raise CheckpointError(
-                    path, f"it has no part of the frozen parameter '{fqn}'", cure="Copy the file again"
-                )
+                problem = f"it has no part of the frozen parameter '{fqn}'"
+                raise CheckpointError(path, problem, cure="Copy the file again")
             pieces.append(fragment.reshape(-1)[: max(left, 0)])
             left -= fragment.numel()
         if left > 0:
-            raise CheckpointError(
-                self._paths[-1], f"the parts of the frozen parameter '{fqn}' have {left} elements less than {shape}"
-            )
+            problem = f"the parts of the frozen parameter '{fqn}' have {left} elements less than {shape}"
+            raise CheckpointError(self._paths[-1], problem)
         return FoundTensor(ArraySpec.of("parameters", fqn, WEIGHT, shape, pieces[0].dtype), pieces)
 
 

@@ -72,9 +72,8 @@ class OptimizerStates:
                 cure=COPY_ALL,
             )
         if self._ranks[0].get("ds_zero_partition_groups") is not None:
-            raise CheckpointError(
-                paths[0], "its parameters are divided by groups of ranks", cure="It cannot be converted"
-            )
+            problem = "its parameters are divided by groups of ranks"
+            raise CheckpointError(paths[0], problem, cure="It cannot be converted")
 
     @property
     def _groups(self) -> Sequence[Mapping[str, Any]]:
@@ -266,9 +265,8 @@ def groups_of(
     """
     ids = [key for group in groups for key in group["params"]]
     if sorted(ids) != list(range(len(shapes))):
-        raise CheckpointError(
-            path, f"its groups have {len(ids)} flat tensors, and the model's file names {len(shapes)}", cure=OF_ONE_SAVE
-        )
+        problem = f"its groups have {len(ids)} flat tensors, and the model's file names {len(shapes)}"
+        raise CheckpointError(path, problem, cure=OF_ONE_SAVE)
     found = []
     for group in groups:
         if group.get("bias_correction", True) is False:
@@ -317,9 +315,8 @@ def check_optimizer(path: Path, ds_config: Mapping[str, Any]) -> None:
     if name.lower() in _ONE_BIT:
         raise _one_bit(path, name)
     if int((ds_config.get("zero_optimization") or {}).get("mics_shard_size", -1)) > 0:
-        raise CheckpointError(
-            path, "its states were sharded by MiCS ('mics_shard_size')", cure="It cannot be converted"
-        )
+        problem = "its states were sharded by MiCS ('mics_shard_size')"
+        raise CheckpointError(path, problem, cure="It cannot be converted")
 
 
 def _one_bit(path: Path, name: str) -> CheckpointError:
