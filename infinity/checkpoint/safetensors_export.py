@@ -248,8 +248,7 @@ def all_entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dt
             elif fqns is not None:
                 value = functools.partial(opened, unit, slot)
                 found.append(Entry(fqns, slot.spec.shape, cast_dtype(parameter.dtype, dtype), value, origin=unit))
-    for key, parameter in others.items():
-        found.append(Entry(names[key], parameter.shape, cast_dtype(parameter.dtype, dtype), _always(parameter)))
+    found += [Entry(names[key], p.shape, cast_dtype(p.dtype, dtype), _always(p)) for key, p in others.items()]
     if not trained_only:
         for fqn, buffer in persistent_buffers(parameter_map.model, remove_duplicate=False):
             if buffer.layout is not torch.strided or buffer.is_meta or buffer.is_quantized:

@@ -107,6 +107,8 @@ class Checkpoint:
         self._by_name = {(each.group, each.fqn, each.kind): each for each in self.tensors}
         if len(self._by_name) != len(self.tensors):
             raise CheckpointError(folder / MANIFEST, "it has a tensor twice")
+        self.largest_block = max([CHUNK_BYTES + 4096, *(each.block_bytes for each in self.tensors if each.shape)])
+        """Bytes of the largest block, for `BlockThreads`. Programs that write our format may choose larger chunks."""
 
     @classmethod
     def open(cls, directory: str | Path, tag: str | int | None = None) -> Checkpoint:
@@ -134,11 +136,6 @@ class Checkpoint:
     def of(self, group: str) -> Mapping[str, SavedTensor]:
         """FQN -> weight, of "parameters" or "buffers"."""
         return {each.fqn: each for each in self.tensors if each.group == group and each.kind == WEIGHT}
-
-    @property
-    def largest_block(self) -> int:
-        """Bytes of the largest block, for `BlockThreads`. Programs that write our format may choose larger chunks."""
-        return max([CHUNK_BYTES + 4096, *(each.block_bytes for each in self.tensors if each.shape)])
 
     @functools.cached_property
     def beside(self) -> Beside:

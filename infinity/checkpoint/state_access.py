@@ -47,6 +47,8 @@ class StateAccess:
         self._exchange = exchange = self._stored.exchange
         self.has_main_weights = self._stored.has_main_weights
         """Whether main weights differ from model weights: they do not if the model is fp32."""
+        self.is_divided = exchange.shards.is_divided and self.has_main_weights
+        """Whether ranks keep shards of the main weights, so that one rank alone cannot read them."""
         self.copies = self._coordinator.copies
         """Makes the copies that callers get: large ones in files."""
         self.stream = self._stored.stream
@@ -274,11 +276,6 @@ class StateAccess:
                     release_parameters([parameter])
                     parameter.data = value
                     unit.redirect_views(slot, value)
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether ranks keep shards of the main weights, so that one rank alone cannot read them."""
-        return self._exchange.shards.is_divided and self.has_main_weights
 
     def stored(self, parameter: torch.Tensor) -> torch.Tensor:
         """A trainable parameter's main weight, on the CPU; a frozen one's weight, in its own dtype."""

@@ -13,19 +13,18 @@ import threading
 from collections.abc import Callable, Sequence
 
 from infinity.device.compute import ComputeDevice
-from infinity.units.unit import Arrival
-from swapper import Handle, Latch, Priority
+from infinity.units.unit import Arrival, LatchedArrival
+from swapper import Handle, Priority
 from swapper.sync.limits import start_threads
 
 
-class _Unpacking:
+class _Unpacking(LatchedArrival):
     """One unit whose packed weights are read and unpacked in host memory: an `Arrival`."""
 
     def __init__(self, reads: Sequence[Handle], unpack: Callable[[], None]) -> None:
+        super().__init__()
         self.reads: Sequence[Handle] = reads
         self._unpack: Callable[[], None] | None = unpack
-        self._error: BaseException | None = None
-        self._is_over = Latch()
 
     def run(self) -> None:
         """Unpack. Runs on the unpacking thread, when all reads have ended."""
@@ -40,21 +39,15 @@ class _Unpacking:
         self.finish(error)
 
     def finish(self, error: BaseException | None) -> None:
-        self._error = error
         # They hold views of the flat buffer. Dropped before the latch is set: a waiter may evict the unit at once,
         # which would fail while a view is alive.
         self.reads, self._unpack = (), None
-        self._is_over.set()
+        super().finish(error)
 
     def wait(self) -> None:
         for read in self.reads:
             read.wait()  # not only the latch: this wait raises an error if the drive hangs
-        self._is_over.wait()
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        return self._is_over.is_set()
+        super().wait()
 
     def promote(self) -> None:
         for read in self.reads:

@@ -38,11 +38,8 @@ class WeightExchange:
         self.shards = shards
         self._weights = weights
         self._device = device
-
-    @property
-    def is_divided(self) -> bool:
+        self.is_divided = isinstance(weights, DividedWeights)
         """Whether this rank keeps no more of some units' weights than its shards."""
-        return isinstance(self._weights, DividedWeights)
 
     def divides(self, unit: Unit) -> bool:
         """Whether this rank keeps no more of the unit's weights than its shard."""

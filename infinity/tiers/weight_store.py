@@ -28,8 +28,8 @@ from infinity.tiers.host_block import HostBlock
 from infinity.tiers.packed_weights import Unpacker, UploadedUnpacking
 from infinity.tiers.user_copies import PutAside
 from infinity.units.layout import Chunk
-from infinity.units.unit import Arrival, SimpleArrival, Unit
-from swapper import Extent, Handle, Latch, Priority, StagingBuffer, StagingPool, Swapper
+from infinity.units.unit import Arrival, LatchedArrival, SimpleArrival, Unit
+from swapper import Extent, Handle, Priority, StagingBuffer, StagingPool, Swapper
 from swapper.sync.limits import start_threads
 
 
@@ -286,10 +286,11 @@ Read = Callable[..., Arrival]
 """``read(target, offset, is_demand=...)`` starts to read bytes of a unit into host memory (uint8, 1-D)."""
 
 
-class _Upload:
+class _Upload(LatchedArrival):
     """One unit on its way through staging buffers to the GPU: an `Arrival`."""
 
     def __init__(self, name: str, target: torch.Tensor, read: Read, device: ComputeDevice, *, is_demand: bool) -> None:
+        super().__init__()
         self.name = name
         self.target: torch.Tensor | None = target
         self.num_bytes = target.numel()
@@ -299,24 +300,17 @@ class _Upload:
         self.is_demand = is_demand
         # Marked on the requesting thread: its earlier kernels may still read what this memory held before.
         self.after = device.mark()
-        self.fence: Any = None  # of the newest copy; after `issued`, of the last one
-        self.error: BaseException | None = None
-        self.issued = Latch()  # all copies are launched, or the upload has failed
+        self.fence: Any = None  # of the newest copy; when it is over, of the last one
 
     def finish(self, error: BaseException | None) -> None:
+        """All copies are launched, or the upload has failed."""
         # Before the latch: a waiter may evict the unit at once, and a view of its flat buffer would prevent that.
-        self.error = error
         self.target = None
-        self.issued.set()
+        super().finish(error)
 
     def wait(self) -> None:
-        self.issued.wait()
-        if self.error is not None:
-            raise self.error
+        super().wait()
         self.device.compute_waits_for(self.fence)  # the thread goes on; only later kernels wait for the copies
-
-    def done(self) -> bool:
-        return self.issued.is_set()
 
     def promote(self) -> None:
         self.is_demand = True  # a plain attribute, which the upload thread reads: late is harmless
@@ -477,5 +471,5 @@ class Uploader:
         self._reading.clear()
         self._copying.clear()
         for upload in waiting:
-            if upload is not None and not upload.issued.is_set():  # one may be in `_reading` several times
+            if upload is not None and not upload.done():  # one may be in `_reading` several times
                 upload.finish(error)

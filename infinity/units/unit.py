@@ -26,6 +26,7 @@ from infinity.units.parameter import (
     set_plain_data,
     unbind,
 )
+from swapper import Latch
 
 if TYPE_CHECKING:
     from infinity.device.compute import Fence, FlatBuffer
@@ -112,6 +113,27 @@ class SimpleArrival:
         return self.is_done
 
     def promote(self) -> None: ...
+
+
+class LatchedArrival:
+    """An `Arrival` that another thread ends."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._is_over = Latch()
+
+    def wait(self) -> None:
+        self._is_over.wait()
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        return self._is_over.is_set()
+
+    def finish(self, error: BaseException | None) -> None:
+        """Let all waits return, or raise ``error``."""
+        self.error = error
+        self._is_over.set()
 
 
 class PendingUpdate(Arrival, Protocol):

@@ -41,8 +41,7 @@ class DeepSpeedConfig(Mapping[str, Any]):
             setattr(self, name, getattr(root, key))
         for name in _NAMES["decided"]:
             setattr(self, name, getattr(read, name))
-        for attributes in (_of_precision(read, root), _of_zero(read, root), _of_optimizer(read)):
-            vars(self).update(attributes)
+        vars(self).update(_of_precision(read, root) | _of_zero(read, root) | _of_optimizer(read))
         mode = root.checkpoint.tag_validation
         self.checkpoint_tag_validation_enabled, self.checkpoint_tag_validation_fail = mode != "ignore", mode == "fail"
         self.load_universal_checkpoint = root.checkpoint.load_universal

@@ -104,7 +104,7 @@ def _contents(files: Files, *, skips_unknown: bool) -> tuple[ModelStates, list[F
     model = ModelStates(files.model, skips_unknown=skips_unknown)
     states: OptimizerStates | UniversalStates
     if files.universal is not None:
-        states = UniversalStates(files.universal, files.optimizer_state, model, skips_unknown=skips_unknown)
+        states = UniversalStates(files.universal, files.universal / _STATE, model, skips_unknown=skips_unknown)
     else:
         states = OptimizerStates(files.optimizer, model, skips_unknown=skips_unknown)
     trained, scalars = states.tensors()
@@ -164,11 +164,6 @@ class Files:
         # Checked like the others. Of a universal checkpoint, each parameter has files of its own.
         tensors = sorted(self.universal.rglob("*.pt")) if self.universal is not None else []
         return [*self.model, *self.optimizer, *tensors]
-
-    @property
-    def optimizer_state(self) -> Path:
-        """The file with a universal checkpoint's groups."""
-        return self.folder / _UNIVERSAL / _STATE
 
 
 def find(directory: Path, tag: str | None = None) -> Files:

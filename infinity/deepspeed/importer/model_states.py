@@ -42,6 +42,7 @@ class ModelStates:
         version: of DeepSpeed.
         num_ranks: number of files: 1, or in stage 3 the world size.
         num_steps: of the training so far.
+        lr_scheduler: the scheduler's state; None without one.
         tied: other FQN of a tied parameter -> the FQN that has the tensor.
     """
 
@@ -59,18 +60,14 @@ class ModelStates:
         self.version = str(first.get("ds_version"))
         self.num_ranks = len(paths)
         self.num_steps = int(first["global_steps"])
+        scheduler: Mapping[str, Any] | None = first.get("lr_scheduler")
+        self.lr_scheduler = None if scheduler is None else without_records(dict(scheduler))[0]
         self.tied = {str(fqn): str(of) for fqn, of in (first.get("shared_params") or {}).items()}
         # Files of another save, or of another model, in the same directory.
         for path, other in zip(paths, self._ranks, strict=True):
             for key in ("param_shapes", "global_steps", "ds_version"):
                 if other.get(key) != first.get(key):
                     raise CheckpointError(path, f"its '{key}' is not that of '{paths[0].name}'", cure=OF_ONE_SAVE)
-
-    @property
-    def lr_scheduler(self) -> Mapping[str, Any] | None:
-        """The scheduler's state."""
-        found: Mapping[str, Any] | None = self._first.get("lr_scheduler")
-        return None if found is None else without_records(dict(found))[0]
 
     def counters(self) -> dict[str, int]:
         """Steps, micro-batches and samples so far."""

@@ -52,6 +52,7 @@ class OptimizerStates:
         """DeepSpeed's loss scaler, or None."""
         self.stage = stage_of(paths[0], self._ranks[0], model.ds_config)
         check_optimizer(paths[0], model.ds_config)
+        self._groups: Sequence[Mapping[str, Any]] = self._base(self._ranks[0], paths[0])["param_groups"]
         for path, rank in zip(paths, self._ranks, strict=True):
             for key in ("partition_count", "ds_version"):
                 # The directory may have files of two saves.
@@ -74,11 +75,6 @@ class OptimizerStates:
         if self._ranks[0].get("ds_zero_partition_groups") is not None:
             problem = "its parameters are divided by groups of ranks"
             raise CheckpointError(paths[0], problem, cure="It cannot be converted")
-
-    @property
-    def _groups(self) -> Sequence[Mapping[str, Any]]:
-        found: Sequence[Mapping[str, Any]] = self._base(self._ranks[0], self._paths[0])["param_groups"]
-        return found
 
     def groups(self) -> list[dict[str, Any]]:
         """Hyperparameters, and whose they are; see `groups_of`."""
