@@ -248,27 +248,22 @@ class SavedTensor(ArraySpec):
     def _blocks(self, threads: BlockThreads, found: _Sums) -> Iterator[tuple[int, torch.Tensor]]:
         self._check_size(self.file.stat().st_size)
         file = BlockFile(self.file)
-        pending: deque[tuple[int, int, Future[_Bytes]]] = deque()
-        waiting = enumerate(self.spans())
         start_of_chunks = _aligned(self.index_bytes)
+
+        def read(number: int) -> Future[_Bytes]:
+            offset = start_of_chunks + number * self.block_bytes
+            return threads.read(file, self.block_bytes, offset, lambda data: self._check_chunk(data, number, found))
+
+        # Each read begins when it is taken from here.
+        reads = ((*span, read(number)) for number, span in enumerate(self.spans()))
         try:
             self._check_index(threads, file)
-
-            def fetch(number: int, span: tuple[int, int]) -> None:
-                offset = start_of_chunks + number * self.block_bytes
-                reading = threads.read(
-                    file, self.block_bytes, offset, lambda data: self._check_chunk(data, number, found)
-                )
-                pending.append((*span, reading))
-
-            for number, span in itertools.islice(waiting, _READ_AHEAD):
-                fetch(number, span)
+            pending = deque(itertools.islice(reads, _READ_AHEAD))
             while pending:
                 first, last, reading = pending.popleft()
                 block = reading.result()
                 # The next read starts before the caller gets this chunk: the drive reads while the caller computes.
-                for number, span in itertools.islice(waiting, 1):
-                    fetch(number, span)
+                pending.extend(itertools.islice(reads, 1))
                 data = torch.from_numpy(block[: (last - first) * self.dtype.itemsize])
                 yield first, data.view(self.dtype)
                 # Not before the caller has asked for the next part: until then `data` is a view of the block.

@@ -100,11 +100,8 @@ def _split(
 
 
 def _cannot(model: Any, name: str) -> ModelError:
-    return ModelError(
-        f"transformers' conversion of '{name}' of {type(model).__name__} cannot be taken back on its own",
-        cure="Use engine.save_16bit_model, which writes the model's own names",
-        fqn=name,
-    )
+    problem = f"transformers' conversion of '{name}' of {type(model).__name__} cannot be taken back on its own"
+    return ModelError(problem, cure="Use engine.save_16bit_model, which writes the model's own names", fqn=name)
 
 
 def _converted(

@@ -97,10 +97,8 @@ class RecordStream:
             for unit, chunk in waiting:
                 # Updates take buffers of the same pool. Whoever holds some and waits for more may wait forever. So this
                 # blocks only while it holds none, and otherwise uses up its oldest record to free one.
-                ahead = self._open(unit, chunk, is_blocking=not opened)
-                while ahead is None:
+                while (ahead := self._open(unit, chunk, is_blocking=not opened)) is None:
                     yield from self._parts_of(opened.popleft())
-                    ahead = self._open(unit, chunk, is_blocking=not opened)
                 opened.append(ahead)
                 if sum(each.lease.workspace.record.nbytes for each in opened) > ahead_bytes and len(opened) > 1:
                     yield from self._parts_of(opened.popleft())

@@ -158,29 +158,18 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 def _frozen(training: Training) -> dict[int, str]:
     """id of a frozen parameter -> its FQN; for a tile, the whole weight's FQN."""
-    tiles = tiled_in(training.model)
-    found = {}
-    for fqn, parameter in training.model.named_parameters():
-        is_held = training.parameter_map.holds(parameter)
-        # A parameter that was frozen after `initialize` may have been trained before, so its base does not have its
-        # values.
-        if not parameter.requires_grad and not (
-            is_held and training.parameter_map.locate(parameter)[1].spec.is_trainable
-        ):
-            tiled, _ = tiles.get(id(parameter), (None, 0))
-            found[id(parameter)] = fqn if tiled is None else tiled.fqn
-    return found
+    tiles, places = tiled_in(training.model), training.parameter_map.places
+    frozen = ((fqn, id(p)) for fqn, p in training.model.named_parameters() if not p.requires_grad)
+    # A parameter that was frozen after `initialize` may have been trained before, so its base does not have its values.
+    frozen = ((fqn, key) for fqn, key in frozen if key not in places or not places[key][1].spec.is_trainable)
+    return {key: tiles[key][0].fqn if key in tiles else fqn for fqn, key in frozen}
 
 
 def packed_in(training: Training) -> dict[str, str]:
     """FQN -> `frozen_dtype` of the weights that are stored packed."""
-    found = {}
-    for name, parameter in training.model.named_parameters():
-        if training.parameter_map.holds(parameter):
-            packed = training.parameter_map.locate(parameter)[1].spec.packed
-            if packed is not None:
-                found[untiled_name(name)] = packed
-    return found
+    places = training.parameter_map.places
+    specs = ((name, places[id(p)][1].spec) for name, p in training.model.named_parameters() if id(p) in places)
+    return {untiled_name(name): spec.packed for name, spec in specs if spec.packed is not None}
 
 
 def checksums_of(training: Training, fqns: Collection[str]) -> dict[str, tuple[str, int]]:

@@ -260,9 +260,7 @@ class DividedWeights(WeightStore):
             with contextlib.suppress(SwapperError):  # it is told by those that are not read
                 self._read_ahead()
 
-    def _begin_read(
-        self, unit: Unit, offset: int, target: torch.Tensor, priority: Priority = Priority.DEMAND
-    ) -> Handle:
+    def _begin_read(self, unit: Unit, offset: int, target: torch.Tensor, priority: Priority) -> Handle:
         return self._swapper_of[unit.index].read(extent_of(unit), target, offset=offset, priority=priority)
 
     # ----------------------------------------------------------------------------------------------------------- changing

@@ -243,9 +243,7 @@ class PagedStateStore:
             lease.workspace = lease.workspace.with_weight(weight)
         return lease
 
-    def _begin(
-        self, records: _UnitRecords, chunk: Chunk, staging_buffer: StagingBuffer, *, reads: bool = True
-    ) -> Lease:
+    def _begin(self, records: _UnitRecords, chunk: Chunk, staging_buffer: StagingBuffer, *, reads: bool) -> Lease:
         """Start to read a record of the extent into ``staging_buffer``, which this lease owns from now on."""
         layout = staging_buffer.index, chunk.stop - chunk.start, records.names
         extent, swapper = records.extent, self._swapper
@@ -303,7 +301,7 @@ class PagedStateStore:
             staging_buffer = self._staging_pool.try_lease(owner=records.owner)
             if staging_buffer is None:
                 return False
-            lease = self._begin(records, chunk, staging_buffer)
+            lease = self._begin(records, chunk, staging_buffer, reads=True)
             if lease.read is None:
                 lease.discard()
             else:

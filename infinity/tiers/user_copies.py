@@ -118,19 +118,19 @@ class NewCopy:
     ) -> None:
         self._shape, self._stride, self._dtype = tuple(shape), tuple(stride), dtype
         self._file = file
-        self._whole = torch.empty(torch.Size(shape).numel(), dtype=dtype, device="cpu") if file is None else None
+        self._whole = torch.empty(torch.Size(shape).numel() if file is None else 0, dtype=dtype, device="cpu")
 
     def write(self, start: int, values: torch.Tensor) -> None:
         """Write elements (1-D, contiguous, on the CPU) at an offset."""
-        if self._whole is not None:
+        if self._file is None:
             self._whole[start : start + values.numel()].copy_(values)
-        elif self._file is not None:
+        else:
             self._file.write(values.view(torch.uint8).numpy(), start * self._dtype.itemsize)
 
     @contextmanager
     def part(self, start: int, stop: int) -> Iterator[torch.Tensor]:
         """1-D memory for some elements, which the ``with`` block fills."""
-        if self._whole is not None:
+        if self._file is None:
             yield self._whole[start:stop]
         else:
             values = torch.empty(stop - start, dtype=self._dtype, device="cpu")
@@ -140,9 +140,7 @@ class NewCopy:
     def finish(self) -> torch.Tensor:
         """Return the copy as a tensor."""
         # A private mapping: a script's writes stay in memory, and the nameless file disappears with the tensor.
-        if self._file is not None:
-            self._whole = torch.from_numpy(self._file.array()).view(self._dtype)
-        whole = self._whole if self._whole is not None else torch.empty(0, dtype=self._dtype, device="cpu")
+        whole = self._whole if self._file is None else torch.from_numpy(self._file.array()).view(self._dtype)
         return whole.as_strided(self._shape, self._stride)
 
 

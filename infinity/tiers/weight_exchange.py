@@ -70,9 +70,7 @@ class WeightExchange:
         what = f"gathering the weights of {unit.name}"
         spans = self.shards.spans(unit)
         self.ranks.all_gather_ints(what, [number for span in spans for number in span])
-        flat = None
-        if unit.flat is not None:
-            flat = unit.trainable_view(unit.flat.tensor())
+        flat = None if unit.flat is None else unit.trainable_view(unit.flat.tensor())
         rests = self._weights if not unit.is_persistent else None
         is_written = rests is not None and not self.divides(unit)
         pending: deque[tuple[Handle, torch.Tensor]] = deque()

@@ -316,9 +316,8 @@ def check_optimizer(path: Path, ds_config: Mapping[str, Any]) -> None:
 
 
 def _one_bit(path: Path, name: str) -> CheckpointError:
-    return CheckpointError(
-        path, f"its optimizer, {name}, compresses gradients, and keeps their errors", cure=ONLY_WEIGHTS
-    )
+    problem = f"its optimizer, {name}, compresses gradients, and keeps their errors"
+    return CheckpointError(path, problem, cure=ONLY_WEIGHTS)
 
 
 def _with_step(groups: Sequence[Mapping[str, Any]], key: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
