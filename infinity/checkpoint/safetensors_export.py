@@ -242,12 +242,12 @@ def all_entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dt
     found: list[Entry] = []
     for unit in parameter_map.units:
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-            fqns = names.get(id(parameter))
-            if fqns is not None and id(parameter) in tiles:
-                found.append(_entry_of_tiles(tiles[id(parameter)][0], fqns, weights, dtype))
-            elif fqns is not None:
+            own = names.get(id(parameter))
+            if own is not None and id(parameter) in tiles:
+                found.append(_entry_of_tiles(tiles[id(parameter)][0], own, weights, dtype))
+            elif own is not None:
                 value = functools.partial(opened, unit, slot)
-                found.append(Entry(fqns, slot.spec.shape, cast_dtype(parameter.dtype, dtype), value, origin=unit))
+                found.append(Entry(own, slot.spec.shape, cast_dtype(parameter.dtype, dtype), value, origin=unit))
     found += [Entry(names[key], p.shape, cast_dtype(p.dtype, dtype), _always(p)) for key, p in others.items()]
     if not trained_only:
         for fqn, buffer in persistent_buffers(parameter_map.model, remove_duplicate=False):
