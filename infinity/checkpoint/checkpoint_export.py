@@ -124,9 +124,8 @@ def _checked(checkpoint: Checkpoint, model: Any, saved: Mapping[str, SavedTensor
     names = {fqn: tied[fqn] if fqn in tied and tied[fqn] not in saved else fqn for fqn in saved}
     problems = [f"'{fqn}' is not in the model" for fqn in saved if fqn not in shapes]
     problems += other_shapes(saved, shapes)
-    problems += [
-        f"'{name}' is missing" for name, _ in model.named_parameters() if name not in {*saved, *names.values()}
-    ]
+    known = {*saved, *names.values()}
+    problems += [f"'{name}' is missing" for name, _ in model.named_parameters() if name not in known]
     if problems:
         problem = f"it is not of the model that the config describes ({type(model).__name__}): {listed(problems, '; ')}"
         raise CheckpointError(checkpoint.folder, problem, cure="Name the config of the model that was trained")

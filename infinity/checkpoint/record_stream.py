@@ -393,7 +393,10 @@ class GatheredStream:
                 elif kind == _MAIN_WEIGHT:
                     self._read_main_weight(unit, unit.layout.slots[told[2]])
                 elif kind == _PARTS:
-                    self._send_parts(unit)
+                    kinds = self._own.kinds_of(unit)
+                    for part in self._own.parts([unit]):
+                        self._send(part.slot.index, kinds.index(part.kind), part.values.numel())
+                        self._ranks.send(_SHARING, part.values.contiguous(), 0)
             # The process group has failed, so rank 0 cannot be told.
             except RankError:
                 raise
@@ -405,12 +408,6 @@ class GatheredStream:
                 self._send(last, 0, 0)
         if error is not None:
             raise error
-
-    def _send_parts(self, unit: Unit) -> None:
-        kinds = self._own.kinds_of(unit)
-        for part in self._own.parts([unit]):
-            self._send(part.slot.index, kinds.index(part.kind), part.values.numel())
-            self._ranks.send(_SHARING, part.values.contiguous(), 0)
 
     def _send(self, *head: int) -> None:
         self._ranks.send(_SHARING, torch.tensor(head, dtype=torch.int64, device="cpu"), 0)

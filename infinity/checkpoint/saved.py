@@ -123,10 +123,9 @@ class Checkpoint:
                 return cls(directory)
         folder = find(directory, None if tag is None else str(tag))
         if folder is None:
-            wanted = (
-                f"there is no checkpoint {tag!r} in it" if tag is not None else f"there is no file '{LATEST}' in it"
-            )
-            raise CheckpointError(directory, wanted, cure="Give a directory that engine.save_checkpoint has written to")
+            wanted = f"checkpoint {tag!r}" if tag is not None else f"file '{LATEST}'"
+            cure = "Give a directory that engine.save_checkpoint has written to"
+            raise CheckpointError(directory, f"there is no {wanted} in it", cure=cure)
         return cls(folder)
 
     def tensor(self, group: str, fqn: str, kind: str = WEIGHT) -> SavedTensor | None:

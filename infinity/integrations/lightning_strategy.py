@@ -441,8 +441,7 @@ def strategy_for(pytorch: Any) -> Any:
 
     own = {"__doc__": InfinityStrategyMixin.__doc__, "strategy_name": "infinity", "_pytorch": pytorch}
     as_ddp = {name: vars(pytorch.strategies.DDPStrategy)[name] for name in _AS_DDP}
-    bases = (InfinityStrategyMixin, pytorch.strategies.ParallelStrategy)
-    made = type("InfinityStrategy", bases, {**own, **as_ddp})
+    made = type("InfinityStrategy", (InfinityStrategyMixin, pytorch.strategies.ParallelStrategy), own | as_ddp)
     saving = pytorch.core.saving
     # `load_from_checkpoint` has no hook for other formats, so its function that reads the file is replaced.
     vars(saving)["pl_load"] = functools.partial(_load_for_module, saving.pl_load)

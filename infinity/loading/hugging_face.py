@@ -143,10 +143,9 @@ def _read_config(model_class: Any, path: Path, options: dict[str, Any]) -> tuple
     if given is not None:
         return given, options
     config_class = getattr(model_class, "config_class", None) or AutoConfig
-    found, rest = config_class.from_pretrained(
-        path, return_unused_kwargs=True, **{name: value for name, value in options.items() if name != "dtype"}
-    )
-    return found, {**rest, **({"dtype": options["dtype"]} if "dtype" in options else {})}
+    kept = {"dtype": options.pop("dtype")} if "dtype" in options else {}
+    found, rest = config_class.from_pretrained(path, return_unused_kwargs=True, **options)
+    return found, {**rest, **kept}
 
 
 def _choose(model_class: Any, model_config: Any, path: Path) -> Any:

@@ -150,13 +150,11 @@ class QuantizedFiles:
                     tensors.pop(f"{weight}.nested_absmax"),
                     tensors.pop(f"{weight}.nested_quant_map"),
                 )
-                scales = nested[
-                    torch.arange(absmax.numel(), dtype=torch.int64, device="cpu") // int(state["nested_blocksize"])
-                ]
+                nested_block = int(state["nested_blocksize"])
+                block_of = torch.arange(absmax.numel(), dtype=torch.int64, device="cpu") // nested_block
+                offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device="cpu")
                 # Rounded twice, as in bitsandbytes: the product, and the sum.
-                absmax = nested_levels[absmax.int()] * scales + torch.tensor(
-                    state["nested_offset"], dtype=torch.float32, device="cpu"
-                )
+                absmax = nested_levels[absmax.int()] * nested[block_of] + offset
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             problem = f"has '{weight}' in 4 bits without its quantization state: {error}"
             raise self._error(problem, cure=_AGAIN) from error

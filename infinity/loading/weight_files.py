@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -65,14 +65,10 @@ def open_weights(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _files(path: Path) -> Iterator[tuple[Path, Sequence[str]]]:
+def _files(path: Path) -> Iterable[tuple[Path, Sequence[str]]]:
     """Pairs of a file and the names that an index lists for it."""
     if path.is_file():
-        if path.name.endswith(".index.json"):
-            yield from _sharded(path)
-        else:
-            yield path, ()
-        return
+        return _sharded(path) if path.name.endswith(".index.json") else [(path, ())]
     if not path.is_dir():
         raise CheckpointError.of_weights(
             path, "does not exist", cure="Name a directory on this machine, or a file, with weights"
@@ -80,12 +76,10 @@ def _files(path: Path) -> Iterator[tuple[Path, Sequence[str]]]:
     # transformers' order: a single file before an index, safetensors before pickles.
     for name in (_SAFETENSORS, _PICKLES):
         if (path / name).is_file():
-            yield path / name, ()
-            return
+            return [(path / name, ())]
         index = path / f"{name}.index.json"
         if index.is_file():
-            yield from _sharded(index)
-            return
+            return _sharded(index)
     there = sorted(each.name for each in path.iterdir())
     problem = f"has neither {_SAFETENSORS} nor {_PICKLES}, nor an index of shards; it has {listed(there, most=8) or 'nothing'}"
     cure = "Name the directory that save_pretrained or engine.save_16bit_model wrote to, or one file with tensors"
