@@ -42,14 +42,12 @@ _READ_AHEAD = 3
 _MOST_LETTERS = 250  # of a folder's name; file systems allow 255 bytes
 _Bytes = npt.NDArray[np.uint8]
 _Sums = npt.NDArray[np.uint32]
+_IN_ZARR = (
+    *("float64", "float32", "float16", "int64", "int32", "int16", "int8"),
+    *("uint64", "uint32", "uint16", "uint8", "bool", "complex64", "complex128"),
+)
 STORED_AS = {
-    **{
-        name: name
-        for name in (
-            *("float64", "float32", "float16", "int64", "int32", "int16", "int8"),
-            *("uint64", "uint32", "uint16", "uint8", "bool", "complex64", "complex128"),
-        )
-    },
+    **{name: name for name in _IN_ZARR},
     "bfloat16": "uint16",
     **{f"float8_{kind}": "uint8" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")},
 }
@@ -94,9 +92,8 @@ class ArraySpec:
             ModelError: the format does not support the dtype.
         """
         if name_of(dtype) not in STORED_AS:
-            raise ModelError(
-                f"'{fqn}' is {dtype}, which a checkpoint cannot store", cure="Cast it to another dtype", fqn=fqn
-            )
+            problem = f"'{fqn}' is {dtype}, which a checkpoint cannot store"
+            raise ModelError(problem, cure="Cast it to another dtype", fqn=fqn)
         # An fp32 weight of shape (4096, 4096), from here to `file_bytes`:
         #   at most 524288 elements a chunk, so chunk = (128, 4096), grid = (32, 1), data_bytes = 2 MiB
         #   block_bytes = 2 MiB + 4096: the 4 bytes of the checksum fill up to the next multiple of 4096
@@ -251,27 +248,22 @@ class SavedTensor(ArraySpec):
     def _blocks(self, threads: BlockThreads, found: _Sums) -> Iterator[tuple[int, torch.Tensor]]:
         self._check_size(self.file.stat().st_size)
         file = BlockFile(self.file)
-        pending: deque[tuple[int, int, Future[_Bytes]]] = deque()
-        waiting = enumerate(self.spans())
         start_of_chunks = _aligned(self.index_bytes)
+
+        def read(number: int) -> Future[_Bytes]:
+            offset = start_of_chunks + number * self.block_bytes
+            return threads.read(file, self.block_bytes, offset, lambda data: self._check_chunk(data, number, found))
+
+        # Each read begins when it is taken from here.
+        reads = ((*span, read(number)) for number, span in enumerate(self.spans()))
         try:
             self._check_index(threads, file)
-
-            def fetch(number: int, span: tuple[int, int]) -> None:
-                offset = start_of_chunks + number * self.block_bytes
-                reading = threads.read(
-                    file, self.block_bytes, offset, lambda data: self._check_chunk(data, number, found)
-                )
-                pending.append((*span, reading))
-
-            for number, span in itertools.islice(waiting, _READ_AHEAD):
-                fetch(number, span)
+            pending = deque(itertools.islice(reads, _READ_AHEAD))
             while pending:
                 first, last, reading = pending.popleft()
                 block = reading.result()
                 # The next read starts before the caller gets this chunk: the drive reads while the caller computes.
-                for number, span in itertools.islice(waiting, 1):
-                    fetch(number, span)
+                pending.extend(itertools.islice(reads, 1))
                 data = torch.from_numpy(block[: (last - first) * self.dtype.itemsize])
                 yield first, data.view(self.dtype)
                 # Not before the caller has asked for the next part: until then `data` is a view of the block.

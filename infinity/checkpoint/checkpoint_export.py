@@ -19,7 +19,7 @@ from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.device.drive_tensors import DriveTensors
 from infinity.errors import CheckpointError, ModelError, listed
 from infinity.metrics.progress import progress
-from infinity.units.unit import is_float8
+from infinity.units.unit import cast_dtype
 
 
 def export_checkpoint(
@@ -71,7 +71,8 @@ def export_checkpoint(
         further = {fqn: first for fqn, first in checkpoint.beside.tied.items() if first in names and fqn not in names}
         for fqn, first in further.items():
             names[first].append(fqn)
-    entries = [_entry(names[fqn], saved, directory, _cast(saved, dtype)) for fqn, saved in parameters.items()]
+    # Buffers keep their dtype.
+    entries = [_entry(names[fqn], each, directory, cast_dtype(each.dtype, dtype)) for fqn, each in parameters.items()]
     entries += [_entry(names[fqn], saved, directory, saved.dtype) for fqn, saved in buffers.items()]
     entries = original_entries(model, entries, [directory])
     num_bytes = sum(entry.file_bytes for entry in entries)
@@ -83,12 +84,6 @@ def export_checkpoint(
     return num_bytes
 
 
-def _cast(saved: SavedTensor, dtype: torch.dtype | None) -> torch.dtype:
-    # A float8 tensor has its scales in another one: a cast alone would give wrong values. Buffers keep their dtype.
-    is_cast = saved.dtype.is_floating_point and not is_float8(saved.dtype)
-    return dtype if dtype is not None and is_cast else saved.dtype
-
-
 def _entry(names: Sequence[str], saved: SavedTensor, directory: Path, dtype: torch.dtype) -> Entry:
     def parts() -> Iterator[torch.Tensor]:
         return (part for _, part in saved.parts())
@@ -96,8 +91,7 @@ def _entry(names: Sequence[str], saved: SavedTensor, directory: Path, dtype: tor
     def value() -> contextlib.nullcontext[torch.Tensor]:
         # Only a conversion of transformers asks for the whole tensor. It may not fit into memory, so it lies in a
         # nameless file beside the export.
-        into = DriveTensors([directory]).empty(saved.shape, saved.dtype)
-        return contextlib.nullcontext(saved.read(into=into))
+        return contextlib.nullcontext(saved.read(into=DriveTensors([directory]).empty(saved.shape, saved.dtype)))
 
     return Entry(names, saved.shape, dtype, value, parts)
 
@@ -107,17 +101,14 @@ def _model_of(directory: Path) -> tuple[Any, Any]:
     import transformers
 
     if not (directory / "config.json").is_file():
-        raise ModelError(
-            f"'{directory}' has no config.json", cure="Name the directory of the Hugging Face model that was trained"
-        )
+        cure = "Name the directory of the Hugging Face model that was trained"
+        raise ModelError(f"'{directory}' has no config.json", cure=cure)
     config = transformers.AutoConfig.from_pretrained(directory)
     name = next(iter(getattr(config, "architectures", None) or []), None)
     model_class: Any = getattr(transformers, name, None) if name is not None else None
     if model_class is None:
-        raise ModelError(
-            f"the config in '{directory}' names the class {name!r}, which transformers does not have",
-            cure="Set 'architectures' in it, as save_pretrained does",
-        )
+        problem = f"the config in '{directory}' names the class {name!r}, which transformers does not have"
+        raise ModelError(problem, cure="Set 'architectures' in it, as save_pretrained does")
     with torch.device("meta"):
         model = model_class(config)  # shapes and names only, no memory
     has_generation = (directory / "generation_config.json").is_file()
@@ -133,13 +124,9 @@ def _checked(checkpoint: Checkpoint, model: Any, saved: Mapping[str, SavedTensor
     names = {fqn: tied[fqn] if fqn in tied and tied[fqn] not in saved else fqn for fqn in saved}
     problems = [f"'{fqn}' is not in the model" for fqn in saved if fqn not in shapes]
     problems += other_shapes(saved, shapes)
-    problems += [
-        f"'{name}' is missing" for name, _ in model.named_parameters() if name not in {*saved, *names.values()}
-    ]
+    known = {*saved, *names.values()}
+    problems += [f"'{name}' is missing" for name, _ in model.named_parameters() if name not in known]
     if problems:
-        raise CheckpointError(
-            checkpoint.folder,
-            f"it is not of the model that the config describes ({type(model).__name__}): {listed(problems, '; ')}",
-            cure="Name the config of the model that was trained",
-        )
+        problem = f"it is not of the model that the config describes ({type(model).__name__}): {listed(problems, '; ')}"
+        raise CheckpointError(checkpoint.folder, problem, cure="Name the config of the model that was trained")
     return names

@@ -139,9 +139,8 @@ def _check_version(path: Path, version: Any, by: str, *, is_sealed: bool) -> Non
         raise CheckpointError(path, f"it is {of_version}", cure=cure)
     if is_sealed:
         raise CheckpointError(path, f"it is {of_version}", cure="Use a newer package")
-    raise CheckpointError(
-        path, f"its checksum is wrong: it is damaged, or {of_version}", cure="Load another one, or use a newer package"
-    )
+    problem = f"its checksum is wrong: it is damaged, or {of_version}"
+    raise CheckpointError(path, problem, cure="Load another one, or use a newer package")
 
 
 def completed_at(path: Path) -> int | None:
@@ -266,11 +265,8 @@ def read_checked(folder: Path, files: Files, name: str) -> bytes:
     num_bytes, _ = files.get(name, (0, 0))
     # The manifest, maybe of somebody else, claims the size: too large a read would end the process.
     if num_bytes > _SMALL_BYTES and num_bytes > (free := free_bytes()):
-        raise CheckpointError(
-            folder / name,
-            f"it has {format_bytes(num_bytes)}, and {format_bytes(free)} of memory are free",
-            cure="Load it with more free memory, or another checkpoint",
-        )
+        problem = f"it has {format_bytes(num_bytes)}, and {format_bytes(free)} of memory are free"
+        raise CheckpointError(folder / name, problem, cure="Load it with more free memory, or another checkpoint")
     with reading_from(folder / name):
         data = (folder / name).read_bytes()
     if (len(data), checksum_of(data)) != files.get(name):

@@ -48,11 +48,8 @@ def original_entries(model: Any, entries: Sequence[Entry], directories: Sequence
     put_in = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in sources.items()}
     come_out = _reverted(model, put_in)
     origins = {id(tensor): name for name, tensor in put_in.items()}
-    renamed: dict[str, str] = {}
+    renamed = {origins[id(tensor)]: name for name, tensor in come_out.items() if id(tensor) in origins}
     made = {name: tensor for name, tensor in come_out.items() if id(tensor) not in origins}
-    for name, tensor in come_out.items():
-        if id(tensor) in origins:
-            renamed[origins[id(tensor)]] = name
     groups: dict[str, list[Entry]] = {}
     for names in _split([name for name in sources if name not in renamed], sources, made, model, put_in):
         results = {name: made.pop(name) for name in _reverted(model, {name: put_in[name] for name in names})}
@@ -103,11 +100,8 @@ def _split(
 
 
 def _cannot(model: Any, name: str) -> ModelError:
-    return ModelError(
-        f"transformers' conversion of '{name}' of {type(model).__name__} cannot be taken back on its own",
-        cure="Use engine.save_16bit_model, which writes the model's own names",
-        fqn=name,
-    )
+    problem = f"transformers' conversion of '{name}' of {type(model).__name__} cannot be taken back on its own"
+    return ModelError(problem, cure="Use engine.save_16bit_model, which writes the model's own names", fqn=name)
 
 
 def _converted(
@@ -120,17 +114,13 @@ def _converted(
     @contextlib.contextmanager
     def opened(name: str) -> Iterator[torch.Tensor]:
         if name not in made:
-            made.update(_convert(model, sources, directories))
+            with contextlib.ExitStack() as stack:
+                values = [(entry, stack.enter_context(entry.value()).detach()) for entry in sources]
+                with large_results_on(directories):
+                    made.update(_reverted(model, {entry.names[0]: value.to(entry.dtype) for entry, value in values}))
         # Each result is written once, and released then.
         yield made.pop(name)
 
     return [
         Entry((name,), tensor.shape, tensor.dtype, functools.partial(opened, name)) for name, tensor in results.items()
     ]
-
-
-def _convert(model: Any, sources: Sequence[Entry], directories: Sequence[Path]) -> _Dict:
-    with contextlib.ExitStack() as stack:
-        values = [(entry, stack.enter_context(entry.value()).detach()) for entry in sources]
-        with large_results_on(directories):
-            return _reverted(model, {entry.names[0]: value.to(entry.dtype) for entry, value in values})

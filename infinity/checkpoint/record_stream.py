@@ -52,6 +52,10 @@ class Part(NamedTuple):
     """fp32, 1-D, on the CPU. May be a view of a staging buffer: valid until you ask for the next part."""
 
 
+_Wanted = tuple[ParameterSlice, str, ElementsInOrder]
+"""A part of a chunk that is replaced: whose, of which kind, and by which elements."""
+
+
 class _Opened(NamedTuple):
     unit: Unit
     chunk: Chunk
@@ -93,10 +97,8 @@ class RecordStream:
             for unit, chunk in waiting:
                 # Updates take buffers of the same pool. Whoever holds some and waits for more may wait forever. So this
                 # blocks only while it holds none, and otherwise uses up its oldest record to free one.
-                ahead = self._open(unit, chunk, is_blocking=not opened)
-                while ahead is None:
+                while (ahead := self._open(unit, chunk, is_blocking=not opened)) is None:
                     yield from self._parts_of(opened.popleft())
-                    ahead = self._open(unit, chunk, is_blocking=not opened)
                 opened.append(ahead)
                 if sum(each.lease.workspace.record.nbytes for each in opened) > ahead_bytes and len(opened) > 1:
                     yield from self._parts_of(opened.popleft())
@@ -109,8 +111,9 @@ class RecordStream:
 
     def _open(self, unit: Unit, chunk: Chunk, *, is_blocking: bool) -> _Opened | None:
         # If the main weight is split (bf16 weight and remainder), the record alone is half of it. The model weight is
-        # then read beside it, or used where it rests.
-        in_place = _weights_in_place(unit, chunk)
+        # then read beside it, or used where it rests in host memory.
+        is_in_place = unit.is_persistent and unit.flat is not None and unit.flat.tensor().device.type == "cpu"
+        in_place = unit.weights_of(chunk) if is_in_place else None
         lease = self._records.open(unit, chunk, is_blocking=is_blocking, weight=in_place, needs_scratch=False)
         if lease is None:
             return None
@@ -135,23 +138,25 @@ class RecordStream:
         self, unit: Unit, chunk: Chunk, *, stores: bool = False, main_only: bool = False
     ) -> Iterator[ChunkBuffer]:
         """A chunk in working memory. ``stores``: store it at the end of the ``with`` block, unless that raises."""
-        lease, is_stored = self.lease(unit, chunk), False
-        try:
+        with self._leased(unit, chunk) as lease:
             lease.wait()
             yield lease.workspace
             if stores:
                 lease.write_back([], main_only=main_only)
-                is_stored = True
-        finally:
-            if not is_stored:
+            else:
                 lease.discard()
 
-    def lease(self, unit: Unit, chunk: Chunk, *, reads: bool = True) -> Lease:
-        """The chunk's record in working memory. Waits for a staging buffer. See `StateStore.open`."""
+    @contextlib.contextmanager
+    def _leased(self, unit: Unit, chunk: Chunk, *, reads: bool = True) -> Iterator[Lease]:
+        """Waits for a staging buffer. The ``with`` block ends the lease; if it raises, nothing is stored."""
         lease = self._records.open(unit, chunk, is_blocking=True, reads=reads)
         if lease is None:
             raise RuntimeError("a blocking lease gave nothing")
-        return lease
+        try:
+            yield lease
+        except BaseException:
+            lease.discard()
+            raise
 
     def _parts_of(self, opened: _Opened) -> Iterator[Part]:
         unit, chunk, lease, weights = opened
@@ -166,11 +171,9 @@ class RecordStream:
                     for span in _spans(param_slice):
                         # fp32 in host memory: the part is a view of the record. Else it is decoded (rounded states,
                         # split main weights) or copied from the GPU.
-                        if plain is not None:
-                            yield Part(unit, param_slice.slot, kind, plain[span])
-                            continue
-                        values = torch.empty(span.stop - span.start, dtype=torch.float32, device="cpu")
-                        workspace.read(kind, span, values)
+                        values = _part_of(plain, span)
+                        if plain is None:
+                            workspace.read(kind, span, values)
                         yield Part(unit, param_slice.slot, kind, values)
         finally:
             lease.discard()
@@ -189,42 +192,26 @@ class RecordStream:
         # goes on with the next tile, is left where that begins.
         begun: dict[tuple[int, str], int] = {}
         for chunk in self._chunks[unit.index]:
-            wanted = [
-                (param_slice, kind)
-                for param_slice in chunk.slices
-                for kind in self._kinds(unit, param_slice.slot, sources)
-            ]
-            if not wanted:
-                continue
-            # Everything that the chunk holds is replaced, so its record need not be read.
-            is_whole = all(
-                (param_slice.slot.index, kind) in sources
-                for param_slice in chunk.slices
-                for kind in (WEIGHT, *self.names_of(unit, param_slice.slot))
-            )
-            for param_slice, kind in wanted:
-                key = param_slice.slot.index, kind
-                _skip(sources[key], param_slice.start - begun.get(key, 0))
-                begun[key] = param_slice.stop
-            self._fill_chunk(unit, chunk, wanted, sources, is_whole=is_whole)
+            wanted: list[_Wanted] = []
+            # Whether everything that the chunk holds is replaced, so that its record need not be read.
+            is_whole = True
+            for param_slice in chunk.slices:
+                for kind in (WEIGHT, *self.names_of(unit, param_slice.slot)):
+                    key = param_slice.slot.index, kind
+                    if key in sources:
+                        wanted.append((param_slice, kind, sources[key]))
+                        _skip(sources[key], param_slice.start - begun.get(key, 0))
+                        begun[key] = param_slice.stop
+                    else:
+                        is_whole = False
+            if wanted:
+                self._fill_chunk(unit, chunk, wanted, is_whole=is_whole)
         for (index, kind), source in sources.items():
             _skip(source, unit.layout.slots[index].numel - begun.get((index, kind), 0))
 
-    def _kinds(self, unit: Unit, slot: Slot, sources: Mapping[tuple[int, str], ElementsInOrder]) -> list[str]:
-        return [kind for kind in (WEIGHT, *self.names_of(unit, slot)) if (slot.index, kind) in sources]
-
-    def _fill_chunk(
-        self,
-        unit: Unit,
-        chunk: Chunk,
-        wanted: Sequence[tuple[ParameterSlice, str]],
-        sources: Mapping[tuple[int, str], ElementsInOrder],
-        *,
-        is_whole: bool,
-    ) -> None:
-        lease = self.lease(unit, chunk, reads=not is_whole)
-        workspace = lease.workspace
-        try:
+    def _fill_chunk(self, unit: Unit, chunk: Chunk, wanted: Sequence[_Wanted], *, is_whole: bool) -> None:
+        with self._leased(unit, chunk, reads=not is_whole) as lease:
+            workspace = lease.workspace
             if is_whole:
                 # The padding between parameters is zeros; a staging buffer holds what was in it before.
                 clear(workspace.weight)
@@ -233,17 +220,15 @@ class RecordStream:
                 lease.wait()
                 if weights is not None:
                     weights.wait()
-            for param_slice, kind in wanted:
-                source, plain = sources[param_slice.slot.index, kind], _plain(workspace, kind)
+            for param_slice, kind, source in wanted:
+                plain = _plain(workspace, kind)
                 for span in _spans(param_slice):
-                    if plain is not None:
-                        _fill(source, plain[span])
-                        continue
-                    values = torch.empty(span.stop - span.start, dtype=torch.float32, device="cpu")
+                    values = _part_of(plain, span)
                     _fill(source, values)
-                    workspace.write(kind, span, values)
+                    if plain is None:
+                        workspace.write(kind, span, values)
             written: Handle | None = None
-            if any(kind == WEIGHT for _, kind in wanted):
+            if any(kind == WEIGHT for _, kind, _ in wanted):
                 # Where main weights are split, `write` has written the model weights already.
                 workspace.cast_main()
                 if unit.flat is not None:
@@ -252,16 +237,6 @@ class RecordStream:
                 if self._weights is not None and not unit.is_persistent:
                     written = self._weights.write_chunk(unit, chunk, workspace.weight.cpu())
             lease.write_back([] if written is None else [written])
-        except BaseException:
-            lease.discard()
-            raise
-
-
-def _weights_in_place(unit: Unit, chunk: Chunk) -> torch.Tensor | None:
-    """A view of the chunk's model weights, if they rest in host memory: the workspace uses it without a copy."""
-    if not unit.is_persistent or unit.flat is None or unit.flat.tensor().device.type != "cpu":
-        return None
-    return unit.weights_of(chunk)
 
 
 def _plain(workspace: ChunkBuffer, kind: str) -> torch.Tensor | None:
@@ -269,6 +244,11 @@ def _plain(workspace: ChunkBuffer, kind: str) -> torch.Tensor | None:
     found = workspace.main if kind == WEIGHT else workspace.states[kind]
     is_plain = found is not None and found.dtype == torch.float32 and found.device.type == "cpu"
     return found if is_plain else None
+
+
+def _part_of(plain: torch.Tensor | None, span: slice) -> torch.Tensor:
+    """A view of ``plain``, or new memory for as many elements."""
+    return torch.empty(span.stop - span.start, dtype=torch.float32, device="cpu") if plain is None else plain[span]
 
 
 def _fill(source: ElementsInOrder, target: torch.Tensor) -> None:
@@ -323,24 +303,18 @@ class GatheredStream:
             RankError: another rank could not read its shard, or has ended.
         """
         for unit in units:
-            with self._turn:
-                self._announce(_PARTS, unit)
+            with self._announcing(_PARTS, unit):
                 yield from self._parts_of_unit(unit, ahead_bytes)
 
     def _parts_of_unit(self, unit: Unit, ahead_bytes: int) -> Iterator[Part]:
-        order = sorted(range(self._shards.num), key=lambda shard: self._shards.span(unit, shard))
-        left = deque(order)
+        left = deque(sorted(range(self._shards.num), key=lambda shard: self._shards.span(unit, shard)))
         try:
             while left:
                 if left[0] == self._ranks.index:
                     yield from self._own.parts([unit], ahead_bytes)
-                    left.popleft()
-                    continue
-                part = self._receive(unit, left[0])
-                if part is None:
-                    left.popleft()
                 else:
-                    yield part
+                    yield from iter(functools.partial(self._receive, unit, left[0]), None)
+                left.popleft()
         finally:
             # If the caller stops here, the other ranks still send the rest of this unit, and would wait forever. So it
             # is received and dropped.
@@ -349,12 +323,8 @@ class GatheredStream:
                     pass
         if self._failed is not None:
             failed, self._failed = self._failed, None
-            raise RankError(
-                _SHARING,
-                f"rank {self._ranks.members[failed]} cannot read its shard of {unit.name}",
-                rank=self._ranks.number,
-                cure=_CURE,
-            )
+            problem = f"rank {self._ranks.members[failed]} cannot read its shard of {unit.name}"
+            raise RankError(_SHARING, problem, rank=self._ranks.number, cure=_CURE)
 
     def _receive(self, unit: Unit, rank: int) -> Part | None:
         head = torch.empty(3, dtype=torch.int64, device="cpu")
@@ -396,18 +366,15 @@ class GatheredStream:
             self._ranks.all_gather_ints(_SHARING, [_OVER, 0, 0])
 
     def _beat(self) -> None:
-        self._announce(_WAIT)
-
-    def _announce(self, kind: int, unit: Unit | None = None, slot: Slot | None = None) -> None:
-        with self._turn:
-            index, number = 0 if unit is None else unit.index, 0 if slot is None else slot.index
-            self._ranks.all_gather_ints(_SHARING, [kind, index, number])
+        with self._announcing(_WAIT):
+            pass
 
     @contextlib.contextmanager
-    def _announcing(self, kind: int, unit: Unit, *slots: Slot) -> Iterator[None]:
+    def _announcing(self, kind: int, unit: Unit | None = None, *slots: Slot) -> Iterator[None]:
         """Nothing else is said inside the ``with`` block."""
         with self._turn:
-            self._announce(kind, unit, *slots)
+            slot = slots[0].index if slots else 0
+            self._ranks.all_gather_ints(_SHARING, [kind, 0 if unit is None else unit.index, slot])
             yield
 
     def reading(self, unit: Unit, slots: Sequence[Slot]) -> contextlib.AbstractContextManager[None]:
@@ -426,7 +393,10 @@ class GatheredStream:
                 elif kind == _MAIN_WEIGHT:
                     self._read_main_weight(unit, unit.layout.slots[told[2]])
                 elif kind == _PARTS:
-                    self._send_parts(unit)
+                    kinds = self._own.kinds_of(unit)
+                    for part in self._own.parts([unit]):
+                        self._send(part.slot.index, kinds.index(part.kind), part.values.numel())
+                        self._ranks.send(_SHARING, part.values.contiguous(), 0)
             # The process group has failed, so rank 0 cannot be told.
             except RankError:
                 raise
@@ -438,12 +408,6 @@ class GatheredStream:
                 self._send(last, 0, 0)
         if error is not None:
             raise error
-
-    def _send_parts(self, unit: Unit) -> None:
-        kinds = self._own.kinds_of(unit)
-        for part in self._own.parts([unit]):
-            self._send(part.slot.index, kinds.index(part.kind), part.values.numel())
-            self._ranks.send(_SHARING, part.values.contiguous(), 0)
 
     def _send(self, *head: int) -> None:
         self._ranks.send(_SHARING, torch.tensor(head, dtype=torch.int64, device="cpu"), 0)

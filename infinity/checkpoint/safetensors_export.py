@@ -31,7 +31,7 @@ from infinity.units.adapters import is_adapted
 from infinity.units.buffers import persistent_buffers
 from infinity.units.layout import Slot
 from infinity.units.tiles import tiled_in, untiled_name
-from infinity.units.unit import Unit, is_float8
+from infinity.units.unit import Unit, cast_dtype, is_float8
 from swapper.volumes.publish import Staging, locked, sync_tree
 
 _SMALL_NUMEL = 1 << 18
@@ -188,10 +188,7 @@ def _publish(
         # reader takes a single file before an index.
         own = re.compile(rf"{re.escape(stem)}((-\d{{5}}-of-\d{{5}}(\.\d+)?)?\.safetensors|\.safetensors\.index\.json)")
         staging.publish(
-            moves,
-            [(name, Path(name).name) for name in configs],
-            head,
-            lambda name: bool(own.fullmatch(name)),
+            moves, [(name, Path(name).name) for name in configs], head, lambda name: bool(own.fullmatch(name))
         )
 
 
@@ -241,10 +238,17 @@ def all_entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dt
     for key, fqns in names.items():
         names[key] = [fqn for fqn in fqns if tied.get(fqn) not in fqns] or fqns
     # With a dtype, the fp32 main weights are cast, as model weights are rounded already. Without, these are written.
-    mains = None if dtype is None else _MainWeights(weights)
-    found = [entry for unit in parameter_map.units for entry in _entries_of(unit, names, weights, dtype, mains, tiles)]
-    for key, parameter in others.items():
-        found.append(Entry(names[key], parameter.shape, _cast(parameter, dtype), _always(parameter)))
+    opened = functools.partial(_model_weight, weights.coordinator) if dtype is None else _MainWeights(weights).of
+    found: list[Entry] = []
+    for unit in parameter_map.units:
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+            own = names.get(id(parameter))
+            if own is not None and id(parameter) in tiles:
+                found.append(_entry_of_tiles(tiles[id(parameter)][0], own, weights, dtype))
+            elif own is not None:
+                value = functools.partial(opened, unit, slot)
+                found.append(Entry(own, slot.spec.shape, cast_dtype(parameter.dtype, dtype), value, origin=unit))
+    found += [Entry(names[key], p.shape, cast_dtype(p.dtype, dtype), _always(p)) for key, p in others.items()]
     if not trained_only:
         for fqn, buffer in persistent_buffers(parameter_map.model, remove_duplicate=False):
             if buffer.layout is not torch.strided or buffer.is_meta or buffer.is_quantized:
@@ -254,23 +258,6 @@ def all_entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dt
             kept = dtype if dtype is not None and buffer.dtype == _dtype_of(parameter_map.model) else buffer.dtype
             found.append(Entry((fqn,), buffer.shape, kept, _always(buffer)))
     return found
-
-
-def _entries_of(
-    unit: Unit,
-    names: Mapping[int, list[str]],
-    weights: Weights,
-    dtype: torch.dtype | None,
-    mains: _MainWeights | None,
-    tiles: Mapping[int, tuple[TiledParameter, int]],
-) -> Iterator[Entry]:
-    for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-        if id(parameter) in names and id(parameter) in tiles:
-            yield _entry_of_tiles(tiles[id(parameter)][0], names[id(parameter)], weights, dtype)
-        elif id(parameter) in names:
-            opened = functools.partial(_model_weight, weights.coordinator) if mains is None else mains.of
-            value = functools.partial(opened, unit, slot)
-            yield Entry(names[id(parameter)], slot.spec.shape, _cast(parameter, dtype), value, origin=unit)
 
 
 @contextlib.contextmanager
@@ -318,16 +305,11 @@ def _entry_of_tiles(tiled: TiledParameter, names: Sequence[str], weights: Weight
         values = (part.reshape(tile.shape).clone() for part, tile in zip(parts(), tiled.tiles, strict=True))
         return contextlib.nullcontext(tiled.join(list(values)))
 
-    return Entry(names, tiled.shape, _cast(tiled.tiles[0], dtype), value, parts, origin=tiled)
+    return Entry(names, tiled.shape, cast_dtype(tiled.tiles[0].dtype, dtype), value, parts, origin=tiled)
 
 
 def _always(value: torch.Tensor) -> Callable[[], contextlib.nullcontext[torch.Tensor]]:
     return lambda: contextlib.nullcontext(value)
-
-
-def _cast(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
-    is_cast = parameter.is_floating_point() and not is_float8(parameter.dtype)
-    return dtype if dtype is not None and is_cast else parameter.dtype
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -378,10 +360,8 @@ def save_adapters(model: Any, directory: Path) -> None:
     # The weights are not written under the wrapper's names beside the base's config: from_pretrained would know none of
     # these names, and start from random weights.
     if isinstance(model, sys.modules["peft"].PeftMixedModel):
-        raise ModelError(
-            "it has adapters of several kinds (mixed=True), for which PEFT has no files",
-            cure="Save engine.module.state_dict() with torch.save",
-        )
+        problem = "it has adapters of several kinds (mixed=True), for which PEFT has no files"
+        raise ModelError(problem, cure="Save engine.module.state_dict() with torch.save")
     # PEFT puts the adapter's name into the FQN: "...q_proj.lora_A.default.weight". After `merge_and_unload` no FQN has
     # one.
     adapters = set(model.peft_config)
@@ -392,17 +372,13 @@ def save_adapters(model: Any, directory: Path) -> None:
     saved = own | _saved_by_peft(model, tensors)
     # Adaption prompts are not named after their adapter.
     if not own and not any(tensors[fqn].requires_grad and "bias" not in fqn for fqn in saved):
-        raise ModelError(
-            "the adapters have been merged into the model and unloaded: PEFT would write none of the weights",
-            cure="Save what merge_and_unload() returned, with its own save_pretrained(directory)",
-        )
+        problem = "the adapters have been merged into the model and unloaded: PEFT would write none of the weights"
+        raise ModelError(problem, cure="Save what merge_and_unload() returned, with its own save_pretrained(directory)")
     for fqn, parameter in model.named_parameters():
         if parameter.requires_grad and fqn not in saved:
-            raise ModelError(
-                f"'{fqn}' is trained, but belongs to no adapter, and PEFT saves adapters only",
-                cure="Name its module in the adapter config's modules_to_save, or save engine.module.state_dict()",
-                fqn=fqn,
-            )
+            problem = f"'{fqn}' is trained, but belongs to no adapter, and PEFT saves adapters only"
+            cure = "Name its module in the adapter config's modules_to_save, or save engine.module.state_dict()"
+            raise ModelError(problem, cure=cure, fqn=fqn)
     with Staging(directory, "adapter") as staging:
         values = {fqn: tensors[fqn].detach().to("cpu", copy=True) for fqn in tensors if fqn in saved}
         model.save_pretrained(staging.path / "files", state_dict=values)

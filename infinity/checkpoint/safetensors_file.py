@@ -115,11 +115,8 @@ def check_entries(entries: Sequence[Entry]) -> None:
 
 def refuse(name: str, why: str) -> None:
     """Raise a `ModelError` for one tensor."""
-    raise ModelError(
-        f"'{name}' cannot be written as safetensors: {why}",
-        cure="Rename or convert it, or save engine.module.state_dict() with torch.save",
-        fqn=name,
-    )
+    problem = f"'{name}' cannot be written as safetensors: {why}"
+    raise ModelError(problem, cure="Rename or convert it, or save engine.module.state_dict() with torch.save", fqn=name)
 
 
 @functools.cache

@@ -107,6 +107,8 @@ class Checkpoint:
         self._by_name = {(each.group, each.fqn, each.kind): each for each in self.tensors}
         if len(self._by_name) != len(self.tensors):
             raise CheckpointError(folder / MANIFEST, "it has a tensor twice")
+        self.largest_block = max([CHUNK_BYTES + 4096, *(each.block_bytes for each in self.tensors if each.shape)])
+        """Bytes of the largest block, for `BlockThreads`. Programs that write our format may choose larger chunks."""
 
     @classmethod
     def open(cls, directory: str | Path, tag: str | int | None = None) -> Checkpoint:
@@ -121,10 +123,9 @@ class Checkpoint:
                 return cls(directory)
         folder = find(directory, None if tag is None else str(tag))
         if folder is None:
-            wanted = (
-                f"there is no checkpoint {tag!r} in it" if tag is not None else f"there is no file '{LATEST}' in it"
-            )
-            raise CheckpointError(directory, wanted, cure="Give a directory that engine.save_checkpoint has written to")
+            wanted = f"checkpoint {tag!r}" if tag is not None else f"file '{LATEST}'"
+            cure = "Give a directory that engine.save_checkpoint has written to"
+            raise CheckpointError(directory, f"there is no {wanted} in it", cure=cure)
         return cls(folder)
 
     def tensor(self, group: str, fqn: str, kind: str = WEIGHT) -> SavedTensor | None:
@@ -134,11 +135,6 @@ class Checkpoint:
     def of(self, group: str) -> Mapping[str, SavedTensor]:
         """FQN -> weight, of "parameters" or "buffers"."""
         return {each.fqn: each for each in self.tensors if each.group == group and each.kind == WEIGHT}
-
-    @property
-    def largest_block(self) -> int:
-        """Bytes of the largest block, for `BlockThreads`. Programs that write our format may choose larger chunks."""
-        return max([CHUNK_BYTES + 4096, *(each.block_bytes for each in self.tensors if each.shape)])
 
     @functools.cached_property
     def beside(self) -> Beside:
@@ -210,11 +206,8 @@ def find(directory: Path, tag: str | None) -> Path | None:
             return None
         # `latest` is a text that anybody may edit: a tag with a slash would lead out of the directory.
         if not is_tag(tag) or not (directory / tag).is_dir():
-            raise CheckpointError(
-                latest,
-                f"it names {tag!r}, and there is no such checkpoint beside it",
-                cure="Give the tag of one that is there",
-            )
+            problem = f"it names {tag!r}, and there is no such checkpoint beside it"
+            raise CheckpointError(latest, problem, cure="Give the tag of one that is there")
         return directory / tag
 
 
@@ -275,8 +268,7 @@ class CheckpointFiles:
         self._threads = threads
         self._stack = stack
         self._writers: dict[ArraySpec, ArrayWriter] = {}
-        _make_group(folder / TENSORS)
-        for group in ("parameters", "buffers"):
+        for group in ("", "parameters", "buffers"):
             _make_group(folder / TENSORS / group)
 
     def open_array(self, spec: ArraySpec) -> ArrayWriter:
@@ -360,21 +352,16 @@ def writing(
         if os.path.lexists(directory / tag) and not (directory / tag).is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"'{tag}' in it is not a directory")
         if _is_foreign(directory / tag):
-            raise StorageError(
-                directory,
-                f"has a directory '{tag}' that is not a checkpoint of this package, and is not replaced",
-                cure="Give another directory or tag, or remove it",
-            )
+            problem = f"has a directory '{tag}' that is not a checkpoint of this package, and is not replaced"
+            raise StorageError(directory, problem, cure="Give another directory or tag, or remove it")
         with Staging(directory, tag) as staging:
             # Before anything is written. The old checkpoint of this tag stays until the end, so its space does not
             # count.
             available = free_bytes(directory)
             if available < needed:
-                raise StorageError(
-                    directory,
-                    f"has {format_bytes(available)} free, and the checkpoint takes {format_bytes(needed)}",
-                    cure="Give one with more room, or remove older checkpoints; nothing has been written",
-                )
+                problem = f"has {format_bytes(available)} free, and the checkpoint takes {format_bytes(needed)}"
+                cure = "Give one with more room, or remove older checkpoints; nothing has been written"
+                raise StorageError(directory, problem, cure=cure)
             folder = staging.path / "checkpoint"
             folder.mkdir()
             # Blocks of `ArraySpec.block_bytes`: a chunk, and one block of 4096 bytes with its checksum.

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +14,7 @@ from torch import nn
 
 from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.checkpoint.record_stream import GatheredStream, RecordStream
-from infinity.checkpoint.stored_weights import (
-    PART_NUMEL,
-    Gathered,
-    StoredWeights,
-    span_of,
-)
+from infinity.checkpoint.stored_weights import PART_NUMEL, Gathered, StoredWeights, span_of
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.remainder import split_bits
@@ -34,33 +30,28 @@ from swapper.sync.interrupts import uninterrupted
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class StateAccess:
     """Reads and changes stored weights and states, parameter by parameter, in bounded memory."""
 
-    def __init__(
-        self,
-        parameter_map: ParameterMap,
-        coordinator: ParameterCoordinator,
-        records: StateStore,
-        states: dict[tuple[int, int], ParameterState],
-        stored: StoredWeights,
-    ) -> None:
-        """
-        Args:
-            stored: its exchange brings what other ranks keep. If ranks keep shards, all ranks make the calls that read
-                or replace main weights and states, in the same order.
-        """
-        self._exchange = exchange = stored.exchange
-        self._parameter_map = parameter_map
-        self._coordinator = coordinator
-        self._records = records
-        self._states = states
-        self._stored = stored
-        self.has_main_weights = stored.has_main_weights
+    _parameter_map: ParameterMap
+    _coordinator: ParameterCoordinator
+    _records: StateStore
+    _states: dict[tuple[int, int], ParameterState]
+    _stored: StoredWeights
+    """Its exchange brings what other ranks keep. If ranks keep shards, all ranks make the calls that read or replace main
+    weights and states, in the same order."""
+    _elements_follow = False
+
+    def __post_init__(self) -> None:
+        self._exchange = exchange = self._stored.exchange
+        self.has_main_weights = self._stored.has_main_weights
         """Whether main weights differ from model weights: they do not if the model is fp32."""
-        self.copies = coordinator.copies
+        self.is_divided = exchange.shards.is_divided and self.has_main_weights
+        """Whether ranks keep shards of the main weights, so that one rank alone cannot read them."""
+        self.copies = self._coordinator.copies
         """Makes the copies that callers get: large ones in files."""
-        self.stream = stored.stream
+        self.stream = self._stored.stream
         """Reads or replaces all of a unit in one pass."""
         self.shared: GatheredStream | None = None
         """The same over the shards of all ranks; None if each rank keeps everything."""
@@ -69,10 +60,9 @@ class StateAccess:
                 self.stream,
                 exchange.shards,
                 exchange.ranks,
-                coordinator.parameter_cache,
+                self._coordinator.parameter_cache,
                 lambda unit, slot: self._read_main_weights(unit, [slot]),
             )
-        self._elements_follow = False
 
     # ---------------------------------------------------------------------------------------------------------- reading
 
@@ -159,8 +149,7 @@ class StateAccess:
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of a parameter's optimizer state, as torch keeps it; empty before its first update."""
         unit, slot = self._parameter_map.locate(parameter)
-        names = self.stream.names_of(unit, slot)
-        read = self._read(unit, [(slot, name) for name in names])
+        read = self._read(unit, [(slot, name) for name in self.stream.names_of(unit, slot)])
         return {**self.scalars(parameter), **{name: values for (_, name), values in read.items()}}
 
     def scalars(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -287,11 +276,6 @@ class StateAccess:
                     release_parameters([parameter])
                     parameter.data = value
                     unit.redirect_views(slot, value)
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether ranks keep shards of the main weights, so that one rank alone cannot read them."""
-        return self._exchange.shards.is_divided and self.has_main_weights
 
     def stored(self, parameter: torch.Tensor) -> torch.Tensor:
         """A trainable parameter's main weight, on the CPU; a frozen one's weight, in its own dtype."""

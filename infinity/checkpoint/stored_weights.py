@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import InitVar, dataclass
 
 import torch
@@ -121,9 +121,7 @@ class StoredWeights:
         if written is not None:
             written.wait()
 
-    def changing(
-        self, unit: Unit, chunk: Chunk, *, main_only: bool = False
-    ) -> contextlib.AbstractContextManager[ChunkBuffer]:
+    def changing(self, unit: Unit, chunk: Chunk, *, main_only: bool = False) -> AbstractContextManager[ChunkBuffer]:
         """A chunk in working memory. It is stored at the end of the ``with`` block, unless that raises."""
         self.wait_for_save(unit)
         return self.stream.opened(unit, chunk, stores=True, main_only=main_only)
@@ -291,7 +289,7 @@ class StoredWeights:
 
     def scatter(self, gathering: Sequence[Gathered]) -> None:
         """End `StateAccess.gather`: store what was changed, and release the units."""
-        with contextlib.ExitStack() as rest:
+        with ExitStack() as rest:
             for gathered in gathering:
                 # All units are released, also if storing one of them fails.
                 rest.callback(self._let_go, gathered)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.arrays import ArraySpec, ArrayWriter, name_of
+from infinity.checkpoint.arrays import ArraySpec, name_of
 from infinity.checkpoint.record_stream import AHEAD_BYTES
 from infinity.checkpoint.saved import BASE, EXCLUDED, EXCLUDED_CHECKSUMS, TIED, CheckpointFiles, writing
 from infinity.checkpoint.state_access import StateAccess
@@ -158,29 +158,18 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 def _frozen(training: Training) -> dict[int, str]:
     """id of a frozen parameter -> its FQN; for a tile, the whole weight's FQN."""
-    tiles = tiled_in(training.model)
-    found = {}
-    for fqn, parameter in training.model.named_parameters():
-        is_held = training.parameter_map.holds(parameter)
-        # A parameter that was frozen after `initialize` may have been trained before, so its base does not have its
-        # values.
-        if not parameter.requires_grad and not (
-            is_held and training.parameter_map.locate(parameter)[1].spec.is_trainable
-        ):
-            tiled, _ = tiles.get(id(parameter), (None, 0))
-            found[id(parameter)] = fqn if tiled is None else tiled.fqn
-    return found
+    tiles, places = tiled_in(training.model), training.parameter_map.places
+    frozen = ((fqn, id(p)) for fqn, p in training.model.named_parameters() if not p.requires_grad)
+    # A parameter that was frozen after `initialize` may have been trained before, so its base does not have its values.
+    frozen = ((fqn, key) for fqn, key in frozen if key not in places or not places[key][1].spec.is_trainable)
+    return {key: tiles[key][0].fqn if key in tiles else fqn for fqn, key in frozen}
 
 
 def packed_in(training: Training) -> dict[str, str]:
     """FQN -> `frozen_dtype` of the weights that are stored packed."""
-    found = {}
-    for name, parameter in training.model.named_parameters():
-        if training.parameter_map.holds(parameter):
-            packed = training.parameter_map.locate(parameter)[1].spec.packed
-            if packed is not None:
-                found[untiled_name(name)] = packed
-    return found
+    places = training.parameter_map.places
+    specs = ((name, places[id(p)][1].spec) for name, p in training.model.named_parameters() if id(p) in places)
+    return {untiled_name(name): spec.packed for name, spec in specs if spec.packed is not None}
 
 
 def checksums_of(training: Training, fqns: Collection[str]) -> dict[str, tuple[str, int]]:
@@ -292,22 +281,22 @@ class Saving:
             )
             total = sum(each.num_bytes for each in specs)
             self._note = stack.enter_context(progress("saving a checkpoint", total, is_shown=shows_progress))
-            frozen: dict[int, list[_Planned]] = {}
+            frozen: dict[int, list[tuple[ArraySpec, Callable[[], torch.Tensor]]]] = {}
             for each in planned:
-                if each.unit is None or each.slot is None:
-                    _write_planned(files, each)
-                elif each.value is None:
+                if each.value is not None and each.unit is not None:
+                    frozen.setdefault(each.unit.index, []).append((each.spec, each.value))
+                elif each.value is not None:
+                    _write_whole(files, each.spec, each.value())
+                elif each.unit is not None and each.slot is not None:
                     tensor_writer = _TensorWriter(training.access, each.spec, each.slot, files, stack)
                     self._tensor_writers[each.unit.index, each.slot.index, each.spec.kind] = tensor_writer
                     if each.slot.numel:
                         self._left[each.unit.index] = self._left.get(each.unit.index, 0) + 1
-                else:
-                    frozen.setdefault(each.unit.index, []).append(each)
             # Unit by unit, so that each is fetched once.
             for index, members in frozen.items():
                 with training.coordinator.opened(self._units[index]):
-                    for each in members:
-                        self._note(_write_planned(files, each))
+                    for spec, value in members:
+                        self._note(_write_whole(files, spec, value()))
             files.write_training_state({"client_state": dict(client_state), **optimizer, **training.read_rest()})
             # A resident unit's trainable weights are in memory that the script can write to at any time. Checksums
             # before and after find such writes.
@@ -372,11 +361,11 @@ class Saving:
             and index in self._checksums_before
             and self._checksums_before[index] != self._checksums_of(index)
         ):
-            raise CheckpointError(
-                self.folder,
-                f"weights of unit '{self._units[index].name}' were written to by the script while they were being saved",
-                cure="Call engine.wait_for_checkpoint() before writing to weights, or save with blocking=True",
+            problem = (
+                f"weights of unit '{self._units[index].name}' were written to by the script while they were being saved"
             )
+            cure = "Call engine.wait_for_checkpoint() before writing to weights, or save with blocking=True"
+            raise CheckpointError(self.folder, problem, cure=cure)
         with self._lock:
             self._left[index] -= 1
             if not self._left[index]:
@@ -450,25 +439,11 @@ def _find_tiles_before(training: Training) -> dict[int, list[int]]:
     return found
 
 
-def _write_planned(files: CheckpointFiles, planned: _Planned) -> int:
-    """Write a tensor that does not come from records. Returns its bytes."""
-    if planned.value is None:  # it comes from records: a `_TensorWriter` writes it
-        return 0
-    value = planned.value()
-    _write_whole(files.open_array(planned.spec), value)
-    return value.nbytes
-
-
 class _TensorWriter:
     """Receives the elements of one tensor from records, in the order of memory, and writes them in C order."""
 
     def __init__(
-        self,
-        access: StateAccess,
-        spec: ArraySpec,
-        slot: Slot,
-        files: CheckpointFiles,
-        stack: contextlib.ExitStack,
+        self, access: StateAccess, spec: ArraySpec, slot: Slot, files: CheckpointFiles, stack: contextlib.ExitStack
     ) -> None:
         self._files = files
         self._spec = spec
@@ -485,10 +460,13 @@ class _TensorWriter:
             self._copy.write(self._numel - self._left, values)
         self._left -= values.numel()
         if self._copy is not None and not self._left:
-            _write_whole(self._files.open_array(self._spec), self._copy.finish())
+            _write_whole(self._files, self._spec, self._copy.finish())
         return not self._left
 
 
-def _write_whole(writer: ArrayWriter, value: torch.Tensor) -> None:
+def _write_whole(files: CheckpointFiles, spec: ArraySpec, value: torch.Tensor) -> int:
+    """Write a tensor that is there. Returns its bytes."""
+    writer = files.open_array(spec)
     for rows in rows_of(value, _PART_BYTES):
         writer.write(rows)
+    return value.nbytes

@@ -128,9 +128,8 @@ class DeepSpeedEngine(Engine):
             )
         if self.counts.is_in_no_sync:
             problem = "it cannot be nested inside another no_sync context"
-            raise StepError.order(
-                "engine.coalesce_grad_reduction()", problem, cure="One block around all of it suffices"
-            )
+            cure = "One block around all of it suffices"
+            raise StepError.order("engine.coalesce_grad_reduction()", problem, cure=cure)
         with self.no_sync():
             yield
 

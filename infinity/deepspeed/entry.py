@@ -87,8 +87,7 @@ def initialize(
 
 def _only_config(args: Any, config: Any, config_params: Any) -> Any:
     given = {"config": config, "config_params": config_params}
-    for name in ("deepspeed_config", "deepscale_config"):
-        given[f"args.{name}"] = getattr(args, name, None) or None
+    given |= {f"args.{name}": getattr(args, name, None) or None for name in ("deepspeed_config", "deepscale_config")}
     found = {name: value for name, value in given.items() if value is not None}
     # DeepSpeed takes a config from four places. Several are no error if they are the same.
     if not found:

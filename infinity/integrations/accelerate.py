@@ -25,14 +25,7 @@ from infinity.distributed.process_groups import num_processes
 from infinity.engine.engine import Engine
 from infinity.entry import initialize
 from infinity.errors import ConfigError, ModelError
-from infinity.integrations.engine_files import (
-    checkpoint_in,
-    config_of,
-    has_resumed,
-    load_engine,
-    refuse_to_begin,
-    save_engine,
-)
+from infinity.integrations import engine_files
 from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed, refuse_second
 from infinity.loop.batches import cast
 
@@ -103,9 +96,8 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             finally:
                 _present.reset(token)
             if len(micro_batch.losses) != 1:
-                raise NeverSupportedSchedule(
-                    f"a micro-batch calls accelerator.backward {len(micro_batch.losses)} times"
-                )
+                problem = f"a micro-batch calls accelerator.backward {len(micro_batch.losses)} times"
+                raise NeverSupportedSchedule(problem)
             return micro_batch.losses.pop()
 
         last = len(functions) - 1
@@ -303,9 +295,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         if engine is None:
             return super().prepare_model(model, device_placement, evaluation_mode)
         if str(getattr(self.state.dynamo_plugin, "backend", "NO")).rpartition(".")[2] != "NO":
-            raise ModelError(
-                "accelerate would compile the whole model", cure="Compile its blocks one by one before prepare"
-            )
+            problem = "accelerate would compile the whole model"
+            raise ModelError(problem, cure="Compile its blocks one by one before prepare")
         if engine.config.compute_dtype is torch.float32:
             # With several processes, accelerate would wrap it in DDP. evaluation_mode avoids that: the engine averages.
             return super().prepare_model(model, False, evaluation_mode or self.num_processes > 1)
@@ -333,16 +324,14 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                         f"prepare got a {type(optimizer).__name__} with parameters of several models, and an engine has one",
                         cure="Put the models into one (nn.ModuleList) before prepare, or make an optimizer for each",
                     )
-                config = config_of(self.infinity_config, self._num_made)
+                config = engine_files.config_of(self.infinity_config, self._num_made)
                 engine, *_ = initialize(model=model, optimizer=optimizer, config=config, device=self.device)
                 self._made.append(engine)
                 self._num_made += 1
-                self._unloaded += [engine] if has_resumed(engine) else []
+                self._unloaded += [engine] if engine_files.has_resumed(engine) else []
                 return self.adopt(engine)
-        raise ModelError(
-            f"prepare got a {type(optimizer).__name__}, and no model has its parameters",
-            cure="Pass model and optimizer to the same accelerator.prepare(...)",
-        )
+        problem = f"prepare got a {type(optimizer).__name__}, and no model has its parameters"
+        raise ModelError(problem, cure="Pass model and optimizer to the same accelerator.prepare(...)")
 
     def adopt(self, engine: Engine, *, defers_norms: bool = False) -> EngineOptimizer | None:
         """Add an engine. Returns its optimizer as accelerate's, if it has one.
@@ -384,7 +373,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             super().backward(loss, **kwargs)
             return
         if any(each is optimizer.engine for each in self._unloaded):
-            refuse_to_begin(
+            engine_files.refuse_to_begin(
                 optimizer.engine, "accelerator.backward()", loading="Call accelerator.load_state(...) first"
             )
         loss = loss / self.gradient_accumulation_steps
@@ -441,24 +430,19 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 "save_state before engine.close()"
             )
         last = self.register_save_state_pre_hook(_drop_placeholders)  # after those of the script
-        try:
-            with self._without_engines():
-                return super().save_state(*args, **kwargs)
-        finally:
-            last.remove()
+        with self._without_engines(last):
+            return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """As accelerate's. It also loads what accelerate alone has saved, which is in memory for a moment."""
         last = self.register_load_state_pre_hook(self._drop_loaded)  # after those of the script
-        try:
-            with self._without_engines():
-                super().load_state(*args, **kwargs)
-        finally:
-            last.remove()
+        with self._without_engines(last):
+            super().load_state(*args, **kwargs)
         self._unloaded.clear()
 
     @contextlib.contextmanager
-    def _without_engines(self) -> Iterator[None]:
+    def _without_engines(self, hook: Any) -> Iterator[None]:
+        """Inside the ``with`` block, accelerate lacks what engines hold. At its end, ``hook`` is removed."""
         kept = self._all = self._models, self._optimizers
         # accelerate would read the state dicts of these models and optimizers into memory.
         self._models = [each for each in self._models if self.engine_of(each) is None]
@@ -467,6 +451,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             yield
         finally:
             self._models, self._optimizers = kept
+            hook.remove()
 
     def _save_engines(self, models: Any, weights: Any, output_dir: str) -> None:
         # The script's hooks run next, with all models. A hook may write a model itself, and remove its weights from the
@@ -475,27 +460,23 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         others = iter(list(weights))
         weights[:] = [_Placeholder() if self.engine_of(each) is not None else next(others) for each in models]
         for index, engine in enumerate(self.engines):
-            save_engine(engine, output_dir, index)
+            engine_files.save_engine(engine, output_dir, index)
 
     def _load_engines(self, found: Any, input_dir: str) -> None:
         found[:] = self._all[0]  # the script's hooks run next
         for index, engine in enumerate(self.engines):
-            if checkpoint_in(input_dir, index).exists():
-                load_engine(engine, input_dir, index)
+            if engine_files.has_checkpoint(input_dir, index):
+                engine_files.load_engine(engine, input_dir, index)
 
     def _drop_loaded(self, found: Any, input_dir: str) -> None:
-        loaded = [each for index, each in enumerate(self.engines) if checkpoint_in(input_dir, index).exists()]
+        loaded = [each for index, each in enumerate(self.engines) if engine_files.has_checkpoint(input_dir, index)]
         others = [None, *(each for each in self.engines if each not in loaded)]
         # accelerate goes on with these list objects, and finds a model's file by its position in them
         found[:] = [each for each in found if self.engine_of(each) in others]
         self._optimizers[:] = [each for each in self._all[1] if getattr(each, "engine", None) in others]
 
     def save_model(
-        self,
-        model: Any,
-        save_directory: Any,
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
+        self, model: Any, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
     ) -> None:
         """As accelerate's: safetensors under the model's own names. An engine's model is streamed."""
         engine = self.engine_of(model)

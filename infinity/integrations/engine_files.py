@@ -17,6 +17,11 @@ def checkpoint_in(directory: str | Path, index: int = 0) -> Path:
     return Path(directory) / (f"{_FOLDER}_{index}" if index else _FOLDER)
 
 
+def has_checkpoint(directory: str | Path, index: int = 0) -> bool:
+    """Whether a library's directory has the checkpoint of that engine."""
+    return checkpoint_in(directory, index).exists()
+
+
 def save_engine(engine: Engine, directory: str | Path, index: int = 0) -> None:
     """Write the engine's checkpoint into a directory of a library's.
 

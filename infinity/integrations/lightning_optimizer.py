@@ -29,11 +29,6 @@ class EngineOptimizer(Optimizer):
         self._has_backward = False
         self._opt_called = True  # torch's schedulers warn if their optimizer has made no step
 
-    @classmethod
-    def named_as(cls, optimizer: Optimizer) -> type[EngineOptimizer]:
-        """A subclass with the name of the user's class, which loggers show."""
-        return type(type(optimizer).__name__, (cls,), {})
-
     def __getattr__(self, name: str) -> Any:
         # A copy lacks "engine" at first, and this would call itself. Libraries unwrap while there is an "optimizer".
         if name in ("engine", "optimizer"):
@@ -56,10 +51,8 @@ class EngineOptimizer(Optimizer):
         there = self.param_groups
         for own, group in zip(there, groups, strict=False):
             if list(map(id, own["params"])) != list(map(id, group["params"])):
-                raise ModelError(
-                    "optimizer.param_groups is set to groups with other parameters than the optimizer's",
-                    cure="Leave its groups as they are, and add others with add_param_group",
-                )
+                problem = "optimizer.param_groups is set to groups with other parameters than the optimizer's"
+                raise ModelError(problem, cure="Leave its groups as they are, and add others with add_param_group")
             own.update(group)
         for group in groups[len(there) :]:
             self.add_param_group(group)

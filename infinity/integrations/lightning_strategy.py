@@ -22,14 +22,7 @@ from infinity.distributed.world import world
 from infinity.engine.engine import Engine
 from infinity.entry import initialize
 from infinity.errors import CheckpointError, ConfigError, ModelError, StepError, StorageError
-from infinity.integrations.engine_files import (
-    checkpoint_in,
-    has_resumed,
-    load_engine,
-    only_evaluating,
-    refuse_to_begin,
-    save_engine,
-)
+from infinity.integrations import engine_files
 from infinity.integrations.lightning_optimizer import EngineOptimizer
 from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed, refuse_second
 from infinity.loading.init import Init
@@ -141,14 +134,10 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
                 f"Trainer(devices=..., num_nodes=...) counts {counted} process(es), and {num_processes()} train together, so "
                 "each would get the same data. Set devices to the processes of a machine"
             )
-        self._defer_handlers()
+        # Lightning's handler for Slurm's signal saves a checkpoint. Python runs it between any two instructions, also in
+        # the middle of a step: so it is run between batches.
+        vars(self.lightning_module.trainer._signal_connector)["_slurm_sigusr_handler_fn"] = self._on_signal
         super().setup_environment()
-
-    def _defer_handlers(self) -> None:
-        """Run Lightning's handler for Slurm's signal between batches."""
-        connector = self.lightning_module.trainer._signal_connector
-        # The handler saves a checkpoint. Python runs it between any two instructions, also in the middle of a step.
-        vars(connector)["_slurm_sigusr_handler_fn"] = self._on_signal
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self._signals.append(number)
@@ -201,8 +190,11 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         # processes, Lightning would gather all gradients in each of them, so the engine clips by norm in its step.
         if clip_val and (is_by_value or not self.is_distributed):
             config = load_config(dict(config), overrides={"gradient_clipping": 0.0})
-        if self.is_distributed:
-            self._check_several()
+        if self.is_distributed and self._layer_sync is not None:
+            raise ConfigError(
+                "Trainer(sync_batchnorm=True) is not supported: its layers would exchange data outside of the "
+                "engine. Leave it out, or take layers that need no statistics of the batch (GroupNorm)"
+            )
         if config.compute_dtype is torch.float32:
             if precision not in ("32-true", "bf16-mixed"):
                 raise ConfigError(
@@ -214,13 +206,6 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             return config
         block = "bf16" if config.compute_dtype is torch.bfloat16 else "fp16"
         return load_config(dict(config), overrides={f"{block}.auto_cast": True})
-
-    def _check_several(self) -> None:
-        if self._layer_sync is not None:
-            raise ConfigError(
-                "Trainer(sync_batchnorm=True) is not supported: its layers would exchange data outside of the "
-                "engine. Leave it out, or take layers that need no statistics of the batch (GroupNorm)"
-            )
 
     def _made(self, root: Path) -> dict[str, Any]:
         stage, offload, nvme_path = self._made_of
@@ -264,16 +249,14 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             # `super().setup` calls `setup_optimizers`, but not for validate, test and predict.
             engine = self._make_engine(None)
             if self._directory is not None and not self._has_weights:
-                load_engine(engine, self._directory, only_module=True)
+                engine_files.load_engine(engine, self._directory, only_module=True)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """As Lightning's."""
         super().setup_optimizers(trainer)
         if len(self.optimizers) > 1:
-            raise ModelError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers, and an engine has one",
-                cure="Put all parameters into one, in groups of their own",
-            )
+            problem = f"configure_optimizers returned {len(self.optimizers)} optimizers, and an engine has one"
+            raise ModelError(problem, cure="Put all parameters into one, in groups of their own")
         for key, own in (("optimizer", self.optimizers), ("scheduler", self.lr_scheduler_configs)):
             if own:
                 refuse_second(self.infinity_config(), key, "Lightning has that of configure_optimizers")
@@ -283,14 +266,16 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
     def _make_engine(self, optimizer: Optimizer | None) -> Engine:
         config = self.infinity_config()
         if optimizer is None:  # validate, test or predict
-            config = only_evaluating(config)
+            config = engine_files.only_evaluating(config)
         engine, *_ = initialize(
             model=self.lightning_module, optimizer=optimizer, config=config, device=self.root_device
         )
         self.engine = engine
         if optimizer is not None:
             is_manual = not self.lightning_module.automatic_optimization
-            own = EngineOptimizer.named_as(optimizer)(self.engine, averages_always=is_manual and self.is_distributed)
+            # Loggers show the name of the class.
+            own_class = type(type(optimizer).__name__, (EngineOptimizer,), {})
+            own = own_class(self.engine, averages_always=is_manual and self.is_distributed)
             if self.is_distributed:
                 plugin: Any = self.precision_plugin
                 # `_agree` leaves clipping to the engine here: see `_clip`.
@@ -308,8 +293,8 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             StepError: a durable run is past step 0, and Lightning begins at step 0.
         """
         super().on_train_start()
-        if self.engine is not None and has_resumed(self.engine) and not self._has_loaded:
-            refuse_to_begin(self.engine, "trainer.fit()", loading="Pass ckpt_path=")
+        if self.engine is not None and engine_files.has_resumed(self.engine) and not self._has_loaded:
+            engine_files.refuse_to_begin(self.engine, "trainer.fit()", loading="Pass ckpt_path=")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """As Lightning's."""
@@ -394,7 +379,10 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
 
             def begin() -> None:
                 nonlocal new
-                _check_replaceable(path)
+                # A save replaces nothing but a checkpoint of this strategy.
+                if path.is_dir() and not (path / _REST).is_file() and any(path.iterdir()):
+                    problem = "is a directory that is not a checkpoint, and is not replaced"
+                    raise StorageError(path, problem, cure="Save elsewhere, or move it away")
                 new = os.fspath(opened.enter_context(staging).path / "new")
                 os.mkdir(new)
 
@@ -408,7 +396,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             on_rank_0(world(), f"saving {path}", begin)
             new = self.broadcast(new)
             try:
-                save_engine(self.engine, new)
+                engine_files.save_engine(self.engine, new)
             except StepError as error:
                 if not is_interrupted:
                     raise
@@ -443,7 +431,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             # The engine's checkpoint has the weights in training. WeightAveraging has loaded averaged ones, which must
             # stay.
             weights = self.lightning_module.state_dict() if self._has_weights else None
-            load_engine(self.engine, self._directory)
+            engine_files.load_engine(self.engine, self._directory)
             if weights is not None:
                 self.lightning_module.load_state_dict(weights)
 
@@ -453,8 +441,7 @@ def strategy_for(pytorch: Any) -> Any:
 
     own = {"__doc__": InfinityStrategyMixin.__doc__, "strategy_name": "infinity", "_pytorch": pytorch}
     as_ddp = {name: vars(pytorch.strategies.DDPStrategy)[name] for name in _AS_DDP}
-    bases = (InfinityStrategyMixin, pytorch.strategies.ParallelStrategy)
-    made = type("InfinityStrategy", bases, {**own, **as_ddp})
+    made = type("InfinityStrategy", (InfinityStrategyMixin, pytorch.strategies.ParallelStrategy), own | as_ddp)
     saving = pytorch.core.saving
     # `load_from_checkpoint` has no hook for other formats, so its function that reads the file is replaced.
     vars(saving)["pl_load"] = functools.partial(_load_for_module, saving.pl_load)
@@ -469,17 +456,6 @@ def _load_for_module(load: Callable[..., Any], path: Any, *args: Any, **kwargs: 
         return load(path, *args, **kwargs)
     found = load(Path(path) / _REST, *args, **kwargs)
     if not found["state_dict"]:
-        engine = checkpoint_in(Path(path))
+        engine = engine_files.checkpoint_in(Path(path))
         found["state_dict"] = get_fp32_state_dict_from_zero_checkpoint(engine.parent, engine.name)
     return found
-
-
-def _check_replaceable(path: Path) -> None:
-    """Check that a save replaces nothing but a checkpoint of this strategy.
-
-    Raises:
-        StorageError: another directory has its name.
-    """
-    if path.is_dir() and not (path / _REST).is_file() and any(path.iterdir()):
-        problem = "is a directory that is not a checkpoint, and is not replaced"
-        raise StorageError(path, problem, cure="Save elsewhere, or move it away")

@@ -28,15 +28,8 @@ from infinity.distributed.process_groups import num_processes
 from infinity.engine.engine import Engine
 from infinity.entry import initialize
 from infinity.errors import ConfigError
+from infinity.integrations import engine_files
 from infinity.integrations.accelerate import EngineOptimizer, InfinityAccelerator
-from infinity.integrations.engine_files import (
-    checkpoint_in,
-    has_resumed,
-    load_engine,
-    only_evaluating,
-    refuse_to_begin,
-    save_engine,
-)
 from infinity.integrations.micro_batches import MicroBatches
 from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed, has_block
 from infinity.optim.lr_schedules import build_scheduler
@@ -165,11 +158,14 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
     def _start(self, optimizer: torch.optim.Optimizer | None, *, evaluates: bool = False) -> EngineOptimizer | None:
         arguments, config = self.args, self.infinity_config
         if evaluates:
-            config = only_evaluating(config)
+            config = engine_files.only_evaluating(config)
         has_whole_gradients = num_processes() == 1 or not config.zero_stage
         # A callback's `on_pre_optimizer_step` sees clipped gradients. So the Trainer has to clip before it, as usual,
         # and the engine must not clip in the step. With ZeRO, no process has whole gradients before the step.
-        clips_now = has_whole_gradients and any(map(_comes_before_steps, self.callback_handler.callbacks))
+        clips_now = has_whole_gradients and any(
+            type(each).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
+            for each in self.callback_handler.callbacks
+        )
         if clips_now:
             config = agreed(load_config(dict(config), overrides={"gradient_clipping": 0.0}), [GRADIENTS_STAY])
         self.engine, *_ = initialize(model=self.model, optimizer=optimizer, config=config, device=arguments.device)
@@ -198,8 +194,7 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. True resumes from the newest complete checkpoint, and skips what a killed process left."""
         if resume_from_checkpoint is True:
-            directory = Path(self.args.output_dir)
-            resume_from_checkpoint = newest_checkpoint(directory) or True
+            resume_from_checkpoint = newest_checkpoint(Path(self.args.output_dir)) or True
         if self._engine_of_model is not None:
             self._engine_of_model.forget_step()  # gradients of a step that an exception has ended
         if self.args.gradient_accumulation_steps == 1 or self.infinity_config.infinity.schedule == "ordinary":
@@ -213,8 +208,8 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         found, engine = super()._prepare_for_training(*args, **kwargs), self._engine_of_model
-        if engine is not None and has_resumed(engine) and not self.state.global_step:
-            refuse_to_begin(
+        if engine is not None and engine_files.has_resumed(engine) and not self.state.global_step:
+            engine_files.refuse_to_begin(
                 engine, "trainer.train()", loading="Pass resume_from_checkpoint=True or a checkpoint's path"
             )
         return found
@@ -252,38 +247,34 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
         if engine is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        save_engine(engine, output_dir)
+        engine_files.save_engine(engine, output_dir)
         if self.lr_scheduler is not None and self.args.should_save:
             with open(Path(output_dir) / _SCHEDULER, "wb", opener=opener) as file:
                 torch.save(self.lr_scheduler.state_dict(), file)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not checkpoint_in(resume_from_checkpoint).exists():  # else `_load_optimizer_and_scheduler` does it
+        if not engine_files.has_checkpoint(resume_from_checkpoint):  # else `_load_optimizer_and_scheduler` does it
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = self._engine_of_model
-        if engine is None or checkpoint is None or not checkpoint_in(checkpoint).exists():
+        if engine is None or checkpoint is None or not engine_files.has_checkpoint(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        load_engine(engine, checkpoint)
+        engine_files.load_engine(engine, checkpoint)
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
 
     def _load_best_model(self) -> None:
         best, engine = self.state.best_model_checkpoint, self._engine_of_model
-        if engine is not None and checkpoint_in(best).exists():
-            load_engine(engine, best, only_module=True)
+        if engine is not None and engine_files.has_checkpoint(best):
+            engine_files.load_engine(engine, best, only_module=True)
         else:
             super()._load_best_model()
 
 
 class InfinityTrainer(InfinityTrainerMixin, Trainer):  # type: ignore[misc]
     """transformers' ``Trainer`` with `infinity_config`. See `InfinityTrainerMixin`."""
-
-
-def _comes_before_steps(callback: TrainerCallback) -> bool:
-    return type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
 
 
 def newest_checkpoint(output_dir: Path) -> str | None:

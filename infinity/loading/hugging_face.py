@@ -59,9 +59,8 @@ def load_class(
     for name in options.keys() & _MADE_ELSEWHERE.keys():
         raise TypeError(f"{name} has no meaning in load_pretrained: {_MADE_ELSEWHERE[name]}")
     if not (path / "config.json").is_file():
-        raise CheckpointError.of_weights(
-            path, "has no config.json", cure="Pass a module instead of a class, or the directory that has one"
-        )
+        cure = "Pass a module instead of a class, or the directory that has one"
+        raise CheckpointError.of_weights(path, "has no config.json", cure=cure)
     model_config, rest = _read_config(model_class, path, dict(options))
     if getattr(model_config, "quantization_config", None) is not None:
         check_method(path, model_config.quantization_config)
@@ -84,15 +83,9 @@ def load_class(
     # What `from_pretrained(path)` would set: the path, and generation settings.
     model.config._name_or_path = str(path)
     if model.can_generate():
-        nothing = dict.fromkeys(("cache_dir", "proxies", "token", "revision", "trust_remote_code"))
-        model.adjust_generation_fn(
-            rest.get("generation_config"),
-            *(False, None, str(path)),
-            **nothing,
-            force_download=False,
-            local_files_only=True,
-            subfolder="",
-        )
+        local: dict[str, Any] = dict.fromkeys(("cache_dir", "proxies", "token", "revision", "trust_remote_code"))
+        local |= {"force_download": False, "local_files_only": True, "subfolder": ""}
+        model.adjust_generation_fn(rest.get("generation_config"), False, None, str(path), **local)
     missing, unexpected, mismatched = (info[f"{key}_keys"] for key in ("missing", "unexpected", "mismatched"))
     odd = _of_another_kind(model, tensors)
     return model, Outcome(sorted(missing), sorted(unexpected), _shapes(mismatched), odd)
@@ -110,10 +103,7 @@ def load_module(
     has_values = {name for name, value in (*before.items(), *buffers.items()) if not value.is_meta}
     mapping: Any = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
     load_config = LoadStateDictConfig(
-        pretrained_model_name_or_path=str(path),
-        ignore_mismatched_sizes=True,
-        dtype=model.dtype,
-        weight_mapping=mapping,
+        pretrained_model_name_or_path=str(path), ignore_mismatched_sizes=True, dtype=model.dtype, weight_mapping=mapping
     )
     with one_after_the_other(), _as_model_error(path):
         # The steps of `from_pretrained` after the model was made. There, every parameter is on meta at this point.
@@ -153,10 +143,9 @@ def _read_config(model_class: Any, path: Path, options: dict[str, Any]) -> tuple
     if given is not None:
         return given, options
     config_class = getattr(model_class, "config_class", None) or AutoConfig
-    found, rest = config_class.from_pretrained(
-        path, return_unused_kwargs=True, **{name: value for name, value in options.items() if name != "dtype"}
-    )
-    return found, {**rest, **({"dtype": options["dtype"]} if "dtype" in options else {})}
+    kept = {"dtype": options.pop("dtype")} if "dtype" in options else {}
+    found, rest = config_class.from_pretrained(path, return_unused_kwargs=True, **options)
+    return found, {**rest, **kept}
 
 
 def _choose(model_class: Any, model_config: Any, path: Path) -> Any:
@@ -166,10 +155,8 @@ def _choose(model_class: Any, model_config: Any, path: Path) -> Any:
     from transformers.models.auto import auto_factory
 
     if type(model_config) not in mapping:
-        raise ModelError(
-            f"{model_class.__name__} has no class for '{path}', whose model type is '{model_config.model_type}'",
-            cure="Pass the class itself, or a module made on the meta device",
-        )
+        problem = f"{model_class.__name__} has no class for '{path}', whose model type is '{model_config.model_type}'"
+        raise ModelError(problem, cure="Pass the class itself, or a module made on the meta device")
     factory: Any = auto_factory
     return factory._get_model_class(model_config, mapping)
 
@@ -198,9 +185,8 @@ def _as_model_error(path: Path) -> Iterator[None]:
     except RuntimeError as error:
         if "conversion" not in str(error):
             raise
-        raise CheckpointError.of_weights(
-            path, "holds tensors that do not fit together", cure=f"transformers says: {error}"
-        ) from error
+        problem = "holds tensors that do not fit together"
+        raise CheckpointError.of_weights(path, problem, cure=f"transformers says: {error}") from error
 
 
 def _shapes(mismatched: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:

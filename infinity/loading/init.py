@@ -12,6 +12,7 @@ ends.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -19,7 +20,6 @@ import weakref
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -102,9 +102,8 @@ class Init:
         if wanted is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
             raise ConfigError(f"zero.Init: dtype must be a floating-point torch.dtype or None, got {dtype!r}")
         if zero_quantized_nontrainable_weights:
-            raise ConfigError(
-                "zero.Init: zero_quantized_nontrainable_weights would change the weights. Leave it at False"
-            )
+            problem = "zero.Init: zero_quantized_nontrainable_weights would change the weights. Leave it at False"
+            raise ConfigError(problem)
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # as DeepSpeed's Init; transformers asks for the rank
             init_distributed()
         self._tensors = _tensors_for(config if config is not None else config_dict_or_path, remote_device)
@@ -127,14 +126,12 @@ class Init:
             self._entered.append(stack)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
         if not self._is_enabled:
             return
         _active.stack.remove(self)
         self._entered.pop().close()
-        if error is None:
+        if kind is None:
             self._try_again(len(self._placed))
             if self._tensors is not None:
                 write_out()
@@ -169,9 +166,8 @@ class _Active(threading.local):
 
 
 _active = _Active()
-# Shared by all threads; `_lock` guards both. Weak: an entry is removed with the last `Init` that uses it.
+# Shared by all threads; `_lock` guards it. Weak: an entry is removed with the last `Init` that uses it.
 _known: weakref.WeakValueDictionary[tuple[Path, ...], DriveTensors] = weakref.WeakValueDictionary()
-_logged: set[str] = set()
 _lock = threading.RLock()
 _is_watching: list[Any] = []
 
@@ -217,10 +213,9 @@ def _tensors_for(source: Any, remote_device: Any) -> DriveTensors | None:
     return tensors
 
 
+@functools.cache
 def _log_once(reason: str) -> None:
-    if reason not in _logged:
-        _logged.add(reason)
-        logger.warning("zero.Init: models are built in host memory, because %s", reason)
+    logger.warning("zero.Init: models are built in host memory, because %s", reason)
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -134,8 +134,7 @@ def _renamed(
         for pattern, replacement in key_mapping.items():
             new = re.sub(pattern, replacement, new)
         if new in renamed:
-            raise CheckpointError.of_weights(
-                path, f"has two tensors for '{new}' with key_mapping", cure="Change its patterns"
-            )
+            problem = f"has two tensors for '{new}' with key_mapping"
+            raise CheckpointError.of_weights(path, problem, cure="Change its patterns")
         renamed[new] = value
     return renamed

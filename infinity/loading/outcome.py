@@ -50,10 +50,8 @@ class Outcome:
         }
 
     def _names(self) -> list[str]:
-        mismatched, of_another_kind = (
-            [name for name, *_ in found] for found in (self.mismatched, self.of_another_kind)
-        )
-        return [*self.missing, *mismatched, *self.unexpected, *of_another_kind]
+        mismatched, others = [each[0] for each in self.mismatched], [each[0] for each in self.of_another_kind]
+        return [*self.missing, *mismatched, *self.unexpected, *others]
 
     def _lines(self) -> list[str]:
         lines = [f"missing: {name} (ignore_missing_keys=True makes it anew)" for name in self.missing]

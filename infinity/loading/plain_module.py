@@ -22,7 +22,7 @@ def load_module(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outcom
         ModelError: a non-persistent buffer is on the meta device, so its values are unknown.
     """
     places = _places(model)
-    wanted = {name: _value(module, last) for name, (module, last) in places.items()}
+    wanted: dict[str, torch.Tensor] = {name: values[last] for name, (values, last, _) in places.items()}
     mismatched = sorted(
         (name, tuple(tensors[name].shape), tuple(value.shape))
         for name, value in wanted.items()
@@ -44,31 +44,38 @@ def load_module(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outcom
             # torch.save keeps aliases: two names may share one storage. Only the first becomes a parameter without a
             # copy, or training one would change the other.
             is_free = owners.setdefault(tensors[name].untyped_storage().data_ptr(), id(value)) == id(value)
-            _set(*places[name], value, tensors[name], made, is_free=is_free)
+            is_buffer = places[name][2]
+            if is_buffer and not value.is_meta:
+                with torch.no_grad():
+                    value.copy_(tensors[name])  # in place, as load_state_dict: others may view it
+                continue
+            new = _fitted(value, tensors[name], is_free=is_free)
+            if not value.is_meta:
+                value.data = new  # it stays the same object
+            elif is_buffer:
+                made[id(value)] = new
+            elif id(value) not in made:
+                made[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
     for name, value in wanted.items():
-        # A parameter on meta was replaced by a new object: its other names get the same one.
+        # A tensor on meta is replaced by a new object, under all of its names.
         if id(value) in made:
-            module, last = places[name]
-            values: dict[str, Any] = module._buffers if last in module._buffers else module._parameters
+            values, last, _ = places[name]
             values[last] = made[id(value)]
     _refuse_unknown_buffers(model)
     missing = sorted(name for name, value in wanted.items() if name not in unfit and id(value) not in loaded)
     return Outcome(missing, sorted(tensors.keys() - wanted.keys()), mismatched, sorted(odd))
 
 
-def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+def _places(model: nn.Module) -> dict[str, tuple[dict[str, Any], str, bool]]:
+    """Name -> the module's dict with the tensor, its key there, and whether it is a buffer."""
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        buffers = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
-        for last in (*module._parameters, *buffers):
-            if (module._parameters | module._buffers)[last] is not None:
-                found[f"{prefix}.{last}" if prefix else last] = module, last
+        kinds: Any = (module._parameters, False), (module._buffers, True)
+        for values, is_buffer in kinds:
+            for last, value in values.items():
+                if value is not None and not (is_buffer and last in module._non_persistent_buffers_set):
+                    found[f"{prefix}.{last}" if prefix else last] = values, last, is_buffer
     return found
-
-
-def _value(module: nn.Module, last: str) -> torch.Tensor:
-    value = module._parameters.get(last)
-    return value if value is not None else module._buffers[last]  # type: ignore[return-value]
 
 
 def _loses_values(new: torch.Tensor, value: torch.Tensor) -> bool:
@@ -78,39 +85,20 @@ def _loses_values(new: torch.Tensor, value: torch.Tensor) -> bool:
     return new.is_floating_point() != value.is_floating_point()
 
 
-def _set(
-    module: nn.Module,
-    last: str,
-    value: torch.Tensor,
-    found: torch.Tensor,
-    made: dict[int, torch.Tensor],
-    *,
-    is_free: bool,
-) -> None:
-    """Set one tensor. If it had values, it stays the same object. ``is_free``: no other one uses ``found``'s memory."""
-    if not value.is_meta and last in module._buffers:
-        with torch.no_grad():
-            value.copy_(found)  # in place, as load_state_dict: others may view it
-        return
+def _fitted(value: torch.Tensor, found: torch.Tensor, *, is_free: bool) -> torch.Tensor:
+    """``found`` with dtype and strides of ``value``. ``is_free``: no other tensor uses the memory of ``found``."""
     new = found.to(value.dtype)
     # The strides that a copy of the parameter would have. The file has C order.
     wanted = torch.empty_like(value, device="meta")
     if new.stride() != wanted.stride() or (new is found and not is_free):
         new = torch.empty_like(wanted, device="cpu").copy_(new)
-    if not value.is_meta:
-        value.data = new
-    elif last in module._buffers:
-        module._buffers[last] = made[id(value)] = new
-    elif id(value) not in made:
-        module._parameters[last] = made[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
+    return new
 
 
 def _refuse_unknown_buffers(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         module, _, last = name.rpartition(".")
         if buffer.is_meta and last in model.get_submodule(module)._non_persistent_buffers_set:
-            raise ModelError(
-                f"buffer '{name}' is on the meta device and in no state dict, so it has no values",
-                cure="Make the module's buffers with values (accelerate.init_empty_weights(include_buffers=False))",
-                fqn=name,
-            )
+            problem = f"buffer '{name}' is on the meta device and in no state dict, so it has no values"
+            cure = "Make the module's buffers with values (accelerate.init_empty_weights(include_buffers=False))"
+            raise ModelError(problem, cure=cure, fqn=name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,22 +21,10 @@ from swapper.volumes.mapped import map_file
 
 _SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
 }
 _WHOLE = "Fetch it again, or save it again"
 
@@ -62,34 +50,25 @@ def open_weights(path: Path) -> dict[str, torch.Tensor]:
             found = _open(file)
             lacking = sorted(set(names) - found.keys())
             if lacking:
-                raise CheckpointError.of_weights(
-                    file, f"lacks '{lacking[0]}', which the index says is there", cure=_WHOLE
-                )
+                problem = f"lacks '{lacking[0]}', which the index says is there"
+                raise CheckpointError.of_weights(file, problem, cure=_WHOLE)
             for name in found:
                 if name in files:
-                    raise CheckpointError.of_weights(
-                        file, f"has '{name}', and so has '{files[name]}'", cure="Remove one of them"
-                    )
+                    problem = f"has '{name}', and so has '{files[name]}'"
+                    raise CheckpointError.of_weights(file, problem, cure="Remove one of them")
                 files[name] = file
             tensors.update(found)
     except OSError as error:
         file = Path(error.filename) if error.filename else path
-        raise CheckpointError.of_weights(
-            file,
-            f"cannot be read: {error.strerror or error}",
-            cure="Give this process read permission, or mount the drive",
-        ) from error
+        cure = "Give this process read permission, or mount the drive"
+        raise CheckpointError.of_weights(file, f"cannot be read: {error.strerror or error}", cure=cure) from error
     return tensors
 
 
-def _files(path: Path) -> Iterator[tuple[Path, Sequence[str]]]:
+def _files(path: Path) -> Iterable[tuple[Path, Sequence[str]]]:
     """Pairs of a file and the names that an index lists for it."""
     if path.is_file():
-        if path.name.endswith(".index.json"):
-            yield from _sharded(path)
-        else:
-            yield path, ()
-        return
+        return _sharded(path) if path.name.endswith(".index.json") else [(path, ())]
     if not path.is_dir():
         raise CheckpointError.of_weights(
             path, "does not exist", cure="Name a directory on this machine, or a file, with weights"
@@ -97,18 +76,14 @@ def _files(path: Path) -> Iterator[tuple[Path, Sequence[str]]]:
     # transformers' order: a single file before an index, safetensors before pickles.
     for name in (_SAFETENSORS, _PICKLES):
         if (path / name).is_file():
-            yield path / name, ()
-            return
+            return [(path / name, ())]
         index = path / f"{name}.index.json"
         if index.is_file():
-            yield from _sharded(index)
-            return
+            return _sharded(index)
     there = sorted(each.name for each in path.iterdir())
-    raise CheckpointError.of_weights(
-        path,
-        f"has neither {_SAFETENSORS} nor {_PICKLES}, nor an index of shards; it has {listed(there, most=8) or 'nothing'}",
-        cure="Name the directory that save_pretrained or engine.save_16bit_model wrote to, or one file with tensors",
-    )
+    problem = f"has neither {_SAFETENSORS} nor {_PICKLES}, nor an index of shards; it has {listed(there, most=8) or 'nothing'}"
+    cure = "Name the directory that save_pretrained or engine.save_16bit_model wrote to, or one file with tensors"
+    raise CheckpointError.of_weights(path, problem, cure=cure)
 
 
 def _sharded(index: Path) -> Iterator[tuple[Path, Sequence[str]]]:
@@ -122,16 +97,12 @@ def _sharded(index: Path) -> Iterator[tuple[Path, Sequence[str]]]:
     for file in shards:
         place = PurePosixPath(file) if isinstance(file, str) and "\0" not in file else None
         if place is None or not place.parts or place.is_absolute() or ".." in place.parts:
-            raise CheckpointError.of_weights(
-                index,
-                f"names {file!r}, which is not in its directory",
-                cure="Do not load it: an index may only name files beside it",
-            )
+            cure = "Do not load it: an index may only name files beside it"
+            raise CheckpointError.of_weights(index, f"names {file!r}, which is not in its directory", cure=cure)
     missing = [file for file in shards if not (index.parent / file).is_file()]
     if missing:
-        raise CheckpointError.of_weights(
-            index, f"names shards that do not exist: {', '.join(sorted(missing))}", cure="Fetch them"
-        )
+        problem = f"names shards that do not exist: {', '.join(sorted(missing))}"
+        raise CheckpointError.of_weights(index, problem, cure="Fetch them")
     for file, names in shards.items():
         yield index.parent / file, names
 
@@ -168,9 +139,8 @@ def _mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
             continue
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise CheckpointError.of_weights(
-                file, f"has '{name}' of dtype {entry['dtype']}, which torch lacks", cure="Convert it first"
-            )
+            problem = f"has '{name}' of dtype {entry['dtype']}, which torch lacks"
+            raise CheckpointError.of_weights(file, problem, cure="Convert it first")
         first, last = entry["data_offsets"]
         if first == last:
             tensors[name] = torch.empty(entry["shape"], dtype=dtype, device="cpu")
@@ -192,8 +162,5 @@ def _open_pickle(file: Path) -> dict[str, torch.Tensor]:
     with contextlib.suppress(AttributeError):
         if all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()):
             return dict(loaded)
-    raise CheckpointError.of_weights(
-        file,
-        "does not hold a state dict (tensors by name)",
-        cure="Save the state dict alone: torch.save(state_dict, ...)",
-    )
+    problem = "does not hold a state dict (tensors by name)"
+    raise CheckpointError.of_weights(file, problem, cure="Save the state dict alone: torch.save(state_dict, ...)")

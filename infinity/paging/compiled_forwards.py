@@ -93,11 +93,8 @@ class CompiledForwards:
             compile_function = _settings_of(compiled)
             if compiled is None or compile_function is None:
                 name = fqn or type(getattr(module, "_orig_mod", module)).__name__
-                raise ModelError(
-                    f"module '{name}' was compiled as a whole, and its parameters are not in memory all at once",
-                    cure=_CURE,
-                    fqn=fqn,
-                )
+                problem = f"module '{name}' was compiled as a whole, and its parameters are not in memory all at once"
+                raise ModelError(problem, cure=_CURE, fqn=fqn)
             self.put(module, "_compiled_call_impl", None)
             for part in spanned if spans else [module]:
                 self.put(part, "forward", InPlaceOfMethod(part, "forward", compile_function(part.forward)))

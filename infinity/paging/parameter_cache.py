@@ -27,12 +27,11 @@ from infinity.metrics.clock import StepClock
 from infinity.paging.prefetch_schedule import PrefetchSchedule
 from infinity.paging.weights_budget import WeightsBudget, moving_bytes_of
 from infinity.threads.engine_lock import refuse_in_between
-from infinity.tiers.aside_weights import AsideWeights
 from infinity.tiers.user_copies import PutAside
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Slot
-from infinity.units.unit import Arrival, PendingUpdate, Unit, UnstartedArrival
+from infinity.units.unit import Arrival, PendingUpdate, SimpleArrival, Unit
 from swapper import ReentryError
 from swapper.sync.lifetimes import LiveObjects
 
@@ -116,12 +115,16 @@ class ParameterCache:
         self.due: set[int] = set()
         """Indices of units of which an update is about to be created, and needs what is in their buffers: from their touch in
         a backward that micro-batches share until its moment ends."""
-        self.aside = AsideWeights()
-        """Of resident units that `page_out_all` has paged out."""
+        self._aside: dict[int, torch.Tensor] = {}
+        """Unit index -> its weights, of resident units that `page_out_all` has paged out."""
         self._sizes = [unit.num_bytes for unit in self.units]
         self._persistent = frozenset(unit.index for unit in self.units if unit.is_persistent)
-        self._moving_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._persistent)
-        """Of the pool, what the units that come and go share."""
+        self.room_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._persistent)
+        """Of flat buffers, for the units that come and go."""
+        self.holds_all = source is None or sum(self._sizes) <= pool.capacity_bytes
+        """Whether all units can be resident together, so that none has to make room for another."""
+        self.fills = source is not None and prefetches
+        """Whether an update may wait until its unit is wanted, to leave the new weights in the unit's buffer."""
         self._filled: tuple[object, int | None] | None = None
         """Forecast and place in it of the last `pump`, if all that is wanted there is in memory or on its way. None for a
         place: so is all of the forecast."""
@@ -130,11 +133,6 @@ class ParameterCache:
         self._idle_at: tuple[PrefetchSchedule, int] | None = None
         """When those were found."""
         _parameter_caches.add(self)
-
-    @property
-    def room_bytes(self) -> int:
-        """Of flat buffers, for the units that come and go."""
-        return self._moving_bytes
 
     def group_of(self, unit: Unit) -> int:
         """The number that stands for the experts of the layer, of which the unit is one."""
@@ -197,11 +195,8 @@ class ParameterCache:
         if unit.flat is None or writer is None:
             fqn = unit.layout.slots[min(unit.dirty)].spec.fqn
             self.forget_changes(unit)
-            raise ModelError(
-                f"parameter '{fqn}' was written to where that cannot be stored",
-                cure="Change weights inside `with infinity.GatheredParameters(...)` between steps instead",
-                fqn=fqn,
-            )
+            cure = "Change weights inside `with infinity.GatheredParameters(...)` between steps instead"
+            raise ModelError(f"parameter '{fqn}' was written to where that cannot be stored", cure=cure, fqn=fqn)
         writer.store_written(unit)
 
     def forget_changes(self, unit: Unit) -> Slot | None:
@@ -325,8 +320,9 @@ class ParameterCache:
                     self._attach(unit, is_demand=False, keep=targets)
 
     def _begin_fetch(self, unit: Unit, flat: FlatBuffer, *, is_demand: bool) -> None:
-        # An interruption here must not leave a buffer that looks as if it held the weights.
-        self.place(unit, flat, UnstartedArrival(lambda: self._fetch(unit, is_demand=True)))
+        # An interruption here must not leave a buffer that looks as if it held the weights: whoever waits for them then
+        # begins the fetch.
+        self.place(unit, flat, SimpleArrival(lambda: self._fetch(unit, is_demand=True).wait(), is_done=False))
         unit.expect(self._fetch(unit, is_demand=is_demand))
 
     def _displace(self, unit: Unit) -> None:
@@ -345,8 +341,9 @@ class ParameterCache:
         self.unit_at[flat.address] = unit
 
     def _fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
-        if unit in self.aside:
-            return self.aside.fetch(unit)
+        if unit.index in self._aside:
+            unit.memory.copy_(self._aside[unit.index])
+            return SimpleArrival(lambda: None)
         if self._source is None:
             raise RuntimeError(f"unit {unit.name} has no place to be fetched from")
         with self._around_fetch(unit):
@@ -358,7 +355,7 @@ class ParameterCache:
             return [], False
         # Behind a backward there may be a step, after which what was fetched for the next forward would be fetched again.
         is_around = not self.is_divided or not self.schedule.has_backward
-        return self.schedule.wanted(self._sizes, self._moving_bytes, self._persistent, is_around=is_around)
+        return self.schedule.wanted(self._sizes, self.room_bytes, self._persistent, is_around=is_around)
 
     def pump(self) -> None:
         """Start fetching what is wanted, evicting what is not."""
@@ -428,7 +425,7 @@ class ParameterCache:
                 waited_seconds = time.monotonic() - began
                 is_soon = waited_seconds > _HANG_SECONDS and self.pool.awaits_requests()
                 if waited_seconds > _TIMEOUT_SECONDS and not is_soon:
-                    raise self._budget.no_room(unit, self.units, self.pool.used_bytes, self._moving_bytes)
+                    raise self._budget.no_room(unit, self.units, self.pool.used_bytes, self.room_bytes)
                 time.sleep(0.001)
             else:
                 has_collected = True
@@ -492,7 +489,7 @@ class ParameterCache:
 
     def evict(self, unit: Unit) -> None:
         """Page ``unit`` out, unless it stays. What is on its way into its buffer has to arrive first."""
-        if unit.flat is None or (unit.is_persistent and unit not in self.aside):
+        if unit.flat is None or (unit.is_persistent and unit.index not in self._aside):
             return
         self.quiesce(unit)
         self._displace(unit)
@@ -507,17 +504,21 @@ class ParameterCache:
                 self.quiesce(unit)
                 if unit.num_active or unit.flat is None or unit.flat.has_views:
                     continue
-                if not unit.is_persistent or self.aside.keep(unit, put_aside):
-                    self.evict(unit)
+                if unit.is_persistent and unit.index not in self._aside:
+                    kept = put_aside(unit.memory)
+                    if kept is None:
+                        continue
+                    self._aside[unit.index] = kept
+                self.evict(unit)
             self.pool.release_free()
 
     def page_in_residents(self) -> None:
         """Bring back the resident units that `page_out_all` has paged out."""
         with self.lock:
             for unit in self.units:
-                if unit in self.aside:
+                if unit.index in self._aside:
                     self.make_resident(unit)
-                    self.aside.forget(unit)
+                    del self._aside[unit.index]  # the flat buffer is the only place of the weights again
 
     def quiesce(self, unit: Unit) -> None:
         """Return when nothing comes into the unit's buffer, no update of it is pending, and what was written is stored."""
@@ -558,14 +559,14 @@ class ParameterCache:
 
     def has_room(self, units: Collection[Unit]) -> bool:
         """Whether the units can be in memory together."""
-        return moving_bytes_of(units) <= self._moving_bytes
+        return moving_bytes_of(units) <= self.room_bytes
 
     def check_room(self, units: Collection[Unit]) -> None:
         """Raise `BudgetTooSmallError` if the units cannot be in memory together."""
         moving_bytes = moving_bytes_of(units)
-        if moving_bytes > self._moving_bytes:
+        if moving_bytes > self.room_bytes:
             raise self._budget.too_small(
-                moving_bytes - self._moving_bytes,
+                moving_bytes - self.room_bytes,
                 f"{len(units)} units are gathered at once, of which {format_bytes(moving_bytes)} have to be fetched: gather "
                 "fewer parameters at a time",
             )
@@ -584,16 +585,6 @@ class ParameterCache:
                         unit.forget_changes()
                     elif writer is None or writer.is_urgent(unit):
                         self.store_changes(unit)
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether all units can be resident together, so that none has to make room for another."""
-        return self._source is None or sum(self._sizes) <= self.pool.capacity_bytes
-
-    @property
-    def fills(self) -> bool:
-        """Whether an update may wait until its unit is wanted, to leave the new weights in the unit's buffer."""
-        return self._source is not None and self._prefetches
 
 
 _parameter_caches: LiveObjects[ParameterCache] = LiveObjects(in_child=ParameterCache.reset_after_fork)

@@ -288,14 +288,15 @@ def simulate(
             fetched for the next one.
     """
     length = len(order)
-    window = _Window(order, num_bytes, capacity_bytes, staying)
+    persistent = frozenset(staying)
+    window = _Window(order, num_bytes, capacity_bytes, persistent)
     fetches: list[tuple[int, int]] = []
     begun_with: set[int] | None = None
     per_cycle: list[tuple[int, int]] = []
     for cycle in range(num_cycles + 1):  # one more, to warm up
         begin = cycle * length
         if cycle == 1 and lasting_until is not None:
-            window = _Window(order, num_bytes, capacity_bytes, staying, begin)
+            window = _Window(order, num_bytes, capacity_bytes, persistent, begin)
         if cycle < 2 or begun_with != window.held:  # else the cycle before comes once more
             begun_with = set(window.held)
             per_cycle = []
@@ -305,33 +306,31 @@ def simulate(
                 per_cycle += [(place, unit) for unit in window.move(begin + place, until)]
         if cycle:
             fetches += [(begin - length + place, unit) for place, unit in per_cycle]
-    return Simulation(fetches, frozenset(window.held.union(staying)))
+    return Simulation(fetches, frozenset(window.held | persistent))
 
 
+@dataclass(eq=False)
 class _Window:
     """The places from the one in use on whose units fit, and the units in memory. Places count from 0 over all cycles."""
 
-    def __init__(
-        self,
-        order: Sequence[int],
-        num_bytes: Sequence[int],
-        capacity_bytes: int,
-        staying: Collection[int],
-        begin: int = 0,
-    ) -> None:
+    _order: Sequence[int]
+    _num_bytes: Sequence[int]
+    _capacity_bytes: int
+    _persistent: frozenset[int]
+    _begin: int = 0
+
+    def __post_init__(self) -> None:
         self.held: set[int] = set()
-        self._order, self._num_bytes, self._capacity_bytes = order, num_bytes, capacity_bytes
-        self._persistent = frozenset(staying)
-        self._begin = self._end = begin
+        self._end = self._begin
         self._num_uses: dict[int, int] = {}  # within the window, of each unit that is in it
         self._wanted_bytes = self._held_bytes = 0
         self._leaving: list[tuple[int, int]] = []  # heap of (-next use, unit) of those held outside the window
         last: dict[int, int] = {}
-        self._next_use = [0] * len(order)
-        for place in reversed(range(2 * len(order))):
-            if place < len(order):
-                self._next_use[place] = last[order[place]] - place
-            last[order[place % len(order)]] = place
+        self._next_use = [0] * len(self._order)
+        for place in reversed(range(2 * len(self._order))):
+            if place < len(self._order):
+                self._next_use[place] = last[self._order[place]] - place
+            last[self._order[place % len(self._order)]] = place
 
     def move(self, place: int, until: int) -> list[int]:
         """``place`` is in use, and nothing from ``until`` on is wanted. Returns the units that are fetched.

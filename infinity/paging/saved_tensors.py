@@ -24,7 +24,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,17 +38,8 @@ class PackedSavedTensor:
     """Stands for a view of a unit's weights in autograd's graph."""
 
     __slots__ = (
-        "__weakref__",
-        "count",
-        "dtype",
-        "is_parameter",
-        "kept",
-        "lazy_bits",
-        "offset",
-        "shape",
-        "stride",
-        "unit",
-        "version",
+        *("__weakref__", "lazy_bits", "count", "dtype", "is_parameter", "kept"),
+        *("offset", "shape", "stride", "unit", "version"),
     )
 
     def __init__(self, unit: Unit, tensor: torch.Tensor, slot: Slot | None = None) -> None:
@@ -86,11 +76,6 @@ class PackedSavedTensor:
                     f"parameter '{slot.spec.fqn}', of shape {list(slot.spec.shape)}, after forward had used it"
                 )
 
-    def lies_in(self, slot: Slot) -> bool:
-        """Whether it is a view of this parameter."""
-        start = int(self.offset) * self.dtype.itemsize - slot.offset_bytes
-        return 0 <= start < slot.numel * slot.spec.dtype.itemsize
-
     def view(self) -> torch.Tensor:
         """The view itself, of a unit that is in memory."""
         if self.unit.flat is None:
@@ -124,7 +109,7 @@ def keep_saved(unit: Unit, slot: Slot, copy: Callable[[], torch.Tensor]) -> None
         if isinstance(packed, PackedSavedTensor)
         and not packed.is_parameter
         and packed.kept is None
-        and packed.lies_in(slot)
+        and 0 <= int(packed.offset) * packed.dtype.itemsize - slot.offset_bytes < slot.numel * slot.spec.dtype.itemsize
     ]
     if views:
         kept = copy().as_strided((slot.numel,), (1,)).view(torch.uint8)
@@ -314,9 +299,7 @@ class SavingHooks:
     def __enter__(self) -> None:
         self.push()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: Any) -> None:
         self.pop()
 
     def clear_top(self) -> None:

@@ -28,17 +28,18 @@ from infinity.tiers.extent_labels import weight_contents
 from infinity.tiers.weight_store import LandedRead, WeightStore, Written, extent_of, landed
 from infinity.units.layout import Chunk
 from infinity.units.shards import Shards
-from infinity.units.unit import Arrival, Unit
-from swapper import Handle, Latch, NameOf, Priority, StagingBuffer, StagingPool, Swapper, SwapperError
+from infinity.units.unit import Arrival, LatchedArrival, Unit
+from swapper import Handle, NameOf, Priority, StagingBuffer, StagingPool, Swapper, SwapperError
 
 _ON_THE_WIRE = torch.int32
 """Weights are gathered as numbers of this dtype, whatever theirs is."""
 
 
-class Gather:
+class Gather(LatchedArrival):
     """A unit's weights on their way: this rank's shard from where it is stored, then those of all ranks."""
 
     def __init__(self, store: DividedWeights, unit: Unit, issued: CallCounts, after: Fence, *, is_demand: bool) -> None:
+        super().__init__()
         self.unit = unit
         self.is_demand = is_demand
         self.landing: StagingBuffer | None = None
@@ -52,17 +53,10 @@ class Gather:
         self._fence: Fence = None
         self._failure: Exception | None = None
         """Why it has failed on this rank alone, or is known to have on all."""
-        self._error: Exception | None = None
-        self._is_over = Latch()
 
     def wait(self) -> None:
-        self._is_over.wait()
-        if self._error is not None:
-            raise self._error
+        super().wait()
         self._store.device.compute_waits_for(self._fence)
-
-    def done(self) -> bool:
-        return self._is_over.is_set()
 
     def promote(self) -> None:
         self.is_demand = True
@@ -120,14 +114,14 @@ class Gather:
             if own.numel():
                 put(first, own)
 
-    def finish(self, error: Exception | None) -> None:
+    def finish(self, error: BaseException | None) -> None:
         """It is over."""
         self._target = None
-        self._error = error or self._failure
-        if self._error is not None:
-            clear_frames(self._error.__traceback__)  # they look at the flat buffer
+        error = error or self._failure
+        if error is not None:
+            clear_frames(error.__traceback__)  # they look at the flat buffer
         self._store.on_end(self)
-        self._is_over.set()
+        super().finish(error)
 
 
 _CURE = "See the output of that rank"
@@ -232,8 +226,7 @@ class DividedWeights(WeightStore):
 
     def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
         """Start to gather the unit in ``unit.flat``. All ranks do so, in the same order."""
-        issued = self._gathers.main.issue()
-        gather = Gather(self, unit, issued, self.device.mark(), is_demand=is_demand)
+        gather = Gather(self, unit, self._gathers.main.issue(), self.device.mark(), is_demand=is_demand)
         with self._lock:
             self._unread.append(gather)
             self._read_ahead()
@@ -267,9 +260,7 @@ class DividedWeights(WeightStore):
             with contextlib.suppress(SwapperError):  # it is told by those that are not read
                 self._read_ahead()
 
-    def _begin_read(
-        self, unit: Unit, offset: int, target: torch.Tensor, priority: Priority = Priority.DEMAND
-    ) -> Handle:
+    def _begin_read(self, unit: Unit, offset: int, target: torch.Tensor, priority: Priority) -> Handle:
         return self._swapper_of[unit.index].read(extent_of(unit), target, offset=offset, priority=priority)
 
     # ----------------------------------------------------------------------------------------------------------- changing
@@ -283,13 +274,10 @@ class DividedWeights(WeightStore):
         return self._swapper_of[unit.index].write(extent_of(unit), source, offset=place)
 
     def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Written:
+        write = self._swapper_of[unit.index].write
+        places = self._places(unit, offset, offset + source.numel())
         return Written(
-            [
-                self._swapper_of[unit.index].write(
-                    extent_of(unit), source[start - offset : stop - offset], offset=place
-                )
-                for start, stop, place in self._places(unit, offset, offset + source.numel())
-            ]
+            [write(extent_of(unit), source[a - offset : b - offset], offset=place) for a, b, place in places]
         )
 
     def close(self) -> None:

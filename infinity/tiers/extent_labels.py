@@ -81,14 +81,11 @@ def record_contents(
             if low >= stop or start >= states + state_bytes * len(state_names):
                 continue
             fields = [(_MAIN_NAMES[main_itemsize], low, form.main_bytes)] if main_itemsize else []
-            for index, name in enumerate(state_names):
-                fields.append((name, states + index * state_bytes, form.states.num_bytes))
+            fields += [(name, states + i * state_bytes, form.states.num_bytes) for i, name in enumerate(state_names)]
             for kind, origin, num_bytes in fields:
                 for param_slice in chunk.slices:
-                    first, last = (
-                        origin + num_bytes(param_slice.offset),
-                        origin + num_bytes(param_slice.offset + param_slice.numel),
-                    )
+                    first = origin + num_bytes(param_slice.offset)
+                    last = origin + num_bytes(param_slice.offset + param_slice.numel)
                     if param_slice.numel and first < stop and start < last:
                         yield f"{kind} of {param_slice.slot.spec.fqn}"
 

@@ -7,26 +7,24 @@ uploaded, and unpacked in the compute stream when the unit is needed.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
 
-import torch
-
 from infinity.device.compute import ComputeDevice
-from infinity.units.unit import Arrival
-from swapper import Handle, Latch, Priority
+from infinity.units.unit import Arrival, LatchedArrival
+from swapper import Handle, Priority
 from swapper.sync.limits import start_threads
 
 
-class _Unpacking:
+class _Unpacking(LatchedArrival):
     """One unit whose packed weights are read and unpacked in host memory: an `Arrival`."""
 
     def __init__(self, reads: Sequence[Handle], unpack: Callable[[], None]) -> None:
+        super().__init__()
         self.reads: Sequence[Handle] = reads
         self._unpack: Callable[[], None] | None = unpack
-        self._error: BaseException | None = None
-        self._is_over = Latch()
 
     def run(self) -> None:
         """Unpack. Runs on the unpacking thread, when all reads have ended."""
@@ -41,21 +39,15 @@ class _Unpacking:
         self.finish(error)
 
     def finish(self, error: BaseException | None) -> None:
-        self._error = error
         # They hold views of the flat buffer. Dropped before the latch is set: a waiter may evict the unit at once,
         # which would fail while a view is alive.
         self.reads, self._unpack = (), None
-        self._is_over.set()
+        super().finish(error)
 
     def wait(self) -> None:
         for read in self.reads:
             read.wait()  # not only the latch: this wait raises an error if the drive hangs
-        self._is_over.wait()
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        return self._is_over.is_set()
+        super().wait()
 
     def promote(self) -> None:
         for read in self.reads:
@@ -87,10 +79,15 @@ class Unpacker:
         unpacking = _Unpacking(reads, unpack)
         self._begun.add(unpacking)
         # The thread gets a unit only when its reads have ended. So a slow read holds up no unit that was read after it.
-        left = _Countdown(len(reads), lambda: self._ready.put(unpacking))
-        for read in reads:
-            read.add_done_callback(left.count)
+        self._put_when_read(unpacking)
         return unpacking
+
+    def _put_when_read(self, unpacking: _Unpacking, _: Handle | None = None) -> None:
+        for read in unpacking.reads:
+            if not read.is_finished:
+                read.add_done_callback(functools.partial(self._put_when_read, unpacking))
+                return
+        self._ready.put(unpacking)
 
     def close(self) -> None:
         """End the thread when it has unpacked all units that have been read."""
@@ -109,23 +106,6 @@ class Unpacker:
                 self._begun.discard(unpacking)
                 unpacking.run()
                 del unpacking  # the thread waits in `get` next, and would hold the unit until then
-
-
-class _Countdown:
-    """Calls a function at the ``count``-th call of `count`, or at once if ``count`` is 0."""
-
-    def __init__(self, count: int, function: Callable[[], object]) -> None:
-        # With 3 reads the list has 2 elements: two pops succeed, and the third finds it empty.
-        self._left = [None] * (count - 1)
-        self._function = function
-        if not count:
-            function()
-
-    def count(self, handle: Handle) -> None:
-        try:
-            self._left.pop()  # atomic, so it needs no lock: callbacks come from several workers
-        except IndexError:
-            self._function()
 
 
 class UploadedUnpacking:
@@ -148,8 +128,3 @@ class UploadedUnpacking:
 
     def promote(self) -> None:
         self._upload.promote()
-
-
-def scratch_for(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of the device for packed bytes, from torch's caching allocator, on the calling thread's stream."""
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -15,10 +15,11 @@ import torch
 
 from infinity.numerics.chunk_format import ChunkBuffer, ChunkFormat
 from infinity.tiers.extent_labels import record_contents
+from infinity.tiers.host_block import HostBlock
 from infinity.tiers.user_copies import PutAside
 from infinity.units.layout import Chunk
 from infinity.units.unit import Unit
-from swapper import AlignedRegion, Extent, Handle, Priority, StagingBuffer, StagingExhaustedError, StagingPool, Swapper
+from swapper import Extent, Handle, Priority, StagingBuffer, StagingExhaustedError, StagingPool, Swapper
 
 # Staging buffers that reading ahead leaves free: one chunk being read, one updated, one written. A record that is read
 # ahead may be opened late or never, and its buffer stays in use until then. With none left, an update would wait for
@@ -42,7 +43,7 @@ class _UnitRecords:
     main_bytes: list[int]
     num_in_memory: int
     """The first so many chunks have their records in host memory, the others in the extent."""
-    memory: torch.Tensor | None
+    memory: HostBlock | None
     extent: Extent | None
     offsets: list[int]
     """First byte of each record, in ``memory`` or in ``extent``."""
@@ -148,8 +149,6 @@ class PagedStateStore:
         self._staging_pool = staging_pool
         self._format = record_format
         self._records: dict[int, _UnitRecords] = {}
-        self._regions: dict[int, AlignedRegion] = {}
-        """Unit index -> the memory of its records that rest there."""
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         """Guards `_ahead`. The staging pool's own lock is taken inside of it, never the other way round."""
         self._layouts: dict[tuple[int, int, tuple[str, ...]], ChunkBuffer] = {}
@@ -182,18 +181,12 @@ class PagedStateStore:
                 raise RuntimeError(f"unit {unit.name} has records that rest nowhere")
             name_of = record_contents(chunks[num_in_memory:], on_drive, names, form)
             extent = self._swapper.allocate(on_drive[-1], owner, name_of=name_of)
-        memory: torch.Tensor | None = None
-        if num_in_memory:
-            # An anonymous mapping: zeros, which take no memory until they are written. Initial states are zeros.
-            region = AlignedRegion(max(in_memory[-1], 1))
-            self._regions[unit.index] = region
-            memory = torch.from_numpy(region.array())
         self._records[unit.index] = _UnitRecords(
             owner=owner,
             names=tuple(names),
             main_bytes=[form.main_bytes(chunk.numel) for chunk in chunks],
             num_in_memory=num_in_memory,
-            memory=memory,
+            memory=HostBlock(max(in_memory[-1], 1)) if num_in_memory else None,  # initial states are zeros
             extent=extent,
             offsets=[*in_memory[:-1], *on_drive[:-1]],
             valid_bytes=[0] * len(chunks),
@@ -236,11 +229,7 @@ class PagedStateStore:
                 if lease is not None and not reads:
                     clear(lease.workspace.record)
             elif lease is None:
-                staging_buffer = None
-                if self.free_buffers:
-                    staging_buffer = self._staging_pool.try_lease(owner=records.owner)
-                if staging_buffer is None and is_blocking:
-                    staging_buffer = self._wait_for_buffer(records)
+                staging_buffer = self._lease_buffer(records, is_blocking=is_blocking)
                 if staging_buffer is not None:
                     lease = self._begin(records, chunk, staging_buffer, reads=reads)
         except BaseException:
@@ -254,9 +243,7 @@ class PagedStateStore:
             lease.workspace = lease.workspace.with_weight(weight)
         return lease
 
-    def _begin(
-        self, records: _UnitRecords, chunk: Chunk, staging_buffer: StagingBuffer, *, reads: bool = True
-    ) -> Lease:
+    def _begin(self, records: _UnitRecords, chunk: Chunk, staging_buffer: StagingBuffer, *, reads: bool) -> Lease:
         """Start to read a record of the extent into ``staging_buffer``, which this lease owns from now on."""
         layout = staging_buffer.index, chunk.stop - chunk.start, records.names
         extent, swapper = records.extent, self._swapper
@@ -282,7 +269,10 @@ class PagedStateStore:
             staging_buffer.release()
             raise
 
-    def _wait_for_buffer(self, records: _UnitRecords) -> StagingBuffer:
+    def _lease_buffer(self, records: _UnitRecords, *, is_blocking: bool) -> StagingBuffer | None:
+        found = self._staging_pool.try_lease(owner=records.owner) if self.free_buffers else None
+        if found is not None or not is_blocking:
+            return found
         if self._ahead:
             # As a rule the other buffers are being written, and are free in a moment.
             with contextlib.suppress(StagingExhaustedError):
@@ -311,7 +301,7 @@ class PagedStateStore:
             staging_buffer = self._staging_pool.try_lease(owner=records.owner)
             if staging_buffer is None:
                 return False
-            lease = self._begin(records, chunk, staging_buffer)
+            lease = self._begin(records, chunk, staging_buffer, reads=True)
             if lease.read is None:
                 lease.discard()
             else:
@@ -333,15 +323,13 @@ class PagedStateStore:
         if records.memory is None:
             raise RuntimeError("the record is not in memory")
         if weight is None or needs_scratch:
-            staging_buffer = self._staging_pool.try_lease(owner=records.owner)
+            staging_buffer = self._lease_buffer(records, is_blocking=is_blocking)
             if staging_buffer is None:
-                if not is_blocking:
-                    return None
-                staging_buffer = self._wait_for_buffer(records)
+                return None
         # Empty scratch gives an empty gradient: allowed, since the weight has memory and no gradient is needed.
         scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if staging_buffer is None else staging_buffer.tensor
         offset = records.offsets[chunk.index]
-        record = records.memory[offset : offset + self._format.record_bytes(chunk.numel, len(records.names))]
+        record = records.memory.tensor[offset : offset + self._format.record_bytes(chunk.numel, len(records.names))]
         workspace = self._format.over_scratch(record, chunk.numel, records.names, scratch, weight)
         return Lease(staging_buffer, workspace, takes_memory=staging_buffer is not None)
 
@@ -372,29 +360,22 @@ class PagedStateStore:
         """Move what rests in memory elsewhere until `take_memory_back`, as far as ``put_aside`` takes it. Nothing is open."""
         self.drop_read_ahead()
         self._layouts.clear()  # they look at staging buffers, whose memory is released as well
-        for index, region in self._regions.items():
-            memory = self._records[index].memory
-            aside = None if memory is None or region.is_released else put_aside(memory)
-            if aside is not None:
-                self._records[index].memory = aside
-                region.release()
+        for block in self._blocks():
+            block.release_memory(put_aside)
 
     def take_memory_back(self) -> None:
         """The counterpart of `release_memory`."""
-        for index, region in self._regions.items():
-            aside = self._records[index].memory
-            if region.is_released and aside is not None:
-                region = AlignedRegion(region.num_bytes)
-                self._records[index].memory = torch.from_numpy(region.array()).copy_(aside)
-                self._regions[index] = region
+        for block in self._blocks():
+            block.take_memory_back()
+
+    def _blocks(self) -> list[HostBlock]:
+        return [records.memory for records in self._records.values() if records.memory is not None]
 
     def close(self) -> None:
         """Release all memory."""
         self._layouts.clear()  # first: views of memory that is released below
-        for records in self._records.values():
-            records.memory = None
-        for region in self._regions.values():
-            region.release()
+        for block in self._blocks():
+            block.release()
 
 
 def clear(memory: torch.Tensor) -> None:
@@ -418,11 +399,8 @@ class ResidentStateStore:
         self._records: dict[int, tuple[torch.Tensor, list[int], tuple[str, ...]]] = {}
 
     def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
-        offsets: list[int] = []
-        total = 0
-        for chunk in chunks:
-            offsets.append(total)
-            total += self._format.record_bytes(chunk.numel, len(names))
+        sizes = (self._format.record_bytes(chunk.numel, len(names)) for chunk in chunks)
+        *offsets, total = itertools.accumulate(sizes, initial=0)
         memory = torch.zeros(total, dtype=torch.uint8, device=self._device)
         self._records[unit.index] = (memory, offsets, tuple(names))
 

@@ -74,11 +74,14 @@ class UserCopies:
 
     def collected(self, parameter: nn.Parameter, fqn: str, copy: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         """The value of a parameter for the running ``state_dict()``; None if none runs."""
-        # Tied weights get the same memory under each name, as in torch, so that torch.save and safetensors store it
-        # once.
-        destination = _destination_of_state_dict()
+        # The dict that the outermost running call of this thread fills. Read from the stack: a flag set by a hook would
+        # stay set if another hook raised.
+        running = [frame for frame in callers() if frame.f_code is _STATE_DICT]
+        destination = running[-1].f_locals.get("destination") if running else None
         if destination is None:
             return None
+        # Tied weights get the same memory under each name, as in torch, so that torch.save and safetensors store it
+        # once.
         found = self._collected.get(destination, parameter, copy)
         if not self._has_warned_of_writes:
             self._watched.append((weakref.ref(found), found._version, fqn))
@@ -115,19 +118,19 @@ class NewCopy:
     ) -> None:
         self._shape, self._stride, self._dtype = tuple(shape), tuple(stride), dtype
         self._file = file
-        self._whole = torch.empty(torch.Size(shape).numel(), dtype=dtype, device="cpu") if file is None else None
+        self._whole = torch.empty(torch.Size(shape).numel() if file is None else 0, dtype=dtype, device="cpu")
 
     def write(self, start: int, values: torch.Tensor) -> None:
         """Write elements (1-D, contiguous, on the CPU) at an offset."""
-        if self._whole is not None:
+        if self._file is None:
             self._whole[start : start + values.numel()].copy_(values)
-        elif self._file is not None:
+        else:
             self._file.write(values.view(torch.uint8).numpy(), start * self._dtype.itemsize)
 
     @contextmanager
     def part(self, start: int, stop: int) -> Iterator[torch.Tensor]:
         """1-D memory for some elements, which the ``with`` block fills."""
-        if self._whole is not None:
+        if self._file is None:
             yield self._whole[start:stop]
         else:
             values = torch.empty(stop - start, dtype=self._dtype, device="cpu")
@@ -137,9 +140,7 @@ class NewCopy:
     def finish(self) -> torch.Tensor:
         """Return the copy as a tensor."""
         # A private mapping: a script's writes stay in memory, and the nameless file disappears with the tensor.
-        if self._file is not None:
-            self._whole = torch.from_numpy(self._file.array()).view(self._dtype)
-        whole = self._whole if self._whole is not None else torch.empty(0, dtype=self._dtype, device="cpu")
+        whole = self._whole if self._file is None else torch.from_numpy(self._file.array()).view(self._dtype)
         return whole.as_strided(self._shape, self._stride)
 
 
@@ -161,10 +162,3 @@ class _Collected(threading.local):
         made = copy()
         self._copies[id(parameter)] = made
         return made
-
-
-def _destination_of_state_dict() -> Any:
-    """The dict that the outermost running ``nn.Module.state_dict()`` of this thread fills; None if none runs."""
-    # Read from the stack. A flag set by a hook would stay set if another hook raised.
-    found = [frame for frame in callers() if frame.f_code is _STATE_DICT]
-    return found[-1].f_locals.get("destination") if found else None

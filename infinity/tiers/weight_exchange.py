@@ -26,13 +26,7 @@ _MOST_PENDING = 4
 class WeightExchange:
     """Each rank's shard of a unit's trainable weights goes to all. Memory: two blocks, see `Ranks.all_gather_parts`."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        shards: Shards,
-        weights: WeightStore | None,
-        device: ComputeDevice,
-    ) -> None:
+    def __init__(self, ranks: Ranks, shards: Shards, weights: WeightStore | None, device: ComputeDevice) -> None:
         """
         Args:
             ranks: those that divide states.
@@ -44,11 +38,8 @@ class WeightExchange:
         self.shards = shards
         self._weights = weights
         self._device = device
-
-    @property
-    def is_divided(self) -> bool:
+        self.is_divided = isinstance(weights, DividedWeights)
         """Whether this rank keeps no more of some units' weights than its shards."""
-        return isinstance(self._weights, DividedWeights)
 
     def divides(self, unit: Unit) -> bool:
         """Whether this rank keeps no more of the unit's weights than its shard."""
@@ -79,9 +70,7 @@ class WeightExchange:
         what = f"gathering the weights of {unit.name}"
         spans = self.shards.spans(unit)
         self.ranks.all_gather_ints(what, [number for span in spans for number in span])
-        flat = None
-        if unit.flat is not None:
-            flat = unit.trainable_view(unit.flat.tensor())
+        flat = None if unit.flat is None else unit.trainable_view(unit.flat.tensor())
         rests = self._weights if not unit.is_persistent else None
         is_written = rests is not None and not self.divides(unit)
         pending: deque[tuple[Handle, torch.Tensor]] = deque()

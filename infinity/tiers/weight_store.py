@@ -24,11 +24,12 @@ import torch
 from infinity.device.compute import ComputeDevice, Fence
 from infinity.packed.stored_form import PackedSlot, StoredForm
 from infinity.tiers.extent_labels import weight_contents
-from infinity.tiers.packed_weights import Unpacker, UploadedUnpacking, scratch_for
+from infinity.tiers.host_block import HostBlock
+from infinity.tiers.packed_weights import Unpacker, UploadedUnpacking
 from infinity.tiers.user_copies import PutAside
 from infinity.units.layout import Chunk
-from infinity.units.unit import Arrival, Unit
-from swapper import AlignedRegion, Extent, Handle, Latch, Priority, StagingBuffer, StagingPool, Swapper
+from infinity.units.unit import Arrival, LatchedArrival, SimpleArrival, Unit
+from swapper import Extent, Handle, Priority, StagingBuffer, StagingPool, Swapper
 from swapper.sync.limits import start_threads
 
 
@@ -70,82 +71,33 @@ class Written:
             handle.wait()
 
 
-class HostWeights:
+class HostWeights(HostBlock):
     """One unit's weights in host memory, with the layout of its flat buffer or of its stored form."""
 
     def __init__(self, num_bytes: int, device: ComputeDevice) -> None:
+        super().__init__(num_bytes, device.pin)
         self._device = device
-        self._num_bytes = num_bytes
-        self.tensor: torch.Tensor | None = None
-        self._map()
         # Of the last copy out of this memory. One is enough: copies run in the order of one stream, so earlier ones are
         # done before it.
         self._fence: Fence = None
 
-    def _map(self) -> None:
-        self._region = region = AlignedRegion(self._num_bytes)
-        # Pinned, so that the GPU copies without help of the CPU. `pin` returns None if the driver refuses: copies are
-        # slower then.
-        self._unpin = self._device.pin(region.address, region.num_bytes) if self._device.pin is not None else None
-        self.tensor = torch.from_numpy(region.array())
-
     def fetch(self, target: torch.Tensor) -> Arrival:
-        """Start the copy into ``target``, a flat buffer."""
+        """Start the copy into ``target``, a flat buffer. Only the compute stream waits for it, not the thread."""
         # After `mark`: kernels that were launched before may still read what the flat buffer held.
-        self._fence = self._device.upload(target, self.present, self._device.mark())
-        return _Copied(self._device, self._fence)
-
-    @property
-    def present(self) -> torch.Tensor:
-        """The whole block, uint8, 1-D."""
-        if self.tensor is None:
-            raise RuntimeError("the memory of the weights has been released")
-        return self.tensor
+        self._fence = self._device.upload(target, self.tensor, self._device.mark())
+        return SimpleArrival(functools.partial(self._device.compute_waits_for, self._fence))
 
     def write(self, offset: int, source: torch.Tensor) -> None:
         """Replace bytes from ``offset`` on by those of ``source`` (host memory), after waiting for a copy that reads
         them."""
         self._device.synchronize(self._fence)
         raw = source.view(torch.uint8)
-        self.present[offset : offset + raw.numel()].copy_(raw)
-
-    def release_memory(self, put_aside: PutAside) -> None:
-        """Move them elsewhere until `take_memory_back`, if ``put_aside`` takes them. They can be fetched from there."""
-        aside = None if self._region.is_released else put_aside(self.present)
-        if aside is not None:
-            self.release()
-            self.tensor = aside
-
-    def take_memory_back(self) -> None:
-        """The counterpart of `release_memory`."""
-        if self._region.is_released:
-            aside = self.present
-            self._map()
-            self.present.copy_(aside)
+        self.tensor[offset : offset + raw.numel()].copy_(raw)
 
     def release(self) -> None:
         """Release the memory, after waiting for a copy that reads it."""
         self._device.synchronize(self._fence)
-        if self._unpin is not None:
-            self._unpin()  # before the region is unmapped: the driver must not keep addresses of others' memory
-        self._unpin = self.tensor = None
-        self._region.release()
-
-
-class _Copied:
-    """A copy from host memory to the GPU: an `Arrival`. Only the compute stream waits for it, not the thread."""
-
-    def __init__(self, device: ComputeDevice, fence: Fence) -> None:
-        self._device = device
-        self._fence = fence
-
-    def wait(self) -> None:
-        self._device.compute_waits_for(self._fence)
-
-    def done(self) -> bool:
-        return True  # `wait` never blocks the calling thread
-
-    def promote(self) -> None: ...
+        super().release()
 
 
 class WeightStore:
@@ -195,19 +147,31 @@ class WeightStore:
         """Start to fetch the unit's weights into ``unit.flat``. Waits for nothing."""
         if unit.index in self._packed:
             return self._fetch_packed(unit, self._packed[unit.index], is_demand=is_demand)
+        return self._fetch_stored(unit, unit.memory, is_demand=is_demand)
+
+    def _fetch_stored(self, unit: Unit, target: torch.Tensor, *, is_demand: bool) -> Arrival:
+        """Start to bring the bytes of the unit as they are stored."""
         if unit.index in self._in_host_memory:
-            return self._in_host_memory[unit.index].fetch(unit.memory)
+            return self._in_host_memory[unit.index].fetch(target)
         if self._uploader is not None:
             read = functools.partial(self._read, unit)
-            return self._uploader.fetch(f"weights of {unit.name}", unit.memory, read, is_demand=is_demand)
-        return self._read(unit, unit.memory, 0, is_demand=is_demand)
+            return self._uploader.fetch(f"weights of {unit.name}", target, read, is_demand=is_demand)
+        return self._read(unit, target, 0, is_demand=is_demand)
 
     def _fetch_packed(self, unit: Unit, form: StoredForm, *, is_demand: bool) -> Arrival:
         block, memory = self._in_host_memory.get(unit.index), unit.memory
         if not self._device.uses_host_memory:
-            return self._upload_packed(unit, form, is_demand=is_demand)
+            # From torch's caching allocator, on the calling thread's stream.
+            stored = torch.empty(form.num_bytes, dtype=torch.uint8, device=memory.device)
+            self._scratch[unit.index] = stored
+
+            def unpack() -> None:
+                _unpack_apart(form, stored, memory)
+                self._scratch.pop(unit.index, None)
+
+            return UploadedUnpacking(self._fetch_stored(unit, stored, is_demand=is_demand), unpack)
         if block is not None:
-            return self._unpacker.begin((), functools.partial(_unpack_apart, form, block.present, memory))
+            return self._unpacker.begin((), functools.partial(_unpack_apart, form, block.tensor, memory))
         priority = Priority.DEMAND if is_demand else Priority.PREFETCH
         # Two reads into one flat buffer: plain weights to its beginning, where they belong, and packed ones to its end.
         # Unpacking goes from front to back and overwrites packed bytes only after they have been used.
@@ -217,28 +181,11 @@ class WeightStore:
                 reads.append(self.swapper.read(extent_of(unit), target, offset=start, priority=priority))
         return self._unpacker.begin(reads, functools.partial(form.unpack, packed, memory))
 
-    def _upload_packed(self, unit: Unit, form: StoredForm, *, is_demand: bool) -> Arrival:
-        block, memory = self._in_host_memory.get(unit.index), unit.memory
-        stored = self._scratch[unit.index] = scratch_for(form.num_bytes, memory.device)
-        if block is not None:
-            upload = block.fetch(stored)
-        elif self._uploader is not None:
-            read = functools.partial(self._read, unit)
-            upload = self._uploader.fetch(f"weights of {unit.name}", stored, read, is_demand=is_demand)
-        else:
-            raise RuntimeError("no staging buffers for the way to the device")
-
-        def unpack() -> None:
-            _unpack_apart(form, stored, memory)
-            self._scratch.pop(unit.index, None)
-
-        return UploadedUnpacking(upload, unpack)
-
     def read_packed(self, unit: Unit, packed: PackedSlot, target: torch.Tensor) -> None:
         """Read one packed weight, still packed, into host memory (uint8). Returns when it has been read."""
         start = self._packed[unit.index].raw_bytes + packed.start
         if unit.index in self._in_host_memory:
-            target.copy_(self._in_host_memory[unit.index].present[start : start + packed.num_bytes])
+            target.copy_(self._in_host_memory[unit.index].tensor[start : start + packed.num_bytes])
             return
         self.swapper.read(extent_of(unit), target, offset=start).wait()
 
@@ -263,7 +210,7 @@ class WeightStore:
         """
         offset = chunk.start * target.element_size()  # the trainable segment is the first one
         if unit.index in self._in_host_memory:
-            source = self._in_host_memory[unit.index].present[offset : offset + target.numel() * target.element_size()]
+            source = self._in_host_memory[unit.index].tensor[offset : offset + target.numel() * target.element_size()]
             target.copy_(source.view(target.dtype))
             return None
         if unit.extent is None or self._swapper is None:
@@ -339,35 +286,31 @@ Read = Callable[..., Arrival]
 """``read(target, offset, is_demand=...)`` starts to read bytes of a unit into host memory (uint8, 1-D)."""
 
 
-class _Upload:
+class _Upload(LatchedArrival):
     """One unit on its way through staging buffers to the GPU: an `Arrival`."""
 
     def __init__(self, name: str, target: torch.Tensor, read: Read, device: ComputeDevice, *, is_demand: bool) -> None:
+        super().__init__()
         self.name = name
         self.target: torch.Tensor | None = target
+        self.num_bytes = target.numel()
+        self.offset = 0  # of the bytes that are read next
         self.read = read
         self.device = device
         self.is_demand = is_demand
         # Marked on the requesting thread: its earlier kernels may still read what this memory held before.
         self.after = device.mark()
-        self.fence: Any = None  # of the newest copy; after `issued`, of the last one
-        self.error: BaseException | None = None
-        self.issued = Latch()  # all copies are launched, or the upload has failed
+        self.fence: Any = None  # of the newest copy; when it is over, of the last one
 
     def finish(self, error: BaseException | None) -> None:
+        """All copies are launched, or the upload has failed."""
         # Before the latch: a waiter may evict the unit at once, and a view of its flat buffer would prevent that.
-        self.error = error
         self.target = None
-        self.issued.set()
+        super().finish(error)
 
     def wait(self) -> None:
-        self.issued.wait()
-        if self.error is not None:
-            raise self.error
+        super().wait()
         self.device.compute_waits_for(self.fence)  # the thread goes on; only later kernels wait for the copies
-
-    def done(self) -> bool:
-        return self.issued.is_set()
 
     def promote(self) -> None:
         self.is_demand = True  # a plain attribute, which the upload thread reads: late is harmless
@@ -433,28 +376,22 @@ class Uploader:
     def _serve(self) -> None:
         # Each round does the first of these that is possible: read on, launch the oldest copy, wait for the oldest
         # copy.
-        offset = 0
         while True:
             if self._current is None:
                 # Sleep only if nothing is in flight. Otherwise reads that have ended have to be copied meanwhile.
-                is_idle = not self._reading and not self._copying
-                try:
-                    self._current = self._queue.get(block=is_idle)
-                except queue.Empty:
-                    pass
-                else:
-                    offset = 0
+                with contextlib.suppress(queue.Empty):
+                    self._current = self._queue.get(block=not self._reading and not self._copying)
                     if self._current is None:
                         self._drain()
                         return
             upload = self._current
             if upload is not None:
-                if upload.target is None or offset >= upload.target.numel():
+                if upload.target is None or upload.offset >= upload.num_bytes:
                     self._current = None  # all its staging buffers are being read, or one of them has failed
                     continue
                 staging_buffer = self._next_buffer(upload.name)
                 if staging_buffer is not None:
-                    offset = self._read(upload, staging_buffer, offset)
+                    self._read(upload, staging_buffer)
                     continue
             if self._reading:
                 self._copy_oldest()
@@ -470,16 +407,16 @@ class Uploader:
             self._retire_oldest()
         return self._staging_pool.try_lease(owner=owner)
 
-    def _read(self, upload: _Upload, staging_buffer: StagingBuffer, offset: int) -> int:
-        num_bytes = min(staging_buffer.num_bytes, _target_of(upload).numel() - offset)
+    def _read(self, upload: _Upload, staging_buffer: StagingBuffer) -> None:
+        num_bytes = min(staging_buffer.num_bytes, upload.num_bytes - upload.offset)
         try:
-            arrival = upload.read(staging_buffer.tensor[:num_bytes], offset, is_demand=upload.is_demand)
+            arrival = upload.read(staging_buffer.tensor[:num_bytes], upload.offset, is_demand=upload.is_demand)
         except BaseException as error:
             staging_buffer.release()
             upload.finish(error)
-            return offset
-        self._reading.append((upload, staging_buffer, arrival, offset, num_bytes))
-        return offset + num_bytes
+            return
+        self._reading.append((upload, staging_buffer, arrival, upload.offset, num_bytes))
+        upload.offset += num_bytes
 
     def _copy_oldest(self) -> None:
         upload, staging_buffer, arrival, offset, num_bytes = self._reading.popleft()
@@ -487,10 +424,10 @@ class Uploader:
             if upload.is_demand:
                 arrival.promote()
             arrival.wait()  # also if the upload has failed: the read uses the staging buffer until then
-            if upload.error is not None:
+            target = upload.target
+            if target is None:  # the upload has failed
                 staging_buffer.release()
                 return
-            target = _target_of(upload)
             is_last = offset + num_bytes == target.numel()
             upload.fence = self._device.upload(
                 target[offset : offset + num_bytes], staging_buffer.tensor[:num_bytes], upload.after
@@ -521,13 +458,9 @@ class Uploader:
         """End the thread's work: all waiting uploads get the error, and so do later requests."""
         with self._lock:
             self._end = error
-            waiting = [upload for upload, *_ in self._reading]
-            if self._current is not None:
-                waiting.append(self._current)
+            waiting = [*(upload for upload, *_ in self._reading), self._current]
             while not self._queue.empty():
-                upload = self._queue.get()
-                if upload is not None:
-                    waiting.append(upload)
+                waiting.append(self._queue.get())
         # The pool may have other users, and waits for its buffers before it releases its memory.
         for _, staging_buffer, *_ in self._reading:
             staging_buffer.release()  # the pool leases it to nobody until its read has ended
@@ -538,11 +471,5 @@ class Uploader:
         self._reading.clear()
         self._copying.clear()
         for upload in waiting:
-            if not upload.issued.is_set():  # one upload may be in `_reading` several times
+            if upload is not None and not upload.done():  # one may be in `_reading` several times
                 upload.finish(error)
-
-
-def _target_of(upload: _Upload) -> torch.Tensor:
-    if upload.target is None:
-        raise RuntimeError("the upload has already ended")
-    return upload.target

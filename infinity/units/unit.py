@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,6 +26,7 @@ from infinity.units.parameter import (
     set_plain_data,
     unbind,
 )
+from swapper import Latch
 
 if TYPE_CHECKING:
     from infinity.device.compute import Fence, FlatBuffer
@@ -100,23 +102,38 @@ class Arrival(Protocol):
         ...
 
 
-class UnstartedArrival:
-    """Weights whose fetch did not get as far as beginning. Whoever waits for them begins it."""
+@dataclass(eq=False)
+class SimpleArrival:
+    """An `Arrival` without a request under way that could be promoted."""
 
-    def __init__(self, begin: Callable[[], Arrival]) -> None:
-        """``begin`` begins the fetch."""
-        self._begin = begin
-
-    def wait(self) -> None:
-        """Begin the fetch, and return when it has ended."""
-        self._begin().wait()
+    wait: Callable[[], None]
+    is_done: bool = True
 
     def done(self) -> bool:
-        """False."""
-        return False
+        return self.is_done
 
-    def promote(self) -> None:
-        """Nothing is under way that could be."""
+    def promote(self) -> None: ...
+
+
+class LatchedArrival:
+    """An `Arrival` that another thread ends."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._is_over = Latch()
+
+    def wait(self) -> None:
+        self._is_over.wait()
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        return self._is_over.is_set()
+
+    def finish(self, error: BaseException | None) -> None:
+        """Let all waits return, or raise ``error``."""
+        self.error = error
+        self._is_over.set()
 
 
 class PendingUpdate(Arrival, Protocol):
@@ -501,13 +518,19 @@ def spec_of(
         is_trainable: whether it gets room for states; None: if it requires a gradient.
         packed: the format in which a parameter without states is stored.
     """
-    dtype = compute_dtype if parameter.is_floating_point() and not is_float8(parameter.dtype) else parameter.dtype
+    dtype = cast_dtype(parameter.dtype, compute_dtype)
     if is_trainable is None:
         is_trainable = parameter.requires_grad
     if keeps_double and parameter.dtype == torch.float64 and not is_trainable:
         dtype = torch.float64
     stride = dense_strides(tuple(parameter.shape), tuple(parameter.stride()))
     return ParameterSpec(fqn, tuple(parameter.shape), stride, dtype, is_trainable, None if is_trainable else packed)
+
+
+def cast_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """What a cast of floating-point tensors to ``wanted`` makes of ``dtype``. None: there is no cast."""
+    # A float8 tensor has its scales in another one: a cast alone would give wrong values.
+    return dtype if wanted is None or not dtype.is_floating_point or is_float8(dtype) else wanted
 
 
 def is_float8(dtype: torch.dtype) -> bool:

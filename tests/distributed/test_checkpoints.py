@@ -286,7 +286,7 @@ def test_the_others_wait_for_as_long_as_rank_0_writes_what_it_has_whole(
 ) -> None:
     """Where states are divided, they wait for its turns meanwhile: frozen weights may take longer than a group's timeout."""
     monkeypatch.setattr(agreement, "PULSE_SECONDS", 0.001)
-    write = training_checkpoint._write_planned
+    write = training_checkpoint._write_whole
 
     def train(rank: int) -> None:
         with _engine(tmp_path, rank) as engine:
@@ -304,7 +304,7 @@ def test_the_others_wait_for_as_long_as_rank_0_writes_what_it_has_whole(
                 patch.setattr(
                     ranks, "all_gather_ints", lambda *args: (all_gather_ints(*args), meetings.append(args))[0]
                 )
-                patch.setattr(training_checkpoint, "_write_planned", slow)
+                patch.setattr(training_checkpoint, "_write_whole", slow)
                 engine.save_checkpoint(tmp_path / "saved")
             _steps(engine, iter(engine.training_dataloader), 1)
             engine.load_checkpoint(tmp_path / "saved")

@@ -11,18 +11,8 @@ import torch
 
 from infinity.device.host_memory import free_bytes, memory_limits
 
-_TENSORS = {
-    "BFloat16Tensor": torch.bfloat16,
-    "ByteTensor": torch.uint8,
-    "DoubleTensor": torch.float64,
-    "FloatTensor": torch.float32,
-    "HalfTensor": torch.float16,
-    "IntTensor": torch.int32,
-    "LongTensor": torch.int64,
-}
-"""Name of a constructor of tensors -> its dtype."""
-
-
+_TENSORS = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor")
+"""Constructors of tensors."""
 # DeepSpeed's interface has names that torch.cuda has deprecated.
 _EARLIER_NAMES = {
     "memory_cached": "memory_reserved",
@@ -55,8 +45,12 @@ class Accelerator:
 
     def __getattr__(self, name: str) -> Any:
         if name in _TENSORS:
-            on_device = functools.partial(torch.tensor, dtype=_TENSORS[name], device=self._name)
-            return getattr(torch, name) if self._name == "cpu" else on_device
+            on_cpu: Any = getattr(torch, name)
+            return (
+                on_cpu
+                if self._name == "cpu"
+                else functools.partial(torch.tensor, dtype=on_cpu.dtype, device=self._name)
+            )
         name = _EARLIER_NAMES.get(name, name)
         if name in _ON_A_CPU:
             function = _ON_A_CPU[name] if self._name == "cpu" else getattr(torch.cuda, name)
@@ -168,11 +162,7 @@ class Accelerator:
         callback()
 
 
-_accelerators: list[Accelerator] = []
-
-
+@functools.cache
 def get_accelerator() -> Accelerator:
     """The one of this process."""
-    if not _accelerators:
-        _accelerators.append(Accelerator())
-    return _accelerators[0]
+    return Accelerator()

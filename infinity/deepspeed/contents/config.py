@@ -41,8 +41,7 @@ class DeepSpeedConfig(Mapping[str, Any]):
             setattr(self, name, getattr(root, key))
         for name in _NAMES["decided"]:
             setattr(self, name, getattr(read, name))
-        for attributes in (_of_precision(read, root), _of_zero(read, root), _of_optimizer(read)):
-            vars(self).update(attributes)
+        vars(self).update(_of_precision(read, root) | _of_zero(read, root) | _of_optimizer(read))
         mode = root.checkpoint.tag_validation
         self.checkpoint_tag_validation_enabled, self.checkpoint_tag_validation_fail = mode != "ignore", mode == "fail"
         self.load_universal_checkpoint = root.checkpoint.load_universal
@@ -76,6 +75,7 @@ def _of_precision(read: InfinityConfig, root: RootBlock) -> dict[str, Any]:
     # The config has the exponent (`initial_scale_power`), DeepSpeed's loss scaler takes the scale.
     scaling["init_scale"] = 2 ** scaling["init_scale"]
     has_dtype = "communication_data_type" in root.model_fields_set
+    has_scaling = root.fp16.enabled and _NAMES["loss_scaling"].keys() & root.fp16.model_fields_set
     return {
         "fp16_enabled": read.compute_dtype == torch.float16,
         "bfloat16_enabled": read.compute_dtype == torch.bfloat16,
@@ -85,9 +85,7 @@ def _of_precision(read: InfinityConfig, root: RootBlock) -> dict[str, Any]:
         "torch_autocast_dtype": read.autocast_dtype or torch.bfloat16,
         "loss_scale": root.fp16.loss_scale,
         "initial_dynamic_scale": 1.0 if read.loss_scaling is None else read.loss_scaling.initial,
-        "dynamic_loss_scale_args": scaling
-        if root.fp16.enabled and _NAMES["loss_scaling"].keys() & root.fp16.model_fields_set
-        else None,
+        "dynamic_loss_scale_args": scaling if has_scaling else None,
         "communication_data_type": read.communication_dtype if has_dtype else None,
         "grad_accum_dtype": root.data_types.grad_accum_dtype,
     }

@@ -22,7 +22,7 @@ from infinity.checkpoint.safetensors_export import cut
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.config.schema.quantities import parse_bytes
 from infinity.errors import ConfigError
-from infinity.units.unit import is_float8
+from infinity.units.unit import cast_dtype
 from swapper.volumes.publish import make_directory, opener
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,7 @@ class LazyTensor:
     @property
     def dtype(self) -> torch.dtype:
         """fp32 for floating-point tensors of more than 8 bits, else the saved dtype."""
-        dtype = self.saved.dtype
-        return torch.float32 if dtype.is_floating_point and not is_float8(dtype) else dtype
+        return cast_dtype(self.saved.dtype, torch.float32)
 
     def contiguous(self) -> torch.Tensor:
         """Read and check the tensor. Returns it on the CPU.
@@ -74,12 +73,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
         ConfigError: ``exclude_frozen_parameters`` is true.
     """
     if exclude_frozen_parameters:
-        raise ConfigError.value(
-            "exclude_frozen_parameters",
-            True,
-            "a checkpoint does not say which parameters are frozen",
-            cure="Take those out of the dict whose parameters do not require a gradient",
-        )
+        problem = "a checkpoint does not say which parameters are frozen"
+        cure = "Take those out of the dict whose parameters do not require a gradient"
+        raise ConfigError.value("exclude_frozen_parameters", True, problem, cure=cure)
     checkpoint = Checkpoint.open(checkpoint_dir, tag)
     lazy = {
         fqn: LazyTensor(saved) for group in ("parameters", "buffers") for fqn, saved in checkpoint.of(group).items()

@@ -19,13 +19,8 @@ from infinity.distributed.meshes import current_mesh
 from infinity.distributed.process_groups import process_rank
 from infinity.errors import ConfigError, ModelError
 
-_PART_SIZES = (
-    "get_model_parallel_world_size",
-    "get_slice_parallel_world_size",
-    "get_tensor_model_parallel_world_size",
-    "get_pipe_parallel_world_size",
-    "get_pipeline_model_parallel_world_size",
-)
+_PARTS = ("model_parallel", "slice_parallel", "tensor_model_parallel", "pipe_parallel", "pipeline_model_parallel")
+_PART_SIZES = [f"get_{kind}_world_size" for kind in _PARTS]
 """Methods of an ``mpu`` that give numbers of parts, by the names of DeepSpeed and Megatron."""
 
 
@@ -79,14 +74,9 @@ def see_memory_usage(message: str, force: bool = False, **_: Any) -> None:
     """With ``force``, the first process logs the used memory of its GPU and of the machine, in GiB."""
     if force and process_rank() == 0:
         memory, accelerator = psutil.virtual_memory(), get_accelerator()
-        logger.info(
-            "%s: GPU %.2f (most so far %.2f), machine %.2f of %.2f GiB",
-            message,
-            accelerator.memory_allocated() / (1 << 30),
-            accelerator.max_memory_allocated() / (1 << 30),
-            (memory.total - memory.available) / (1 << 30),
-            memory.total / (1 << 30),
-        )
+        of_gpu, of_machine = accelerator.memory_allocated(), memory.total - memory.available
+        found = (each / (1 << 30) for each in (of_gpu, accelerator.max_memory_allocated(), of_machine, memory.total))
+        logger.info("%s: GPU %.2f (most so far %.2f), machine %.2f of %.2f GiB", message, *found)
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:

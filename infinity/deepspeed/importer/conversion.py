@@ -82,15 +82,11 @@ def convert(
         raise CheckpointError(files.folder, f"its files do not hold what DeepSpeed writes: {reason}") from error
     target, name = Path(target), files.folder.resolve().name
     if (target / name).exists():
-        raise CheckpointError(
-            target / name, "it exists already, and is not replaced", cure="Give another directory to write to"
-        )
+        problem = "it exists already, and is not replaced"
+        raise CheckpointError(target / name, problem, cure="Give another directory to write to")
     specs = [each.spec for each in tensors]
     num_bytes = sum(spec.num_bytes for spec in specs)
-    with (
-        progress("writing", num_bytes, is_shown=True) as note,
-        writing(target, name, specs, is_latest=True) as saved,
-    ):
+    with progress("writing", num_bytes, is_shown=True) as note, writing(target, name, specs, is_latest=True) as saved:
         for each in tensors:
             writer = saved.open_array(each.spec)
             for piece in each.pieces:
@@ -108,7 +104,7 @@ def _contents(files: Files, *, skips_unknown: bool) -> tuple[ModelStates, list[F
     model = ModelStates(files.model, skips_unknown=skips_unknown)
     states: OptimizerStates | UniversalStates
     if files.universal is not None:
-        states = UniversalStates(files.universal, files.optimizer_state, model, skips_unknown=skips_unknown)
+        states = UniversalStates(files.universal, files.universal / _STATE, model, skips_unknown=skips_unknown)
     else:
         states = OptimizerStates(files.optimizer, model, skips_unknown=skips_unknown)
     trained, scalars = states.tensors()
@@ -169,11 +165,6 @@ class Files:
         tensors = sorted(self.universal.rglob("*.pt")) if self.universal is not None else []
         return [*self.model, *self.optimizer, *tensors]
 
-    @property
-    def optimizer_state(self) -> Path:
-        """The file with a universal checkpoint's groups."""
-        return self.folder / _UNIVERSAL / _STATE
-
 
 def find(directory: Path, tag: str | None = None) -> Files:
     """Find the files of a checkpoint.
@@ -208,9 +199,8 @@ def find(directory: Path, tag: str | None = None) -> Files:
 
 def _folder(directory: Path, tag: str | None) -> Path:
     if not directory.is_dir():
-        raise CheckpointError(
-            directory, "there is no such directory", cure="Give the one that save_checkpoint wrote to"
-        )
+        problem = "there is no such directory"
+        raise CheckpointError(directory, problem, cure="Give the one that save_checkpoint wrote to")
     if tag is not None:
         return _tagged(directory, tag, f"there is no checkpoint '{tag}' in it")
     if any(_MODEL.fullmatch(path.name) or _OPTIMIZER.fullmatch(path.name) for path in directory.iterdir()):
@@ -247,9 +237,8 @@ def _refuse_parallel(folder: Path, names: Sequence[str]) -> None:
         elif found is not None and int(found.group(2)):
             kind = "tensor or pipeline parallelism"
         if kind is not None:
-            raise CheckpointError(
-                folder / name, f"it belongs to a model that was divided by {kind}", cure=ONE_STATE_DICT
-            )
+            problem = f"it belongs to a model that was divided by {kind}"
+            raise CheckpointError(folder / name, problem, cure=ONE_STATE_DICT)
 
 
 def _by_rank(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, Path]:
@@ -259,11 +248,8 @@ def _by_rank(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> di
         if match is not None:
             rank = int(match.group(1) or 0)
             if rank in found:
-                raise CheckpointError(
-                    folder / name,
-                    f"'{found[rank].name}' is of the same rank",
-                    cure="Remove the file that an earlier checkpoint left behind",
-                )
+                cure = "Remove the file that an earlier checkpoint left behind"
+                raise CheckpointError(folder / name, f"'{found[rank].name}' is of the same rank", cure=cure)
             found[rank] = folder / name
     return found
 
@@ -272,7 +258,6 @@ def _complete(folder: Path, by_rank: dict[int, Path]) -> list[Path]:
     missing = [rank for rank in range(max(by_rank, default=-1) + 1) if rank not in by_rank]
     if missing or not by_rank:
         example = next(iter(by_rank.values())).name if by_rank else "..._model_states.pt"
-        raise CheckpointError(
-            folder, f"the files of ranks {missing} are missing (named like '{example}')", cure=COPY_ALL
-        )
+        problem = f"the files of ranks {missing} are missing (named like '{example}')"
+        raise CheckpointError(folder, problem, cure=COPY_ALL)
     return [by_rank[rank] for rank in sorted(by_rank)]

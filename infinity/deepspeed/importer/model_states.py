@@ -42,6 +42,7 @@ class ModelStates:
         version: of DeepSpeed.
         num_ranks: number of files: 1, or in stage 3 the world size.
         num_steps: of the training so far.
+        lr_scheduler: the scheduler's state; None without one.
         tied: other FQN of a tied parameter -> the FQN that has the tensor.
     """
 
@@ -59,18 +60,14 @@ class ModelStates:
         self.version = str(first.get("ds_version"))
         self.num_ranks = len(paths)
         self.num_steps = int(first["global_steps"])
+        scheduler: Mapping[str, Any] | None = first.get("lr_scheduler")
+        self.lr_scheduler = None if scheduler is None else without_records(dict(scheduler))[0]
         self.tied = {str(fqn): str(of) for fqn, of in (first.get("shared_params") or {}).items()}
         # Files of another save, or of another model, in the same directory.
         for path, other in zip(paths, self._ranks, strict=True):
             for key in ("param_shapes", "global_steps", "ds_version"):
                 if other.get(key) != first.get(key):
                     raise CheckpointError(path, f"its '{key}' is not that of '{paths[0].name}'", cure=OF_ONE_SAVE)
-
-    @property
-    def lr_scheduler(self) -> Mapping[str, Any] | None:
-        """The scheduler's state."""
-        found: Mapping[str, Any] | None = self._first.get("lr_scheduler")
-        return None if found is None else without_records(dict(found))[0]
 
     def counters(self) -> dict[str, int]:
         """Steps, micro-batches and samples so far."""
@@ -101,11 +98,8 @@ class ModelStates:
         """Buffers and frozen parameters."""
         module, first = self._first["module"], self._first
         if not isinstance(module, dict):
-            raise CheckpointError(
-                self._paths[0],
-                "it has no state dict of the model",
-                cure="Checkpoints of pipeline parallelism cannot be converted",
-            )
+            cure = "Checkpoints of pipeline parallelism cannot be converted"
+            raise CheckpointError(self._paths[0], "it has no state dict of the model", cure=cure)
         buffers = set(first["buffer_names"])
         trained = {fqn for each in self.shapes for fqn in each}
         found = [FoundTensor.whole("buffers", fqn, WEIGHT, value) for fqn, value in module.items() if fqn in buffers]
@@ -127,15 +121,13 @@ class ModelStates:
         for path, rank in zip(self._paths, self._ranks, strict=True):
             fragment = (rank.get("frozen_param_fragments") or {}).get(fqn)
             if not isinstance(fragment, torch.Tensor):
-                raise CheckpointError(
-                    path, f"it has no part of the frozen parameter '{fqn}'", cure="Copy the file again"
-                )
+                problem = f"it has no part of the frozen parameter '{fqn}'"
+                raise CheckpointError(path, problem, cure="Copy the file again")
             pieces.append(fragment.reshape(-1)[: max(left, 0)])
             left -= fragment.numel()
         if left > 0:
-            raise CheckpointError(
-                self._paths[-1], f"the parts of the frozen parameter '{fqn}' have {left} elements less than {shape}"
-            )
+            problem = f"the parts of the frozen parameter '{fqn}' have {left} elements less than {shape}"
+            raise CheckpointError(self._paths[-1], problem)
         return FoundTensor(ArraySpec.of("parameters", fqn, WEIGHT, shape, pieces[0].dtype), pieces)
 
 
@@ -161,9 +153,7 @@ def _read(path: Path, *, skips_unknown: bool) -> dict[str, Any]:
             path, f"its model was divided by tensor or pipeline parallelism: {dict(dimensions)}", cure=ONE_STATE_DICT
         )
     if found.get("param_shapes") is None:
-        raise CheckpointError(
-            path,
-            "it has no shapes of parameters: it was saved without ZeRO, or without an optimizer",
-            cure="Give a checkpoint of ZeRO stage 1, 2 or 3; weights alone are loaded by infinity.load_pretrained",
-        )
+        problem = "it has no shapes of parameters: it was saved without ZeRO, or without an optimizer"
+        cure = "Give a checkpoint of ZeRO stage 1, 2 or 3; weights alone are loaded by infinity.load_pretrained"
+        raise CheckpointError(path, problem, cure=cure)
     return found

@@ -52,6 +52,7 @@ class OptimizerStates:
         """DeepSpeed's loss scaler, or None."""
         self.stage = stage_of(paths[0], self._ranks[0], model.ds_config)
         check_optimizer(paths[0], model.ds_config)
+        self._groups: Sequence[Mapping[str, Any]] = self._base(self._ranks[0], paths[0])["param_groups"]
         for path, rank in zip(paths, self._ranks, strict=True):
             for key in ("partition_count", "ds_version"):
                 # The directory may have files of two saves.
@@ -72,14 +73,8 @@ class OptimizerStates:
                 cure=COPY_ALL,
             )
         if self._ranks[0].get("ds_zero_partition_groups") is not None:
-            raise CheckpointError(
-                paths[0], "its parameters are divided by groups of ranks", cure="It cannot be converted"
-            )
-
-    @property
-    def _groups(self) -> Sequence[Mapping[str, Any]]:
-        found: Sequence[Mapping[str, Any]] = self._base(self._ranks[0], self._paths[0])["param_groups"]
-        return found
+            problem = "its parameters are divided by groups of ranks"
+            raise CheckpointError(paths[0], problem, cure="It cannot be converted")
 
     def groups(self) -> list[dict[str, Any]]:
         """Hyperparameters, and whose they are; see `groups_of`."""
@@ -120,11 +115,8 @@ class OptimizerStates:
         shape = next(each[fqn] for each in self._model.shapes if fqn in each)
         numel = sum(piece.numel() for piece in pieces)
         if numel != math.prod(shape):
-            raise CheckpointError(
-                self._paths[0].parent,
-                f"'{fqn}' ({kind}) has {numel} elements in the files of all ranks, not {shape}",
-                cure=OF_ONE_SAVE,
-            )
+            problem = f"'{fqn}' ({kind}) has {numel} elements in the files of all ranks, not {shape}"
+            raise CheckpointError(self._paths[0].parent, problem, cure=OF_ONE_SAVE)
         return FoundTensor(ArraySpec.of("parameters", fqn, kind, shape, torch.float32), pieces)
 
     def _check_scalars(self, path: Path, fqn: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
@@ -137,11 +129,8 @@ class OptimizerStates:
     def _base(self, rank: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
         base = rank.get(_KEY if self.stage == 3 else "base_optimizer_state")
         if not isinstance(base, dict) or "param_groups" not in base:
-            raise CheckpointError(
-                path,
-                "its optimizer's states have another form ('zero_optimization.elastic_checkpoint')",
-                cure="Load it with DeepSpeed, and save it with that key set to false",
-            )
+            problem = "its optimizer's states have another form ('zero_optimization.elastic_checkpoint')"
+            raise CheckpointError(path, problem, cure="Load it with DeepSpeed, and save it with that key set to false")
         return base
 
     def _flat(self, rank: int) -> Iterator[tuple[int, torch.Tensor, Mapping[str, Any]]]:
@@ -162,11 +151,9 @@ class OptimizerStates:
         for index, (flat, key) in enumerate(zip(flats, ids, strict=True)):
             state = _with_step(base["param_groups"], key, base["state"].get(key, {}))
             if not flat.numel():
-                raise CheckpointError(
-                    path,
-                    "its fp32 weights and states are not in it: the optimizer was offloaded to NVMe",
-                    cure='Load it with DeepSpeed, and save it with "offload_optimizer": {"device": "cpu"}',
-                )
+                problem = "its fp32 weights and states are not in it: the optimizer was offloaded to NVMe"
+                cure = 'Load it with DeepSpeed, and save it with "offload_optimizer": {"device": "cpu"}'
+                raise CheckpointError(path, problem, cure=cure)
             if _ERRORS_OF_ONE_BIT & set(state):
                 raise _one_bit(path, "1-bit Adam or LAMB")
             yield index, flat.reshape(-1), state
@@ -176,11 +163,9 @@ class OptimizerStates:
         if self.stage != 3:
             mappings = self._ranks[rank].get("param_slice_mappings")
             if not mappings:
-                raise CheckpointError(
-                    self._paths[rank],
-                    "it lacks the offsets of its parameters ('param_slice_mappings'): an old DeepSpeed wrote it",
-                    cure="Load it with a newer DeepSpeed, and save it again",
-                )
+                problem = "it lacks the offsets of its parameters ('param_slice_mappings'): an old DeepSpeed wrote it"
+                cure = "Load it with a newer DeepSpeed, and save it again"
+                raise CheckpointError(self._paths[rank], problem, cure=cure)
             for fqn, address in mappings[index].items():
                 yield fqn, int(address.state["start"]), int(address.state["numel"])
             return
@@ -276,17 +261,13 @@ def groups_of(
     """
     ids = [key for group in groups for key in group["params"]]
     if sorted(ids) != list(range(len(shapes))):
-        raise CheckpointError(
-            path, f"its groups have {len(ids)} flat tensors, and the model's file names {len(shapes)}", cure=OF_ONE_SAVE
-        )
+        problem = f"its groups have {len(ids)} flat tensors, and the model's file names {len(shapes)}"
+        raise CheckpointError(path, problem, cure=OF_ONE_SAVE)
     found = []
     for group in groups:
         if group.get("bias_correction", True) is False:
-            raise CheckpointError(
-                path,
-                "its Adam has bias_correction=False",
-                cure="Load its weights alone: the states of such an Adam are not converted",
-            )
+            cure = "Load its weights alone: the states of such an Adam are not converted"
+            raise CheckpointError(path, "its Adam has bias_correction=False", cure=cure)
         settings = {name: value for name, value in group.items() if name not in _MECHANICS}
         # A flat tensor is one parameter of the base optimizer, and many of the model.
         found.append({**settings, "params": [fqn for key in group["params"] for fqn in shapes[key]]})
@@ -330,15 +311,13 @@ def check_optimizer(path: Path, ds_config: Mapping[str, Any]) -> None:
     if name.lower() in _ONE_BIT:
         raise _one_bit(path, name)
     if int((ds_config.get("zero_optimization") or {}).get("mics_shard_size", -1)) > 0:
-        raise CheckpointError(
-            path, "its states were sharded by MiCS ('mics_shard_size')", cure="It cannot be converted"
-        )
+        problem = "its states were sharded by MiCS ('mics_shard_size')"
+        raise CheckpointError(path, problem, cure="It cannot be converted")
 
 
 def _one_bit(path: Path, name: str) -> CheckpointError:
-    return CheckpointError(
-        path, f"its optimizer, {name}, compresses gradients, and keeps their errors", cure=ONLY_WEIGHTS
-    )
+    problem = f"its optimizer, {name}, compresses gradients, and keeps their errors"
+    return CheckpointError(path, problem, cure=ONLY_WEIGHTS)
 
 
 def _with_step(groups: Sequence[Mapping[str, Any]], key: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ import copy
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -238,12 +238,9 @@ def test_wrong_arguments_are_told(arguments: dict[str, Any], message: str) -> No
 
 
 @pytest.fixture
-def nothing_told() -> Iterator[None]:
+def nothing_told() -> None:
     """Messages that come once come again."""
-    before = set(init._logged)
-    init._logged.clear()
-    yield
-    init._logged.update(before)
+    init._log_once.cache_clear()
 
 
 @pytest.mark.usefixtures("nothing_told")
