@@ -139,7 +139,7 @@ def _problem(command: list[str]) -> str:
     known_options = ""
     match command:
         case ["bash", script, *rest]:
-            demo = "larger_than_ram.py" if rest[:1] == ["--larger-than-ram"] else "train.py"
+            demo = "kill_and_resume.py" if rest[:1] == ["--larger-than-ram"] else "train.py"
             tools = {
                 "tools/demo.sh": f"tools/{demo}",
                 "tools/test.sh": "pytest",
