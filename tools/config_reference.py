@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from pages import WIDTH, between, item, print_or_write
+from pages import REFERENCE, WIDTH, item, print_or_write
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -31,13 +27,7 @@ from infinity.config.schema.vocabulary import blocks, child_block
 from infinity.optim.lr_schedules import SCHEDULES, schedule_parameters
 from infinity.optim.registry import BY_NAME
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "keys.md"
-MARKS = (
-    "<!-- printed by tools/config_reference.py: change the schema, not this -->",
-    "<!-- end of what is printed -->",
-)
-
-
+PAGE = REFERENCE / "keys.md"
 # Parser of a key -> its type in words. Bounds are in the metadata of the annotation.
 _KINDS = {
     quantities.parse_bytes: "a size",
@@ -156,10 +146,5 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def page() -> str:
-    """Return the page with the present reference."""
-    return between(MARKS, reference(), PAGE)
-
-
 if __name__ == "__main__":
-    print_or_write(__doc__, PAGE, reference, page)
+    print_or_write(__doc__, PAGE, reference)
