@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
@@ -86,7 +87,7 @@ def describe_machine(directory: Path) -> dict[str, Any]:
     """Processor, memory, drive, accelerator and versions, as plain values for the table and the JSON."""
     # Variables that all participants get, see `participant.ENVIRONMENT`.
     environment = ", ".join(f"{name}={os.environ.get(name, value)}" for name, value in ENVIRONMENT.items())
-    return description.describe_machine(directory) | {"revision": _revision(), "environment": environment}
+    return description.describe_machine(directory) | {"revision": revision(), "environment": environment}
 
 
 def version_in(python: str, distribution: str) -> str | None:
@@ -97,11 +98,9 @@ def version_in(python: str, distribution: str) -> str | None:
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
-def _revision() -> str:
-    here = Path(__file__).parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return "unknown"
-    return answer.stdout.strip() if answer.returncode == 0 else "unknown"
+def revision() -> str:
+    """Return the commit of this checkout; "unknown" without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    with contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return "unknown"
