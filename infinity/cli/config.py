@@ -28,9 +28,8 @@ def _loaded(file: Path, processes: int, *, check_storage: bool) -> InfinityConfi
     from infinity.config import load_config
 
     if file.is_dir():
-        raise ConfigError.in_text(
-            f"config file '{file}'", "it is a directory", cure="Give the path of a JSON file in it"
-        )
+        cure = "Give the path of a JSON file in it"
+        raise ConfigError.in_text(f"config file '{file}'", "it is a directory", cure=cure)
     return load_config(file, world_size=processes, check_storage=check_storage)
 
 

@@ -72,12 +72,8 @@ def _block(block: type[Block]) -> dict[str, Any]:
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "patternProperties": {_COMMENTS: {}},
-        "additionalProperties": False,
-    }
+    others = {"patternProperties": {_COMMENTS: {}}, "additionalProperties": False}
+    return {"type": "object", "properties": properties, **others}
 
 
 def _property(field: FieldInfo) -> dict[str, Any]:
