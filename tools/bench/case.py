@@ -228,24 +228,21 @@ def run_case(result: CaseResult, directory: Path, schedule: Schedule, tell: Prog
     A participant that fails is reported and left out; the others go on.
     """
     case, controllers = result.case, available_controllers()
-    limit = case.throttle_bytes
     with contextlib.ExitStack() as stack:
         alive: list[Participant] = []
         try:
             for spec in case.specs:
                 tell(f"{case.label}: starting {spec.name}")
                 try:
-                    participant = Participant(
-                        spec, case.workload, directory, controllers=controllers, bytes_per_second=limit
-                    )
-                    alive.append(stack.enter_context(participant))
+                    limits: dict[str, Any] = {"controllers": controllers, "bytes_per_second": case.throttle_bytes}
+                    alive.append(stack.enter_context(Participant(spec, case.workload, directory, **limits)))
                 except ParticipantFailed as error:
                     result.outcomes.append(Outcome(spec.name, error=str(error)))
             # Warm-up writes every block once, and records the order of the units.
             _take_turns(result, alive, schedule.num_warmup_steps, tell, counts=False)
             sample_drive = None
             if measure_drive and alive:
-                sample_drive = stack.enter_context(mixed_rate(directory, bytes_per_second=limit))
+                sample_drive = stack.enter_context(mixed_rate(directory, bytes_per_second=case.throttle_bytes))
             for turn in range(schedule.num_turns):
                 tell(f"{case.label}: turn {turn + 1} of {schedule.num_turns}")
                 _take_turns(result, alive, schedule.steps_per_turn, tell, counts=True)
