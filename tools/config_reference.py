@@ -28,6 +28,7 @@ from infinity.optim.lr_schedules import SCHEDULES, schedule_parameters
 from infinity.optim.registry import BY_NAME
 
 PAGE = REFERENCE / "keys.md"
+_FROZEN = ", ".join(f'`"{name}"`' for name in quantities.FROZEN_DTYPES)
 # Parser of a key -> its type in words. Bounds are in the metadata of the annotation.
 _KINDS = {
     quantities.parse_bytes: "a size",
@@ -36,9 +37,7 @@ _KINDS = {
     quantities.parse_number: "a number",
     quantities.parse_names: "a text or a list of texts",
     quantities.parse_path: "a path",
-    quantities.parse_frozen_dtype: "one of "
-    + ", ".join(f'`"{name}"`' for name in quantities.FROZEN_DTYPES)
-    + ", or an object",
+    quantities.parse_frozen_dtype: f"one of {_FROZEN}, or an object",
     directories.parse_directories: "a path, an object, or a list of those",
 }
 _TYPES = {bool: "`true` or `false`", dict: "an object", str: "a text", int: "a whole number", float: "a number"}
@@ -93,7 +92,7 @@ def kind_of(field: FieldInfo) -> str:
 def _limits(items: list[Any], signs: Mapping[str, str]) -> list[str]:
     """Return bounds in words, the smallest first. At the same number, "more than" counts as larger."""
     found = [
-        (getattr(item, sign, None), sign in ("gt", "le"), words) for item in items for sign, words in signs.items()
+        (getattr(each, sign, None), sign in ("gt", "le"), words) for each in items for sign, words in signs.items()
     ]
     given = sorted(each for each in found if isinstance(each[0], int | float))
     return [f"{words} {limit:g}" for limit, _, words in given]

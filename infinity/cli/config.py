@@ -103,9 +103,7 @@ def show(file: Path, processes: int, as_json: bool) -> None:
     """
     loaded = _loaded(file, processes, check_storage=False)
     if as_json:
-        decisions = [
-            {"key": each.key, "value": _plain(each.value), "decided_by": each.decided_by} for each in loaded.decisions
-        ]
+        decisions = [each._asdict() | {"value": _plain(each.value)} for each in loaded.decisions]
         print_json({"file": str(file), "decisions": decisions, "without_effect": list(loaded.notices)})
         return
     shown = table("key", "value", "decided by", keeps_first=True)

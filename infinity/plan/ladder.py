@@ -169,9 +169,8 @@ class Ladder:
         candidates += [self._tiers(*tiers) for tiers in (*rungs[place + 1 :], *rungs[: max(place, 0)][::-1])]
         candidates += [{**lowest, "infinity.tile_above": limit} for limit in _TILES]
         candidates += [{**lowest, "infinity.state_dtype": dtype} for dtype in ("bf16", "int8")]
-        return next(
-            (found for found in self._outcomes({**staging_buffer, **each} for each in candidates) if found.fits), None
-        )
+        found = self._outcomes({**staging_buffer, **each} for each in candidates)
+        return next((outcome for outcome in found if outcome.fits), None)
 
     def _outcomes(self, candidates: Iterable[Mapping[str, Any]]) -> Iterator[Outcome]:
         """Yield the outcomes of those changes that give a valid config: not every tier goes with every other key."""
@@ -195,8 +194,10 @@ class Ladder:
             inputs = self._inputs(config, *cut)
             plan = inputs.plan(*inputs.place(), self._room_bytes, self._machine.bandwidth)
         except BudgetTooSmallError as error:
-            least = error.minimum_bytes if error.key == HOST_KEY else 0
-            return Outcome(*tiers, keys, None, least, _too_small(error), self._tokens)
+            memory, least = ("memory", error.minimum_bytes) if error.key == HOST_KEY else ("GPU memory", 0)
+            given = format_bytes(max(0, error.budget_bytes))
+            too_small = f"{memory}: {format_bytes(error.minimum_bytes)} are needed at least, {given} are given"
+            return Outcome(*tiers, keys, None, least, too_small, self._tokens)
         except (ConfigError, OptimizerNotPageableError) as error:  # as an engine would
             return Outcome(*tiers, keys, None, 0, str(error), self._tokens, lacks_room=False)
         machine = self._machine
@@ -298,12 +299,6 @@ class Ladder:
         count = bisect_left(range(1, MOST_LAYERS + 1), True, key=lambda count: not fits(count))
         numels = [sum(slot.numel for slot in unit.layout.slots) for unit in inputs.units]
         return None if not count else (count, sum(numels) + (count - num_layers) * numels[layers[0]])
-
-
-def _too_small(error: BudgetTooSmallError) -> str:
-    memory = "memory" if error.key == HOST_KEY else "GPU memory"
-    least, given = error.minimum_bytes, max(0, error.budget_bytes)
-    return f"{memory}: {format_bytes(least)} are needed at least, {format_bytes(given)} are given"
 
 
 def _repeated(

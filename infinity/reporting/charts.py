@@ -68,9 +68,8 @@ def losses(steps: Sequence[StepReport], marks: Sequence[Mark]) -> Chart:
 
     text = "No loss is known: the engine sees it in engine.backward and engine.train_batch."
     if known:
-        text = (
-            f"The loss goes from {known[0][1]:.4g} at step {known[0][0]} to {known[-1][1]:.4g} at step {known[-1][0]}."
-        )
+        (first, begin), (last, end) = known[0], known[-1]
+        text = f"The loss goes from {begin:.4g} at step {first} to {end:.4g} at step {last}."
     if any(mark.kind in _MARKED for mark in marks):
         text += " Dashed lines are marks of the logbook."
     return _chart("Loss and learning rate", text, draw)

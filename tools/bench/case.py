@@ -248,7 +248,9 @@ def run_case(result: CaseResult, directory: Path, schedule: Schedule, tell: Prog
                 _take_turns(result, alive, schedule.steps_per_turn, tell, counts=True)
                 # Between the turns, with the mix of the first participant: the speed of the drive drifts.
                 if sample_drive is not None and alive:
-                    result.drive_samples.append(sample_drive(_read_share(alive[0])))
+                    read, written = (alive[0].turns[-1][f"{way}_bytes"] for way in ("read", "write"))
+                    share = read / (read + written) if read + written else 0.5
+                    result.drive_samples.append(sample_drive(share))
         finally:
             # Also after Ctrl-C: what was measured by then is reported.
             result.outcomes.extend(Outcome.of(participant) for participant in alive)
@@ -267,12 +269,6 @@ def _take_turns(result: CaseResult, alive: list[Participant], steps: int, tell: 
             continue
         kind = "" if counts else " (warm-up)"
         tell(f"  {name}{kind}: {turn['total_seconds'] / steps:.2f} s per step")
-
-
-def _read_share(participant: Participant) -> float:
-    turn = participant.turns[-1]
-    total = turn["read_bytes"] + turn["write_bytes"]
-    return float(turn["read_bytes"] / total) if total else 0.5
 
 
 def peers(

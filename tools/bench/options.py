@@ -27,9 +27,8 @@ def several(convert: Callable[[str], Any], example: str) -> Callable[[str], tupl
         try:
             return tuple(convert(part.strip()) for part in text.split(","))
         except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} cannot be measured; give one or several, such as {example}"
-            ) from None
+            problem = f"{text!r} cannot be measured; give one or several, such as {example}"
+            raise argparse.ArgumentTypeError(problem) from None
 
     return parse
 
@@ -71,10 +70,8 @@ def problem_of(given: argparse.Namespace, **controllers: tuple[bool, str, str]) 
     path, python = given.nvme_path, given.peer_python
     # Overlay and tmpfs: the kernel counts no bytes of them in /proc/PID/io.
     if block_device(path) is None:
-        return (
-            f"--nvme-path {path} lies on no block device, so its bytes could not be counted; "
-            "name a directory on a drive"
-        )
+        problem = f"--nvme-path {path} lies on no block device, so its bytes could not be counted"
+        return f"{problem}; name a directory on a drive"
     for controller, (is_needed, option, cure) in controllers.items():
         if is_needed and (reason := why_unavailable(controller)) is not None:
             return f"{option} cannot be used: {reason}; {cure}"
