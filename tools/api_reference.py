@@ -17,24 +17,19 @@ import importlib
 import inspect
 import itertools
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import is_dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from pages import WIDTH, item, print_or_write, wrapped
+from pages import REFERENCE, ROOT, WIDTH, item, print_or_write, wrapped
 
 import infinity.deepspeed
 import swapper
 from infinity.config.schema.reference import texts_of
 from infinity.engine.engine import Engine
 
-_ROOT = Path(__file__).resolve().parent.parent
-PAGE = _ROOT / "docs" / "reference" / "api.md"
+PAGE = REFERENCE / "api.md"
 DEEPSPEED = ["DeepSpeedEngine", "initialize"]
 INTEGRATIONS = {
     "transformers": ["InfinityTrainer", "InfinityTrainerMixin"],
@@ -49,16 +44,6 @@ PARTS_OF_THE_ENGINE = frozenset(
     """.split()  # noqa: SIM905 - read as a text
 )
 """What other parts of an engine, and the integrations, call on it: no part of what users call, although Python lets them."""
-_BEGINNING = """\
-# Python API
-
-<!-- printed by tools/api_reference.py: change the docstrings, not this -->
-
-This page lists every public name with its signature and the first paragraph of its docstring.
-`help(infinity.initialize)` prints the whole docstring: arguments, shapes, errors. See also the
-[keys of the config](keys.md) and the [errors](errors.md).
-"""
-
 
 # Example: "(path: 'Path', kind: 'str' = <Kind.A: 1>)" becomes "(path: Path, kind: str = Kind.A)".
 _AS_WRITTEN = {
@@ -97,7 +82,7 @@ def text_of(value: Any) -> str:
 def _constants(package: str) -> dict[str, str]:
     """Return the texts under the constants of a package, by name."""
     found: dict[str, str] = {}
-    for path in sorted((_ROOT / package).rglob("*.py")):
+    for path in sorted((ROOT / package).rglob("*.py")):
         body = ast.parse(path.read_text()).body
         # Python keeps no text under an assignment at run time, so the source is parsed: `NAME = ...` followed by a
         # string.
@@ -219,7 +204,8 @@ def reference() -> str:
     # A public name without a text fails here, and so in the test that compares the page.
     if missing := ", ".join(undocumented()):
         raise SystemExit(f"without a docstring: {missing}")
-    parts, chapter = [_BEGINNING], ""
+    parts: list[str] = []
+    chapter = ""
     for package, name, value in names():
         if package != chapter:
             parts.append(f"## {package}\n")
@@ -229,4 +215,4 @@ def reference() -> str:
 
 
 if __name__ == "__main__":
-    print_or_write(__doc__, PAGE, reference, reference)
+    print_or_write(__doc__, PAGE, reference)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from bench.cgroup import Cgroup, why_unavailable
 from bench.options import size
-from rich.table import Table
+from rich.table import Column, Table
 
 import infinity
 from infinity.cli.output import write_json
@@ -82,27 +83,22 @@ def build(options: argparse.Namespace) -> torch.nn.Module:
     return model
 
 
-class Routing:
-    """Counts the bytes of experts that each step goes to."""
+def count_routing(model: torch.nn.Module) -> Counter[str]:
+    """Return what is counted from now on: "bytes" of the experts that steps go to, their number, and "calls" of layers."""
+    counts: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if name.endswith("mlp.experts"):
+            # transformers 5 keeps the experts of a layer in two tensors of shape (num_experts, ...). One expert is index 0
+            # of each, and an element of bf16 has 2 bytes.
+            expert_bytes = sum(getattr(module, each)[0].numel() * 2 for each in ("gate_up_proj", "down_proj"))
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.num_bytes = self.num_experts = self.num_calls = 0
-        for name, module in model.named_modules():
-            if name.endswith("mlp.experts"):
-                # transformers 5 keeps the experts of a layer in two tensors of shape (num_experts, ...). One expert is
-                # index 0 of each, and an element of bf16 has 2 bytes.
-                weights = [getattr(module, each) for each in ("gate_up_proj", "down_proj")]
-                self._watch(module, sum(weight[0].numel() * 2 for weight in weights))
+            def count(_: torch.nn.Module, args: tuple[Any, ...], expert_bytes: int = expert_bytes) -> None:
+                # The second argument of the module is the expert of each token: (tokens, experts per token).
+                used = len(args[1].unique())
+                counts.update(bytes=used * expert_bytes, experts=used, calls=1)
 
-    def _watch(self, module: torch.nn.Module, expert_bytes: int) -> None:
-        def note(_: torch.nn.Module, args: tuple[Any, ...]) -> None:
-            # The second argument of the module is the expert of each token: (tokens, experts per token).
-            used = len(args[1].unique())
-            self.num_bytes += used * expert_bytes
-            self.num_experts += used
-            self.num_calls += 1
-
-        module.register_forward_pre_hook(note)
+            module.register_forward_pre_hook(count)
+    return counts
 
 
 def measure(way: str, tokens: int, directory: Path, options: argparse.Namespace) -> Figures:
@@ -126,14 +122,14 @@ def measure(way: str, tokens: int, directory: Path, options: argparse.Namespace)
     model = build(options)
     # Bytes in bf16 of everything that is no expert.
     dense = sum(p.numel() * 2 for name, p in model.named_parameters() if ".experts." not in name)
-    routing = Routing(model)
+    routing = count_routing(model)
     generator = torch.Generator().manual_seed(1)
     seconds, cpu_seconds, read = [], [], []
     with infinity.initialize(model=model, config=config)[0] as engine:
         for step in range(options.warm_up + options.steps):
             # The first steps record the prefetch schedule: they do not count.
             if step == options.warm_up:
-                routing.num_bytes = routing.num_experts = routing.num_calls = 0
+                routing.clear()
             batch = torch.randint(_SHAPE["vocab_size"], (1, tokens), generator=generator)
             began, cpu_began = time.perf_counter(), time.process_time()
             engine.backward(engine(input_ids=batch).logits.float().logsumexp(-1).mean())
@@ -146,37 +142,37 @@ def measure(way: str, tokens: int, directory: Path, options: argparse.Namespace)
     return Figures(
         way,
         tokens,
-        routing.num_experts / routing.num_calls,
+        routing["experts"] / routing["calls"],
         mean,
         # Once in forward and once in backward: each pass reads the weights.
-        2 * (dense + routing.num_bytes // options.steps),
+        2 * (dense + routing["bytes"] // options.steps),
         statistics.median(seconds),
         statistics.median(cpu_seconds),
         None if options.throttle is None else mean / options.throttle,
     )
 
 
+def cells(each: Figures) -> dict[str, str]:
+    """What the table shows, by column."""
+    bound = each.bound_seconds
+    return {
+        "tokens": str(each.tokens),
+        "experts": each.way,
+        "routed": f"{each.num_routed:.1f}",
+        "read MB": f"{each.read_bytes / 1e6:.1f}",
+        "needed MB": f"{each.needed_bytes / 1e6:.1f}",
+        "read / needed": f"{each.read_bytes / each.needed_bytes:.3f}",
+        "seconds": f"{each.seconds:.3f}",
+        "CPU": f"{each.cpu_seconds:.3f}",
+        "drive's bound": "" if bound is None else f"{bound:.3f} ({each.seconds / bound:.2f})",
+    }
+
+
 def show(found: list[Figures]) -> None:
     """Print the table."""
-    table = Table(title="a step")
-    columns = "tokens, experts, routed, read MB, needed MB, read / needed, seconds, CPU, drive's bound"
-    for column in columns.split(", "):
-        table.add_column(column, justify="right")
+    table = Table(*(Column(name, justify="right") for name in cells(found[0])), title="a step")
     for each in found:
-        bound = (
-            "" if each.bound_seconds is None else f"{each.bound_seconds:.3f} ({each.seconds / each.bound_seconds:.2f})"
-        )
-        table.add_row(
-            str(each.tokens),
-            each.way,
-            f"{each.num_routed:.1f}",
-            f"{each.read_bytes / 1e6:.1f}",
-            f"{each.needed_bytes / 1e6:.1f}",
-            f"{each.read_bytes / each.needed_bytes:.3f}",
-            f"{each.seconds:.3f}",
-            f"{each.cpu_seconds:.3f}",
-            bound,
-        )
+        table.add_row(*cells(each).values())
     Console().print(table)
     for tokens in sorted({each.tokens for each in found}):
         by_way = {each.way: each for each in found if each.tokens == tokens}
@@ -198,9 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=value)
     # Each budget holds two layers: of 32 MiB with its routed experts alone, and of 200 MiB with all of them.
     parser.add_argument("--budget", type=size, default=size("64MiB"), help="of memory, expert by expert")
-    parser.add_argument(
-        "--budget-whole", type=size, default=size("450MiB"), help="of memory, where layers are read whole"
-    )
+    parser.add_argument("--budget-whole", type=size, default=size("450MiB"), help="of memory, with all experts read")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--is-limited", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

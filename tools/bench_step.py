@@ -80,22 +80,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help=f"of the model's blocks: {', '.join(_CHECKPOINTING)} (default: none)",
     )
     add("--budget", type=several(_budget, "384MB,2GB"), default=("384MB",), help="of host memory (default: 384MB)")
-    add("--set", type=_setting, action="append", default=[], metavar="KEY=VALUE", help="of our block `infinity`")
-    add(
-        "--against",
-        type=_setting,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="ours again, in turns, with it",
-    )
+    setting: dict[str, Any] = {"type": _setting, "action": "append", "default": [], "metavar": "KEY=VALUE"}
+    add("--set", **setting, help="of our block `infinity`")
+    add("--against", **setting, help="ours again, in turns, with it")
     add("--memory-limit", type=size, metavar="SIZE", help="of ours, by a control group, e.g. 1.5GB")
-    add(
-        "--throttle",
-        type=several(_speed, "300,600,none"),
-        default=(600, None),
-        help="MB/s each way, e.g. 300,none (default: 600,none)",
-    )
+    speeds = several(_speed, "300,600,none")
+    add("--throttle", type=speeds, default=(600, None), help="MB/s each way, e.g. 300,none (default: 600,none)")
     add("--without-compute-alone", action="store_true", help="leave out plain torch in memory: no bound then")
     add("--turns", type=int, default=5, help="of each, that count (default: 5)")
     add("--steps-per-turn", type=int, default=2, help="a turn ends with a flush (default: 2)")

@@ -6,23 +6,14 @@ python tools/commands_reference.py --write    # puts it into docs/reference/comm
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from pages import between, print_or_write
+from pages import REFERENCE, print_or_write
 
 from infinity.cli.main import PROGRAM, commands
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "commands.md"
-MARKS = (
-    "<!-- printed by tools/commands_reference.py: change the commands, not this -->",
-    "<!-- end of what is printed -->",
-)
+PAGE = REFERENCE / "commands.md"
 # Characters: click would take the width of the terminal, and the page would depend on it.
 _WIDTH = 100
 
@@ -46,10 +37,5 @@ def reference() -> str:
     return "\n".join(_sections(commands, click.Context(commands, info_name=PROGRAM, **commands.context_settings)))
 
 
-def page() -> str:
-    """Return the page with the present reference."""
-    return between(MARKS, reference(), PAGE)
-
-
 if __name__ == "__main__":
-    print_or_write(__doc__, PAGE, reference, page)
+    print_or_write(__doc__, PAGE, reference)

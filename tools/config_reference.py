@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from pages import WIDTH, between, item, print_or_write
+from pages import REFERENCE, WIDTH, item, print_or_write
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -31,13 +27,8 @@ from infinity.config.schema.vocabulary import blocks, child_block
 from infinity.optim.lr_schedules import SCHEDULES, schedule_parameters
 from infinity.optim.registry import BY_NAME
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "keys.md"
-MARKS = (
-    "<!-- printed by tools/config_reference.py: change the schema, not this -->",
-    "<!-- end of what is printed -->",
-)
-
-
+PAGE = REFERENCE / "keys.md"
+_FROZEN = ", ".join(f'`"{name}"`' for name in quantities.FROZEN_DTYPES)
 # Parser of a key -> its type in words. Bounds are in the metadata of the annotation.
 _KINDS = {
     quantities.parse_bytes: "a size",
@@ -46,9 +37,7 @@ _KINDS = {
     quantities.parse_number: "a number",
     quantities.parse_names: "a text or a list of texts",
     quantities.parse_path: "a path",
-    quantities.parse_frozen_dtype: "one of "
-    + ", ".join(f'`"{name}"`' for name in quantities.FROZEN_DTYPES)
-    + ", or an object",
+    quantities.parse_frozen_dtype: f"one of {_FROZEN}, or an object",
     directories.parse_directories: "a path, an object, or a list of those",
 }
 _TYPES = {bool: "`true` or `false`", dict: "an object", str: "a text", int: "a whole number", float: "a number"}
@@ -103,7 +92,7 @@ def kind_of(field: FieldInfo) -> str:
 def _limits(items: list[Any], signs: Mapping[str, str]) -> list[str]:
     """Return bounds in words, the smallest first. At the same number, "more than" counts as larger."""
     found = [
-        (getattr(item, sign, None), sign in ("gt", "le"), words) for item in items for sign, words in signs.items()
+        (getattr(each, sign, None), sign in ("gt", "le"), words) for each in items for sign, words in signs.items()
     ]
     given = sorted(each for each in found if isinstance(each[0], int | float))
     return [f"{words} {limit:g}" for limit, _, words in given]
@@ -156,10 +145,5 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def page() -> str:
-    """Return the page with the present reference."""
-    return between(MARKS, reference(), PAGE)
-
-
 if __name__ == "__main__":
-    print_or_write(__doc__, PAGE, reference, page)
+    print_or_write(__doc__, PAGE, reference)

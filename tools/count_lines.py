@@ -14,14 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-_NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _LONG_FUNCTION = 80
 _LONG_FILE = 600
 
@@ -60,9 +53,7 @@ def main() -> None:
         for path in sorted(Path(folder).rglob("*.py")):
             source = path.read_text()
             lines = code_lines(source)
-            rows["/".join(path.parts[: options.depth]) if len(path.parts) > options.depth else str(path.parent)] += len(
-                lines
-            )
+            rows[str(Path(*path.parent.parts[: options.depth]))] += len(lines)
             sizes += [(size, f"{path}:{name}") for name, size in functions(source, lines)]
             if (total := source.count("\n")) > _LONG_FILE:
                 long_files.append((total, str(path)))

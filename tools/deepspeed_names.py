@@ -11,21 +11,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pages import between, print_or_write
+from pages import REFERENCE, print_or_write
 
-_ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(_ROOT))
-PAGE = _ROOT / "docs" / "reference" / "deepspeed-names.md"
+PAGE = REFERENCE / "deepspeed-names.md"
 LIST = Path(__file__).with_suffix(".txt")
-MARKS = (
-    "<!-- printed by tools/deepspeed_names.py: change infinity/deepspeed/contents/refused.toml, not this -->",
-    "<!-- end of what is printed -->",
-)
 
 
 def listed() -> dict[str, list[str]]:
@@ -57,8 +50,8 @@ def kinds(module: str) -> Iterator[tuple[str, str]]:
             yield name, f"refused: {why_absent(f'{module}.{name}'.lstrip('.'))}"
 
 
-def table() -> str:
-    """The table, as Markdown."""
+def reference() -> str:
+    """Return the table, as Markdown."""
     lines = ["| name | here |", "|---|---|"]
     for module in listed():
         by_remark: dict[str, list[str]] = {}
@@ -68,13 +61,8 @@ def table() -> str:
         for remark, names in sorted(by_remark.items(), key=lambda pair: (pair[0] != "", pair[0].startswith("refused"))):
             where = f"`{module}`" if module else "`deepspeed`"
             lines.append(f"| {where}: {', '.join(f'`{name}`' for name in names)} | {remark or 'the same'} |")
-    return "\n".join(lines)
-
-
-def page() -> str:
-    """The page, with the table as it is now."""
-    return between(MARKS, f"{table()}\n", PAGE)
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    print_or_write(__doc__, PAGE, table, page)
+    print_or_write(__doc__, PAGE, reference)

@@ -2,7 +2,7 @@
 # Trains a small language model whose parameters and optimizer state are on NVMe, on a fresh machine with python >= 3.11.
 # Then it kills such a training in the middle of a step, resumes it, and compares the weights bit for bit.
 # Arguments go to tools/train.py, e.g.: bash tools/demo.sh --model 1b --host-memory-budget 2GB --nvme-path /mnt/nvme
-# or, if --larger-than-ram is the first of them, to tools/larger_than_ram.py.
+# or, if --larger-than-ram is the first of them, to tools/kill_and_resume.py alone.
 set -euo pipefail
 here=$PWD
 cd "$(dirname "$0")/.."
@@ -16,7 +16,7 @@ run() {
     "$root/.venv/bin/python" "$root/tools/$1" "${@:2}"
 }
 if [ "${1:-}" = --larger-than-ram ]; then
-    run larger_than_ram.py "$@"
+    run kill_and_resume.py "$@"
     exit
 fi
 run train.py --run-log train_log "$@"

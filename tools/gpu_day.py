@@ -187,9 +187,8 @@ def synchronisations(arguments: argparse.Namespace) -> int:
                 torch.cuda.set_sync_debug_mode("warn")
                 engine.train_batch(batches)
                 torch.cuda.set_sync_debug_mode("default")
-            found.update(
-                f"{warning.filename}:{warning.lineno}" for warning in told if "synchron" in str(warning.message)
-            )
+            waits = [warning for warning in told if "synchron" in str(warning.message)]
+            found.update(f"{warning.filename}:{warning.lineno}" for warning in waits)
     for where, times in found.most_common():
         print(f"{times:5d}  {where}")
     print(f"{found.total()} in one step")

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ from typing import Any
 
 import torch
 from bench.measured.models import Workload
+from bench.options import revision
 from bench.participant import OURS, Participant, ParticipantFailed, ParticipantSpec
 
 # For all runs of a set together. A run that would begin too late is reported, and not started.
@@ -144,41 +144,17 @@ def _deepspeed_place(asked: argparse.Namespace) -> Iterator[tuple[dict[str, Any]
             cure = f"install it there: {asked.peer_python} -m pip install deepspeed"
         else:
             # The unpacked packages come before our own folder.
-            spec = {"path": f"{site}:{OURS}"}
-            folder = asked.peer_packages
+            spec, folder = {"path": f"{site}:{OURS}"}, asked.peer_packages
             cure = f"put its wheels, and ds_site.zip with its operators, into {folder}, or name a --peer-python that has it"
-            problem = _unpack(asked.peer_packages, Path(site))
-            if problem:
-                yield spec, f"DeepSpeed: {problem}; {cure}"
+            # A wheel is a zip file of packages. The operators come last: they belong into the package.
+            archives = [*sorted(folder.glob("*.whl")), *folder.glob("ds_site.zip")]
+            if not archives:
+                yield spec, f"DeepSpeed: no wheels and no ds_site.zip in {folder}; {cure}"
                 return
+            for archive in archives:
+                shutil.unpack_archive(archive, site, "zip")
         missing = _missing(spec)
         yield spec, f"DeepSpeed: missing {', '.join(missing)}; {cure}" if missing else ""
-
-
-def _unpack(packages: Path, site: Path) -> str:
-    wheels = sorted(packages.glob("*.whl"))
-    if not wheels and not (packages / "ds_site.zip").exists():
-        return f"no wheels and no ds_site.zip in {packages}"
-    if wheels:
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-index",
-            "--no-deps",
-            "--no-compile",
-            "--target",
-            str(site),
-        ]
-        done = subprocess.run([*pip, *map(str, wheels)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            return f"its wheels cannot be installed ({done.stderr.strip().splitlines()[-1]})"
-    if (packages / "ds_site.zip").exists():
-        with zipfile.ZipFile(packages / "ds_site.zip") as archive:
-            archive.extractall(site)
-    return ""
 
 
 def _extensions() -> str:
@@ -247,14 +223,11 @@ def _told(answer: dict[str, Any]) -> str:
 
 
 def _circumstances() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=OURS, capture_output=True, text=True, check=False
-    )
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "machine": gpu,
         "torch": torch.__version__,
-        "commit": commit.stdout.strip(),
+        "commit": revision(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

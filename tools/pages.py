@@ -1,14 +1,21 @@
-"""Puts the output of a tool into a page of Markdown."""
+"""Puts the output of a tool into a page of docs/reference, between the two marks that the page has for it."""
 
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+# For the tools that import this module: they print what this checkout has.
+sys.path.insert(0, str(ROOT))
+REFERENCE = ROOT / "docs" / "reference"
 # Characters of a line in a page.
 WIDTH = 118
+_PRINTED = re.compile(r"(<!-- printed by [^\n]* -->\n\n).*(\n<!-- end of what is printed -->)", re.DOTALL)
 
 
 def wrapped(text: str) -> str:
@@ -22,18 +29,17 @@ def item(text: str) -> str:
     return "\n".join(lines)
 
 
-def between(marks: tuple[str, str], printed: str, page: Path) -> str:
-    """Return the text of a page, with ``printed`` between its two marks."""
-    text = page.read_text()
+def with_printed(page: Path, printed: str) -> str:
+    """Return the text of a page with ``printed`` between its two marks."""
     # Text before the first mark and behind the second one is written by hand, and stays.
-    return f"{text.partition(marks[0])[0]}{marks[0]}\n\n{printed}\n{marks[1]}{text.partition(marks[1])[2]}"
+    return _PRINTED.sub(lambda found: f"{found[1]}{printed}{found[2]}", page.read_text())
 
 
-def print_or_write(description: str | None, page: Path, printed: Callable[[], str], written: Callable[[], str]) -> None:
-    """The command line of a tool: without ``--write`` it prints; with it, all of the page is written anew."""
+def print_or_write(description: str | None, page: Path, reference: Callable[[], str]) -> None:
+    """The command line of a tool: without ``--write`` it prints the reference; with it, that goes into the page."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"put it into {page.parent.name}/{page.name}")
     if parser.parse_args().write:
-        page.write_text(written())
+        page.write_text(with_printed(page, reference()))
     else:
-        print(printed(), end="")
+        print(reference(), end="")

@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -49,12 +48,14 @@ def cpu_seconds(start: Start, num_requests: int, num_buffers: int) -> float:
     return time.process_time() - began
 
 
-def measure(
-    directory: str, backend: Any, request_bytes: int, together: int, num_buffers: int, num_requests: int, rounds: int
-) -> None:
+def measure(options: argparse.Namespace, request_bytes: int) -> None:
+    """Print a line for each direction."""
+    backend, together, num_buffers = options.backend, options.together, options.inflight
+    # Small requests take less time, so more of them are needed for the clock.
+    num_requests = 4000 if request_bytes < 1 << 16 else 400
     config = SwapperConfig(backend=backend, request_bytes=request_bytes)
     num_bytes = request_bytes * together
-    with Swapper.open(directory, num_bytes * num_buffers, config) as opened:
+    with Swapper.open(options.directory, num_bytes * num_buffers, config) as opened:
         memory = AlignedRegion(num_bytes * num_buffers)
         # As the engine does with its staging memory. Both sides use the same buffers.
         forget = opened.register_memory(memory)
@@ -89,7 +90,7 @@ def measure(
 
         for direction in Direction:
             found: dict[str, list[float]] = {"alone": [], "through": []}
-            for number in range(rounds + 1):
+            for number in range(options.rounds + 1):
                 # In turns, so that a change of the machine's load meets both.
                 for name, way in (("alone", alone), ("through", through)):
                     seconds = cpu_seconds(way(direction), num_requests // together, num_buffers)
@@ -112,11 +113,8 @@ def main() -> None:
     parser.add_argument("--inflight", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    for num_bytes in options.bytes:
-        # Small requests take less time, so more of them are needed for the clock.
-        num_requests = 4000 if num_bytes < 1 << 16 else 400
-        shape = (num_bytes, options.together, options.inflight, num_requests)
-        measure(options.directory, options.backend, *shape, options.rounds)
+    for request_bytes in options.bytes:
+        measure(options, request_bytes)
 
 
 if __name__ == "__main__":

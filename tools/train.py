@@ -223,16 +223,17 @@ def make_config(
 
 
 def make_engine(
-    arguments: argparse.Namespace, text: torch.Tensor, changes: dict[str, Any] | None = None
+    arguments: argparse.Namespace, text: torch.Tensor, *, on_drive: bool = False
 ) -> tuple[infinity.Engine, Any, int]:
-    """An engine, the loader of its batches, and the tokens of a step. ``changes``: to the config."""
+    """An engine, the loader of its batches, and the tokens of a step. ``on_drive``: weights go there as they are made."""
     size = SIZES[arguments.model]
     seq_len = arguments.seq_len or size.seq_len
     torch.manual_seed(arguments.seed)
-    config = make_config(arguments, size, changes)
+    config = make_config(arguments, size)
     samples_per_step = (config.train_micro_batch_size_per_gpu or 1) * config.gradient_accumulation_steps
     dataset = RandomWindows(text, seq_len, arguments.steps * samples_per_step, arguments.seed)
-    model = build_model(size, seq_len, config.compute_dtype, arguments.checkpointing)
+    with infinity.Init(config_dict_or_path=config) if on_drive else contextlib.nullcontext():
+        model = build_model(size, seq_len, config.compute_dtype, arguments.checkpointing)
     # A function, because the engine makes the optimizer of the config first.
     schedule = None if config.scheduler else lambda optimizer: warm_up(optimizer, arguments.steps)
     engine, _, loader, _ = infinity.initialize(model=model, config=config, training_data=dataset, lr_scheduler=schedule)

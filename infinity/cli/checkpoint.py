@@ -68,10 +68,6 @@ def inspect(source: Path, tag: str | None, tensors: bool, as_json: bool) -> None
         print_json({**facts, "tensors": [_tensor(each) for each in found.tensors]} if tensors else facts)
         return
     # Everything below is for people; programs got all of it as JSON above.
-    kinds = [
-        (f"  {kind}", f"{of['num_tensors']} tensors, {format_bytes(of['num_bytes'])}")
-        for kind, of in facts["kinds"].items()
-    ]
     rows = [
         ("checkpoint", str(found.folder)),
         *(
@@ -82,20 +78,21 @@ def inspect(source: Path, tag: str | None, tensors: bool, as_json: bool) -> None
         ),
         ("parameters", f"{facts['num_parameters']:,} elements in {facts['num_parameter_tensors']} tensors"),
         ("bytes", format_bytes(facts["num_bytes"])),
-        *kinds,
+        *(
+            (f"  {kind}", f"{of['num_tensors']} tensors, {format_bytes(of['num_bytes'])}")
+            for kind, of in facts["kinds"].items()
+        ),
         ("added by the script", ", ".join(facts["client_state"]) or "nothing"),
     ]
-    if facts["excluded"]:
-        rows.append(
-            ("left out", f"{len(facts['excluded'])} frozen parameters (exclude_frozen_parameters or frozen_dtype)")
-        )
-    if facts["tied"]:
-        rows.append(("tied", ", ".join(f"{name} = {first}" for name, first in facts["tied"].items())))
-    if facts["other_tags"]:
-        rows.append(("others beside it", ", ".join(facts["other_tags"])))
-    if facts["problem"]:
-        rows.append(("cannot be told", facts["problem"]))
-    print_facts(rows)
+    excluded = f"{len(facts['excluded'])} frozen parameters (exclude_frozen_parameters or frozen_dtype)"
+    # Only what a checkpoint has.
+    rare = [
+        ("left out", facts["excluded"] and excluded),
+        ("tied", ", ".join(f"{name} = {first}" for name, first in facts["tied"].items())),
+        ("others beside it", ", ".join(facts["other_tags"])),
+        ("cannot be told", facts["problem"]),
+    ]
+    print_facts([*rows, *((what, value) for what, value in rare if value)])
     if tensors:
         listed = table("group", "kind", "shape", "dtype", "name")
         for each in map(_tensor, found.tensors):

@@ -28,9 +28,8 @@ def _loaded(file: Path, processes: int, *, check_storage: bool) -> InfinityConfi
     from infinity.config import load_config
 
     if file.is_dir():
-        raise ConfigError.in_text(
-            f"config file '{file}'", "it is a directory", cure="Give the path of a JSON file in it"
-        )
+        cure = "Give the path of a JSON file in it"
+        raise ConfigError.in_text(f"config file '{file}'", "it is a directory", cure=cure)
     return load_config(file, world_size=processes, check_storage=check_storage)
 
 
@@ -104,9 +103,7 @@ def show(file: Path, processes: int, as_json: bool) -> None:
     """
     loaded = _loaded(file, processes, check_storage=False)
     if as_json:
-        decisions = [
-            {"key": each.key, "value": _plain(each.value), "decided_by": each.decided_by} for each in loaded.decisions
-        ]
+        decisions = [each._asdict() | {"value": _plain(each.value)} for each in loaded.decisions]
         print_json({"file": str(file), "decisions": decisions, "without_effect": list(loaded.notices)})
         return
     shown = table("key", "value", "decided by", keeps_first=True)

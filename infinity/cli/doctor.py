@@ -10,12 +10,8 @@ from infinity.cli.config import loaded_for_one
 from infinity.cli.output import PathType, json_option, print_json, table
 from infinity.machine.finding import Finding, Verdict
 
-_SIGNS = {
-    Verdict.GOOD: ("ok", "green"),
-    Verdict.NOTE: ("-", "dim"),
-    Verdict.POOR: ("!", "yellow"),
-    Verdict.BAD: ("X", "bold red"),
-}
+# In the order of `Verdict`: good, note, poor, bad.
+_SIGNS = dict(zip(Verdict, [("ok", "green"), ("-", "dim"), ("!", "yellow"), ("X", "bold red")], strict=True))
 
 
 @click.command()

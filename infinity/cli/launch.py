@@ -150,10 +150,8 @@ def commands_of(hosts: Hosts, arguments: SimpleNamespace, environment: Mapping[s
         torchrun += [rank_script.__file__, arguments.script, *arguments.arguments]
         # No ssh: processes inherit our environment, secrets included.
         if host in _LOCAL_NAMES:
-            added = _environment(slots, arguments, environment)
-            found[host] = (
-                ["env", *(f"{name}={value}" for name, value in added.items()), *torchrun] if added else torchrun
-            )
+            added = [f"{name}={value}" for name, value in _environment(slots, arguments, environment).items()]
+            found[host] = ["env", *added, *torchrun] if added else torchrun
             continue
         exported = {name: value for name, value in sorted(named.items()) if name not in secrets}
         exported["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))

@@ -68,9 +68,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(
-            f"infinity.cli.{_IN_MODULES_OF_OTHERS.get(cmd_name, cmd_name).replace('-', '_')}"
-        )
+        name = _IN_MODULES_OF_OTHERS.get(cmd_name, cmd_name).replace("-", "_")
+        module = importlib.import_module(f"infinity.cli.{name}")
         found: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return found
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 STDOUT = "-"
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class PathType(click.Path):
@@ -33,9 +32,8 @@ class PathType(click.Path):
         return super().convert(value, param, ctx)
 
 
-def json_option(function: _F) -> _F:
-    """``--json`` for a command; the parameter is ``as_json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")(function)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+"""``--json`` for a command; the parameter is ``as_json``."""
 
 
 def print_json(value: Any) -> None:

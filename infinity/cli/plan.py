@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from infinity.plan.ladder import Outcome
     from infinity.plan.machine import Machine
 
+_SIZE = functools.partial(click.option, type=size_in_bytes, metavar="SIZE")
 # Tokens of a step, if none are given. The predicted time of computing grows with them.
 _TOKENS = 2048
 
@@ -33,6 +35,9 @@ def _positive(text: str) -> float:
     if found <= 0:
         raise click.BadParameter(f"{text} is not above 0.")
     return found
+
+
+_NUMBER = functools.partial(click.option, type=_positive, metavar="NUMBER")
 
 
 @click.command()
@@ -52,31 +57,14 @@ def _positive(text: str) -> float:
 @click.option(
     "--tokens", type=click.IntRange(min=1), default=_TOKENS, show_default=True, help="Tokens of one optimizer step."
 )
-@click.option("--ram", type=size_in_bytes, metavar="SIZE", help="Describe a machine: its free host memory, e.g. 64GB.")
-@click.option("--disk", type=size_in_bytes, metavar="SIZE", help="Its free space on drives.")
-@click.option(
-    "--drive-speed",
-    type=size_in_bytes,
-    metavar="SIZE",
-    help="Bytes per second of its drives, reads and writes together, e.g. 6GB.",
-)
-@click.option("--gpu", type=size_in_bytes, metavar="SIZE", help="Memory of its GPU.")
-@click.option(
-    "--link", type=size_in_bytes, metavar="SIZE", help="Bytes per second between memory and GPU, each way, e.g. 25GB."
-)
-@click.option(
-    "--updates",
-    type=_positive,
-    metavar="NUMBER",
-    help="10^9 parameters per second that its CPU updates with AdamW.",
-)
-@click.option(
-    "--tflops",
-    type=_positive,
-    metavar="NUMBER",
-    help="TFLOP/s (10^12 operations per second) that your model reaches on it.",
-)
-@click.option("--tbw", type=_positive, metavar="NUMBER", help="Terabytes that its drives are rated to write (TBW).")
+@_SIZE("--ram", help="Describe a machine: its free host memory, e.g. 64GB.")
+@_SIZE("--disk", help="Its free space on drives.")
+@_SIZE("--drive-speed", help="Bytes per second of its drives, reads and writes together, e.g. 6GB.")
+@_SIZE("--gpu", help="Memory of its GPU.")
+@_SIZE("--link", help="Bytes per second between memory and GPU, each way, e.g. 25GB.")
+@_NUMBER("--updates", help="10^9 parameters per second that its CPU updates with AdamW.")
+@_NUMBER("--tflops", help="TFLOP/s (10^12 operations per second) that your model reaches on it.")
+@_NUMBER("--tbw", help="Terabytes that its drives are rated to write (TBW).")
 @click.option(
     "--lora",
     type=click.IntRange(min=1),

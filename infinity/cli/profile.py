@@ -183,9 +183,7 @@ def _print(console: Console, found: DriveProfile, advice: BandwidthCache | None)
     if found.samples:
         console.print(shown)
     lines = [f"{name} cannot be used here: {reason}" for name, reason in found.unusable.items()]
-    lines += [
-        f"{workload.value} alone: {each.bytes_per_second / 1e9:.2f} GB/s" for workload, each in found.alone.items()
-    ]
+    lines += [f"{way.value} alone: {each.bytes_per_second / 1e9:.2f} GB/s" for way, each in found.alone.items()]
     if found.written_bytes:
         lines.append(f"Written for this: {found.written_bytes / 1e9:.1f} GB")
     if found.long_run is not None:

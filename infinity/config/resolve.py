@@ -117,18 +117,16 @@ def _resolve_tiers(decisions: _Decisions, check_storage: bool) -> dict[str, Offl
     """Decide where parameters and optimizer states are stored; returns a section for each offload block."""
     root, zero = decisions.root, decisions.root.zero_optimization
     tiers = {name: _resolve_offload(name, decisions, check_storage) for name in ("offload_param", "offload_optimizer")}
-    check_capacities(
-        *(tier.nvme_directories for tier in tiers.values()), key="zero_optimization.offload_optimizer.nvme_path"
-    )
+    directories = [tier.nvme_directories for tier in tiers.values()]
+    check_capacities(*directories, key="zero_optimization.offload_optimizer.nvme_path")
     # Only a config that has the block wonders about its stage.
     if "zero_optimization" in root.model_fields_set and zero.stage is None:
         offloads = "" if zero_stage(root) else "nothing is offloaded, as in DeepSpeed"
         decisions.decide("zero_optimization.stage", zero_stage(root), offloads or "something is offloaded")
     # The stages differ in what ranks divide among them. One rank has nothing to divide.
     if zero.stage in (0, 1, 2) and decisions.world_size == 1:
-        decisions.findings.record(
-            "zero_optimization.stage", f"stage {zero.stage} runs as stage 3, with the same numbers"
-        )
+        reason = f"stage {zero.stage} runs as stage 3, with the same numbers"
+        decisions.findings.record("zero_optimization.stage", reason)
     if root.infinity.activations == "nvme" and not any(tier.nvme_paths for tier in tiers.values()):
         cure = "Set zero_optimization.offload_optimizer (or offload_param) to a directory on a drive"
         raise ConfigError.value("infinity.activations", "nvme", "there is no NVMe tier", cure=cure)
@@ -377,9 +375,8 @@ def _resolve_durable(
         found = tuple(replace(each, path=each.path / "durable") for each in tiers["offload_optimizer"].nvme_directories)
     # Equal speeds give all drives equal stripes. Measured speeds vary from start to start, and would lay out the files
     # of the last commit differently.
-    durable = DurableSection(
-        tuple(replace(each, bytes_per_second=1.0) for each in found), block.keep_last, block.keep_every
-    )
+    directories = tuple(replace(each, bytes_per_second=1.0) for each in found)
+    durable = DurableSection(directories, block.keep_last, block.keep_every)
     decisions.record("infinity.durable_path", describe_directories(durable.directories))
     decisions.record("infinity.keep_last", durable.keep_last)
     decisions.record("infinity.keep_every", durable.keep_every)

@@ -63,7 +63,7 @@ def read_text(text: str, *, source: str = "config text") -> dict[str, Any]:
         ConfigError: with line and column, or with the dotted path of a duplicate key.
     """
     try:
-        content = json.loads(blank_comments(text), object_pairs_hook=_Object)
+        content = json.loads(_TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text)), object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
         # Only text that is no JSON needs hjson, which is an optional package.
         content = _by_hjson(text)
@@ -88,11 +88,6 @@ def _by_hjson(text: str) -> Any:
         return hjson.loads(text, object_pairs_hook=_Object) if text.strip() else None
     except (ImportError, ValueError, RecursionError):
         return None
-
-
-def blank_comments(text: str) -> str:
-    """Replace comments and trailing commas by blanks. All other characters keep their line and column."""
-    return _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
 
 
 def _blank(match: re.Match[str]) -> str:

@@ -36,11 +36,8 @@ _EXTRAS = {
 
 def computing_findings(*, measures: bool = True) -> Iterator[Finding]:
     """Yield all findings of this module. ``measures``: also measure copies to and from the GPU."""
-    system = f"{platform.system()} {platform.release()}"
-    yield note(
-        "versions",
-        f"infinity {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {system}",
-    )
+    system = f"Python {platform.python_version()}, {platform.system()} {platform.release()}"
+    yield note("versions", f"infinity {__version__}, torch {torch.__version__}, {system}")
     yield _memory()
     yield from _limits()
     yield _processors()
@@ -115,23 +112,17 @@ def _gpu() -> Finding:
             free, total = torch.cuda.mem_get_info()
         except RuntimeError as error:  # another process has all of it, or has it alone
             text = f"torch cannot use it: {_first_line(error)}"
-            return bad(
-                "GPU",
-                text,
-                "End the program that uses it (`nvidia-smi` lists them), or set CUDA_VISIBLE_DEVICES; with an "
-                "empty value, the CPU computes",
-            )
+            cure = "End the program that uses it (`nvidia-smi` lists them), or set CUDA_VISIBLE_DEVICES"
+            return bad("GPU", text, f"{cure}; with an empty value, the CPU computes")
         names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
         return good("GPU", f"{names}; {size(free)} of {size(total)} free on the first")
     # Tells a machine without a GPU from one whose torch does not see its GPU.
     if not _NVIDIA_DRIVER.exists():
         return note("GPU", "none: the CPU computes")
+    text = "an NVIDIA driver is installed, but torch"
     if torch.version.cuda is None:
-        text = "an NVIDIA driver is installed, but torch is built without CUDA"
-        return poor("GPU", text, "Install torch's CUDA build (pytorch.org)")
-    return poor(
-        "GPU", "an NVIDIA driver is installed, but torch cannot use it", "See `nvidia-smi`, and CUDA_VISIBLE_DEVICES"
-    )
+        return poor("GPU", f"{text} is built without CUDA", "Install torch's CUDA build (pytorch.org)")
+    return poor("GPU", f"{text} cannot use it", "See `nvidia-smi`, and CUDA_VISIBLE_DEVICES")
 
 
 def _of_the_gpu(*, measures: bool) -> Iterator[Finding]:

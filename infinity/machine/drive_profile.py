@@ -147,13 +147,6 @@ def default_setting() -> IOSetting:
     return IOSetting("threads", io.request_bytes, io.num_threads, io.max_inflight)
 
 
-def suitable_backends(directories: Sequence[Directory]) -> tuple[BackendName, ...]:
-    """Return the backends that may work in these directories."""
-    # aiofiles is the backend for network file systems.
-    is_network = any(describe_drive(directory.path).is_network for directory in directories)
-    return ("aiofiles", "threads") if is_network else ("threads", "uring")
-
-
 def candidates(backends: Sequence[BackendName], num_drives: int = 1) -> list[IOSetting]:
     """Return the settings to try, those with few bytes in flight first.
 
@@ -203,8 +196,10 @@ def _typical(samples: Sequence[Sample]) -> Sample:
 
 def settings_for(directories: Sequence[Directory]) -> list[IOSetting]:
     """Return the settings that a profile measures: all candidates, and the default."""
-    settings = candidates(suitable_backends(directories), len(directories))
-    return list(dict.fromkeys([*settings, default_setting()]))
+    # aiofiles is the backend for network file systems.
+    is_network = any(describe_drive(directory.path).is_network for directory in directories)
+    backends: tuple[BackendName, ...] = ("aiofiles", "threads") if is_network else ("threads", "uring")
+    return list(dict.fromkeys([*candidates(backends, len(directories)), default_setting()]))
 
 
 @contextlib.contextmanager

@@ -136,10 +136,8 @@ def link_finding(device: PciDevice, *, rests: bool) -> Finding:
     if now >= 0.9 * most:
         return good(what, device.words())
     text = f"{device.words()}, where the device can {_link(device.most_gigatransfers, device.most_lanes)}"
-    cure = (
-        "Use another slot, or change the slot's setting in the firmware: slots share lanes, and risers lower the speed"
-    )
-    return poor(what, text, cure)
+    cure = "Use another slot, or change the slot's setting in the firmware"
+    return poor(what, text, f"{cure}: slots share lanes, and risers lower the speed")
 
 
 def node_finding(devices: Sequence[PciDevice]) -> Finding | None:
@@ -169,13 +167,9 @@ def node_finding(devices: Sequence[PciDevice]) -> Finding | None:
 
 
 def _processors(node: int) -> set[int]:
-    """Numbers of a node's processors, from a list such as ``0-3,8-11``."""
-    found: set[int] = set()
-    for part in text_of(SYS / f"devices/system/node/node{node}/cpulist").split(","):
-        first, _, last = part.partition("-")
-        if first:
-            found.update(range(int(first), int(last or first) + 1))
-    return found
+    """Numbers of a node's processors, each of which has a folder there."""
+    folders = (SYS / f"devices/system/node/node{node}").glob("cpu[0-9]*")
+    return {int(folder.name.removeprefix("cpu")) for folder in folders}
 
 
 def health(block_device: str) -> Health:
@@ -300,11 +294,9 @@ def copy_finding(copies: Copies) -> Finding:
     """Judge the speed of copies between host and GPU."""
     text = f"{size(copies.up)}/s up, {size(copies.down)}/s down"
     if copies.refused:
-        refused = (
-            f"the driver registers no memory ({copies.refused}): copies block the thread that launches kernels, {text}"
-        )
+        text = f"({copies.refused}): copies block the thread that launches kernels, {text}"
         on_wsl = "Windows: native Linux pins more than WSL2, or raise memory in .wslconfig"
-        return poor("copies", refused, on_wsl if is_wsl() else "ulimit -l unlimited")
+        return poor("copies", f"the driver registers no memory {text}", on_wsl if is_wsl() else "ulimit -l unlimited")
     others = f"{size(copies.pageable_up)}/s and {size(copies.pageable_down)}/s from other"
     pinned = f"{_COPY_BYTES / copies.register_seconds / 1e9:.0f} GB/s to pin it"
     return good("copies", f"{text} from pinned memory ({others}); {pinned}")

@@ -135,7 +135,6 @@ def hold(
         written += sample.write_bytes
         passed = time.monotonic() - began
         found.moments.append(Moment(passed, written, sample.bytes_per_second, celsius()))
-        progress(
-            f"{written / 1e9:.0f} GB written, {sample.bytes_per_second / 1e9:.2f} GB/s", min(1.0, passed / seconds)
-        )
+        told = f"{written / 1e9:.0f} GB written, {sample.bytes_per_second / 1e9:.2f} GB/s"
+        progress(told, min(1.0, passed / seconds))
     return found

@@ -11,17 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from infinity.errors import size
+from infinity.machine import hardware
 from infinity.machine.bandwidth_cache import measured_bandwidth
 from infinity.machine.finding import Finding, bad, good, note, poor
-from infinity.machine.hardware import (
-    SYS,
-    drive_device,
-    gpu_devices,
-    health_finding,
-    link_finding,
-    node_finding,
-    text_of,
-)
 from swapper.config import SwapperConfig
 from swapper.errors import BackendUnavailableError, SwapperError, VolumeError
 from swapper.measure.by_name import open_by_name
@@ -54,19 +46,15 @@ def storage_findings(directories: Sequence[Path], *, measures: bool) -> Iterator
         try:
             drives[path] = writable_drive(path)
         except VolumeError as error:
-            yield bad(
-                "directory",
-                str(error),
-                "Name another directory with --nvme-path, or make this one (mkdir -p)",
-                str(path),
-            )
+            cure = "Name another directory with --nvme-path, or make this one (mkdir -p)"
+            yield bad("directory", str(error), cure, str(path))
             continue
         for finding in _findings(drives[path], measures=measures):
             # `_findings` speaks of one drive, and does not know under which name it was asked for.
             yield replace(finding, directory=str(path))
     names = sorted({drive.device for drive in drives.values() if drive.device is not None})
-    devices = [*gpu_devices(), *filter(None, map(drive_device, names))]
-    if (nodes := node_finding(devices)) is not None:
+    devices = [*hardware.gpu_devices(), *filter(None, map(hardware.drive_device, names))]
+    if (nodes := hardware.node_finding(devices)) is not None:
         yield nodes
     # Two partitions, or two folders, on one drive.
     if len({drive.identity for drive in drives.values()}) < len(drives):
@@ -77,10 +65,10 @@ def storage_findings(directories: Sequence[Path], *, measures: bool) -> Iterator
 def _findings(drive: Drive, *, measures: bool) -> Iterator[Finding]:
     yield _drive(drive)
     if drive.device is not None:
-        if (link := drive_device(drive.device)) is not None:
+        if (link := hardware.drive_device(drive.device)) is not None:
             # Links of GPUs slow down while idle. The speed of a drive's link counts as it is.
-            yield link_finding(link, rests=False)
-        if (health := health_finding(drive.device)) is not None:
+            yield hardware.link_finding(link, rests=False)
+        if (health := hardware.health_finding(drive.device)) is not None:
             yield health
     yield _space(drive)
     yield from _files(drive, measures=measures)
@@ -110,8 +98,8 @@ def writable_drive(path: Path) -> Drive:
 
 def _drive(drive: Drive) -> Finding:
     # Without a device, this is the folder of all devices, which has neither file.
-    folder = SYS / "block" / (drive.device or "")
-    model = text_of(folder / "device/model")
+    folder = hardware.SYS / "block" / (drive.device or "")
+    model = hardware.text_of(folder / "device/model")
     words = f"{drive.words()}{f', {model}' if model else ''}"
     if drive.is_tmpfs:
         cure = "Name a directory on a local SSD: files here use the memory that offloading is meant to free"
@@ -120,7 +108,7 @@ def _drive(drive: Drive) -> Finding:
         return poor("drive", f"{words}: a network or FUSE file system", "Name a directory on a local SSD")
     # Virtual drives and device mappers say "rotational" whatever is below them.
     is_virtual = drive.device is None or drive.device.startswith(("vd", "xvd", "dm-", "md", "loop"))
-    if text_of(folder / "queue/rotational") == "1" and not is_virtual:
+    if hardware.text_of(folder / "queue/rotational") == "1" and not is_virtual:
         return poor("drive", f"{words}: a disk that rotates", "Name a directory on an SSD, preferably NVMe")
     if drive.device is None:
         return note("drive", f"{words}: the drive below it is not visible")

@@ -68,9 +68,8 @@ class Monitors:
             self._monitors[key] = kind(section)
         except ImportError as error:
             cure = f"pip install {package}, or set it to false"
-            raise ConfigError.value(
-                f"{key}.enabled", True, f"it needs the package {package}: {error}", cure=cure
-            ) from error
+            problem = f"it needs the package {package}: {error}"
+            raise ConfigError.value(f"{key}.enabled", True, problem, cure=cure) from error
         # Libraries raise errors of their own (wandb without a login, for example). All of it is the config's matter
         # here.
         except Exception as error:
@@ -112,21 +111,14 @@ class Monitors:
         # Example with 8 samples a step: the loss of step 1 is at 0, its learning rate at 8. Without samples: at 0 and
         # at 1.
         before, now = (samples_before, samples) if samples > samples_before else (report.step - 1, report.step)
-        events: list[Event] = []
-        if report.loss is not None:  # DeepSpeed writes it in backward, when the step does not count yet
-            events.append(("Train/Samples/train_loss", report.loss, before))
-        if lr is not None:
-            events.append(("Train/Samples/lr", lr, now))
-        if report.loss_scale != 1:
-            events.append(("Train/Samples/loss_scale", report.loss_scale, now))
+        scale = report.loss_scale if report.loss_scale != 1 else None
+        # DeepSpeed writes the loss in backward, when the step does not count yet.
+        events: list[Event] = [("train_loss", report.loss, before), ("lr", lr, now), ("loss_scale", scale, now)]
         if with_seconds:
-            for name, seconds in (
-                ("forward", report.forward_seconds),
-                ("backward", report.backward_seconds),
-                ("step", report.update_seconds),
-            ):
-                events.append((f"Train/Samples/elapsed_time_ms_{name}", 1e3 * seconds, now))
-        self.write_events(events)
+            phases = {"forward": report.forward_seconds, "backward": report.backward_seconds}
+            phases["step"] = report.update_seconds
+            events += [(f"elapsed_time_ms_{name}", 1e3 * seconds, now) for name, seconds in phases.items()]
+        self.write_events([(f"Train/Samples/{name}", value, at) for name, value, at in events if value is not None])
 
     def close(self) -> None:
         """Write what is pending. May be called again."""

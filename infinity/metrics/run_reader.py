@@ -204,9 +204,8 @@ def read_run(directory: Path) -> Run:
     if not reader.has_writer:
         reader.finish()
     if not reader.run.num_starts:
-        raise CheckpointError.of_log(
-            reader.run.directory / FILE_NAME, "has no start: it is empty, damaged, or no log of a run"
-        )
+        problem = "has no start: it is empty, damaged, or no log of a run"
+        raise CheckpointError.of_log(reader.run.directory / FILE_NAME, problem)
     return reader.run
 
 

@@ -177,14 +177,9 @@ class Timeline:
         number = next((number for number, until in enumerate(free_at) if until <= begin), len(free_at))
         # Replaces the entry of a thread, or appends one if `number` is the length.
         free_at[number : number + 1] = [end]
-        event = {"ph": "X", "name": span.name, "cat": span.row.name.lower(), "pid": os.getpid()}
-        return {
-            **event,
-            "tid": _thread(span.row, number),
-            "ts": begin / 1e3,
-            "dur": (end - begin) / 1e3,
-            "args": arguments,
-        }
+        what = {"ph": "X", "name": span.name, "cat": span.row.name.lower(), "pid": os.getpid()}
+        when = {"tid": _thread(span.row, number), "ts": begin / 1e3, "dur": (end - begin) / 1e3}
+        return {**what, **when, "args": arguments}
 
 
 def _thread(row: Row, number: int) -> int:

@@ -126,7 +126,7 @@ def _predict(
     units: Sequence[UnitSize], request: Request, placement: Placement, order: Sequence[int], backward_start: int
 ) -> Prediction:
     sizes = [unit.weight_bytes for unit in units]
-    read = records = spilled = 0
+    records = spilled = 0
     num_micro_batches = request.num_micro_batches
     is_divided = divides_weights(units)
     # If all weights fit, they stay in memory from step to step, and ranks send each other what they have updated.
@@ -141,28 +141,21 @@ def _predict(
         staying=placement.resident_units,
         lasting_until=backward_start if is_divided and not stay else None,
     )
-    fetches = simulation.fetches
     in_step = not request.updates_in_backward
     is_shared = has_shards(units)
     largest = max((unit.trainable_numel for unit in units), default=0) * request.scratch_itemsize
     # Ranks that exchange gradients in backward need room for two units at a time: one is summed, one exchanged. With
     # less, gradients are spilled first, as if there were no update in backward.
     lacks_room = not in_step and is_shared and placement.gradient_bytes < 2 * largest
-    # A deferred update runs when forward needs the unit, and writes the new weights to its flat buffer: no read of
-    # weights.
-    filled = (
-        {unit for position, unit in fetches if position < backward_start and units[unit].is_all_trainable}
-        if request.update == "deferred" and request.prefetches
-        else set()
-    )
+    fetched = [unit for _, unit in simulation.fetches]
     on_nvme = placement.weights_on_nvme(len(units))
-    seen: set[int] = set()
-    for position, unit in fetches:
-        if in_step and unit in filled and unit not in seen and position < backward_start:
-            seen.add(unit)  # the first fetch in a step; later ones are reads
-            continue
-        if unit in on_nvme:
-            read += units[unit].stored_weight_bytes
+    read = sum(units[unit].stored_weight_bytes for unit in fetched if unit in on_nvme)
+    if request.update == "deferred" and request.prefetches:
+        # A deferred update runs when forward needs the unit, and writes the new weights to its flat buffer. So the first
+        # fetch in a step is no read; later ones are.
+        in_forward = {unit for position, unit in simulation.fetches if position < backward_start}
+        filled = (units[unit] for unit in in_forward & on_nvme)
+        read -= sum(unit.stored_weight_bytes for unit in filled if unit.is_all_trainable)
     weight_itemsize = request.record_format.weight_dtype.itemsize
     # Every trained weight on drives is written once in a step, whatever the order.
     write = sum(request.trainable_bytes(units[index]) for index in on_nvme)
@@ -190,12 +183,12 @@ def _predict(
         # Each micro-batch reads the sum so far and writes the new one.
         spilled *= request.gradient_moves + lacks_room
     kinds = {"weights": (read, write), "optimizer state": (records, records), "gradients": (spilled, spilled)}
-    if request.uses_host_memory:
-        return Prediction(read + records + spilled, write + records + spilled, kinds)
-    # Backward has just used what it updates. Sums of several micro-batches are complete when it has ended.
-    in_backward = request.updates_in_backward and num_micro_batches == 1
-    there = set(placement.resident_units).union(order[backward_start:] if in_backward else simulation.held)
-    copied = _copied(units, request, placement, [unit for _, unit in fetches], there, in_backward=in_backward)
+    copied = (0, 0)
+    if not request.uses_host_memory:
+        # Backward has just used what it updates. Sums of several micro-batches are complete when it has ended.
+        in_backward = request.updates_in_backward and num_micro_batches == 1
+        there = set(placement.resident_units).union(order[backward_start:] if in_backward else simulation.held)
+        copied = _copied(units, request, placement, fetched, there, in_backward=in_backward)
     return Prediction(read + records + spilled, write + records + spilled, kinds, *copied)
 
 
@@ -214,13 +207,10 @@ def _copied(
         there: the units whose weights are in flat buffers when they are updated.
         in_backward: that is while backward runs, so their gradients wait nowhere.
     """
-    up, weight_itemsize = (
-        sum(units[index].stored_weight_bytes for index in fetched),
-        request.record_format.weight_dtype.itemsize,
-    )
+    up = sum(units[index].stored_weight_bytes for index in fetched)
     trained = sum(unit.trainable_numel for unit in units)
     # Gradients of several micro-batches are added up in host memory, each after its backward.
-    gradients = request.num_micro_batches * trained * weight_itemsize
+    gradients = request.num_micro_batches * trained * request.record_format.weight_dtype.itemsize
     if request.records_on_device:  # where units are updated: new weights that rest elsewhere go down
         down = sum(request.trainable_bytes(u) for i, u in enumerate(units) if i not in placement.resident_units)
         if placement.gradients_on_device or in_backward:
@@ -273,19 +263,16 @@ def _with_activations(units: Sequence[UnitSize], request: Request, order: Sequen
     return dataclasses.replace(best_placement(units, smaller, order, len(units)), activation_bytes=activations)
 
 
-def sums_gradients_on_host(request: Request, placement: Placement) -> bool:
-    """Whether each micro-batch's gradients would be downloaded from a GPU and summed by the CPU."""
-    # That is 4 bytes per parameter and micro-batch over the link. The vertical order sums on the GPU. With 8B
-    # parameters and 8 micro-batches that takes 2 s, against 30 s or more.
-    return request.num_micro_batches > 1 and not request.uses_host_memory and not placement.gradients_on_device
-
-
 def reason_against(
     asked: str, units: Sequence[UnitSize], request: Request, placement: Placement, order: Sequence[int]
 ) -> str | None:
     """The reason for the ordinary order; None if the vertical one is worth computing blocks twice. See
     `place_for_schedule`."""
-    if asked == "vertical" or sums_gradients_on_host(request, placement):
+    # In the ordinary order, a GPU's gradients of each micro-batch are downloaded and summed by the CPU: 4 bytes per
+    # parameter and micro-batch over the link. The vertical order sums on the GPU. With 8B parameters and 8 micro-batches
+    # that takes 2 s, against 30 s or more.
+    sums_on_gpu = request.num_micro_batches > 1 and not request.uses_host_memory and not placement.gradients_on_device
+    if asked == "vertical" or sums_on_gpu:
         return None
     ordinary = predict(units, request, placement, order, len(units))
     vertical = predict(units, dataclasses.replace(request, num_micro_batches=1), placement, order, len(units))

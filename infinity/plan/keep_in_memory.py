@@ -111,10 +111,7 @@ def select_gradients(units: Sequence[UnitSize], request: Request, capacity_bytes
 
 def most_gradients(choices: Iterator[GradientPlacement]) -> GradientPlacement:
     """The choice that saves most bytes. Among equals: more units, then one without spilling, then the least memory."""
-    return max(
-        choices,
-        key=lambda chosen: (chosen.saved_bytes, chosen.num_units, chosen.scratch_bytes == 0, -chosen.num_bytes),
-    )
+    return max(choices, key=lambda each: (each.saved_bytes, each.num_units, each.scratch_bytes == 0, -each.num_bytes))
 
 
 def select_states(units: Sequence[UnitSize], request: Request, room_bytes: int) -> tuple[tuple[int, ...], int]:
@@ -122,10 +119,10 @@ def select_states(units: Sequence[UnitSize], request: Request, room_bytes: int) 
     # The same share of every unit, so that the drives' work is spread evenly over a step. Worked example: two units of
     # 4 granules that cost 1 each, room 5. Both get 4 * 5 // 8 = 2, and the granule that is left goes to the first: 3
     # and 2.
-    if request.updates_whole_parameters:
-        return _select_whole_states(units, request, room_bytes)
-    granules = [unit.state_numel // CHUNK_GRANULE for unit in units]
-    costs = [request.record_format.record_bytes(CHUNK_GRANULE, unit.num_states) for unit in units]
+    # An optimizer that updates whole parameters has one chunk per unit, which is one granule.
+    sizes = [max(unit.state_numel, 1) if request.updates_whole_parameters else CHUNK_GRANULE for unit in units]
+    granules = [unit.state_numel // size for unit, size in zip(units, sizes, strict=True)]
+    costs = list(map(request.record_format.record_bytes, sizes, (unit.num_states for unit in units)))
     total = sum(number * cost for number, cost in zip(granules, costs, strict=True))
     if room_bytes >= total:
         return tuple(unit.state_numel for unit in units), room_bytes - total
@@ -135,15 +132,4 @@ def select_states(units: Sequence[UnitSize], request: Request, room_bytes: int) 
         if kept[index] < granules[index] and costs[index] <= room_bytes:
             kept[index] += 1
             room_bytes -= costs[index]
-    return tuple(number * CHUNK_GRANULE for number in kept), room_bytes
-
-
-def _select_whole_states(units: Sequence[UnitSize], request: Request, room_bytes: int) -> tuple[tuple[int, ...], int]:
-    # An optimizer that updates whole parameters has one chunk per unit, which is in memory or on a drive.
-    kept = [0] * len(units)
-    for index in spread(len(units)):
-        cost = request.record_bytes(units[index])
-        if cost <= room_bytes:
-            kept[index] = units[index].state_numel
-            room_bytes -= cost
-    return tuple(kept), room_bytes
+    return tuple(number * size for number, size in zip(kept, sizes, strict=True)), room_bytes

@@ -169,9 +169,8 @@ class Ladder:
         candidates += [self._tiers(*tiers) for tiers in (*rungs[place + 1 :], *rungs[: max(place, 0)][::-1])]
         candidates += [{**lowest, "infinity.tile_above": limit} for limit in _TILES]
         candidates += [{**lowest, "infinity.state_dtype": dtype} for dtype in ("bf16", "int8")]
-        return next(
-            (found for found in self._outcomes({**staging_buffer, **each} for each in candidates) if found.fits), None
-        )
+        found = self._outcomes({**staging_buffer, **each} for each in candidates)
+        return next((outcome for outcome in found if outcome.fits), None)
 
     def _outcomes(self, candidates: Iterable[Mapping[str, Any]]) -> Iterator[Outcome]:
         """Yield the outcomes of those changes that give a valid config: not every tier goes with every other key."""
@@ -195,8 +194,10 @@ class Ladder:
             inputs = self._inputs(config, *cut)
             plan = inputs.plan(*inputs.place(), self._room_bytes, self._machine.bandwidth)
         except BudgetTooSmallError as error:
-            least = error.minimum_bytes if error.key == HOST_KEY else 0
-            return Outcome(*tiers, keys, None, least, _too_small(error), self._tokens)
+            memory, least = ("memory", error.minimum_bytes) if error.key == HOST_KEY else ("GPU memory", 0)
+            given = format_bytes(max(0, error.budget_bytes))
+            too_small = f"{memory}: {format_bytes(error.minimum_bytes)} are needed at least, {given} are given"
+            return Outcome(*tiers, keys, None, least, too_small, self._tokens)
         except (ConfigError, OptimizerNotPageableError) as error:  # as an engine would
             return Outcome(*tiers, keys, None, 0, str(error), self._tokens, lacks_room=False)
         machine = self._machine
@@ -271,17 +272,20 @@ class Ladder:
 
         At most `MOST_LAYERS`. None if the model has no repeated layers, or does not fit with one of them.
         """
-        config = load_config(self._source, overrides=self._tiers("nvme", "nvme"), world_size=1, check_storage=False)
+        config = self._config(self._tiers("nvme", "nvme"))
         try:
             inputs = self._inputs(config, *self._cut(config))
         except (ConfigError, OptimizerNotPageableError):
             return None
-        layers = _Layers.of(inputs)
-        if layers is None:
+        # The layer is the most frequent kind of unit, where units of equal sizes count as equal.
+        kinds = [(size.weight_bytes, size.trainable_numel) for size in inputs.sizes]
+        kind, num_layers = Counter(kinds).most_common(1)[0]
+        if num_layers < 2:
             return None
+        layers = [index for index, each in enumerate(kinds) if each == kind]
 
         def fits(count: int) -> bool:
-            sizes, together = layers.repeated(count)
+            sizes, together = _repeated(inputs, layers, count)
             request = dataclasses.replace(inputs.request, used_together=together)
             order = guessed_order(len(sizes))
             try:
@@ -293,49 +297,18 @@ class Ladder:
         # Binary search: the index of the first count that does not fit, which is the number of counts that do. About 10
         # placements.
         count = bisect_left(range(1, MOST_LAYERS + 1), True, key=lambda count: not fits(count))
-        return None if not count else (count, layers.num_parameters(count))
-
-
-def _too_small(error: BudgetTooSmallError) -> str:
-    memory = "memory" if error.key == HOST_KEY else "GPU memory"
-    least, given = error.minimum_bytes, max(0, error.budget_bytes)
-    return f"{memory}: {format_bytes(least)} are needed at least, {format_bytes(given)} are given"
-
-
-@dataclass(frozen=True)
-class _Layers:
-    """A model as a repeated layer and the other units: `repeated` builds the sizes of a model with more or fewer
-    layers."""
-
-    sizes: Sequence[UnitSize]
-    used_together: tuple[frozenset[int], ...]
-    repeated_at: Sequence[int]
-    others_numel: int
-    layer_numel: int
-
-    @classmethod
-    def of(cls, inputs: PlanInputs) -> _Layers | None:
-        # The layer is the most frequent kind of unit, where units of equal sizes count as equal.
-        kinds = Counter((size.weight_bytes, size.trainable_numel) for size in inputs.sizes)
-        kind, count = kinds.most_common(1)[0]
-        if count < 2:
-            return None
-        at = [i for i, size in enumerate(inputs.sizes) if (size.weight_bytes, size.trainable_numel) == kind]
         numels = [sum(slot.numel for slot in unit.layout.slots) for unit in inputs.units]
-        layer = numels[at[0]]
-        return cls(inputs.sizes, inputs.request.used_together, at, sum(numels) - layer * count, layer)
+        return None if not count else (count, sum(numels) + (count - num_layers) * numels[layers[0]])
 
-    def repeated(self, count: int) -> tuple[list[UnitSize], tuple[frozenset[int], ...]]:
-        """Sizes of the units, and the groups used together, of a model with ``count`` layers."""
-        # Fewer layers: the last ones are taken out. More: copies of the first are appended; their place does not
-        # matter.
-        gone = set(self.repeated_at[count:])
-        kept = [index for index in range(len(self.sizes)) if index not in gone]
-        new_index = {old: new for new, old in enumerate(kept)}
-        sizes = [self.sizes[index] for index in kept]
-        sizes += [self.sizes[self.repeated_at[0]]] * (count - len(self.repeated_at))
-        together = tuple(frozenset(new_index[i] for i in each if i in new_index) for each in self.used_together)
-        return sizes, tuple(each for each in together if each)
 
-    def num_parameters(self, count: int) -> int:
-        return self.others_numel + count * self.layer_numel
+def _repeated(
+    inputs: PlanInputs, layers: Sequence[int], count: int
+) -> tuple[list[UnitSize], tuple[frozenset[int], ...]]:
+    """Sizes of the units, and the groups used together, of a model with ``count`` layers; ``layers``: the units that are."""
+    # Fewer layers: the last ones are taken out. More: copies of the first are appended; their place does not matter.
+    gone = set(layers[count:])
+    kept = [index for index in range(len(inputs.sizes)) if index not in gone]
+    new_index = {old: new for new, old in enumerate(kept)}
+    sizes = [inputs.sizes[index] for index in kept] + [inputs.sizes[layers[0]]] * (count - len(layers))
+    together = (frozenset(new_index[i] for i in each if i in new_index) for each in inputs.request.used_together)
+    return sizes, tuple(filter(None, together))

@@ -121,9 +121,8 @@ def _from_config(path: Path) -> nn.Module:
     _check_json(path, file)
     model = _built(path, file)
     if sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
-        raise ModelRefused(
-            f"{path}: a model has at most {_MOST_PARAMETERS:.0e} parameters: look at the sizes in {file.name}"
-        )
+        most = f"a model has at most {_MOST_PARAMETERS:.0e} parameters"
+        raise ModelRefused(f"{path}: {most}: look at the sizes in {file.name}")
     return model
 
 

@@ -112,12 +112,11 @@ class Placement:
 
     def host_bytes(self, request: Request) -> int:
         """The sum of all parts in host memory."""
-        staging_buffers = (
-            self.staging_buffer_bytes * self.num_staging_buffers + self.upload_buffer_bytes * self.num_upload_buffers
-        )
+        staging = self.staging_buffer_bytes * self.num_staging_buffers
+        uploads = self.upload_buffer_bytes * self.num_upload_buffers
         flats = self.weights_bytes if request.uses_host_memory else 0
         gradients = self.landing_bytes + (0 if self.gradients_on_device else self.gradient_bytes)
-        return flats + staging_buffers + gradients + self.kept_bytes + self.activation_bytes
+        return flats + staging + uploads + gradients + self.kept_bytes + self.activation_bytes
 
     def budget_of_weights(self, request: Request) -> tuple[str, int]:
         """The config key of the budget that flat buffers belong to, and its value."""
@@ -272,9 +271,8 @@ class _Planner:
     def _beside_weights(self) -> int:
         """Bytes of GPU memory that the engine needs besides weights and main gradients."""
         request = self._request
-        others = (
-            _UNITS_OF_GRADIENTS * max(self._sizes) + FP32_BYTES * self._largest_numel
-        )  # the last for a norm in fp32
+        # The second one is for a norm in fp32.
+        others = _UNITS_OF_GRADIENTS * max(self._sizes) + FP32_BYTES * self._largest_numel
         if request.records_on_device:
             chunk_numel, _, _ = self._staging_sizes.cut(0, keeps_all_records=True)
             working_bytes = chunk_numel * (FP32_BYTES + request.record_format.weight_dtype.itemsize)

@@ -190,10 +190,8 @@ class Plan:
         rows.append(("host memory budget", f"{megabytes(request.budget_bytes)} ({self.host_budget_source}; {minimum})"))
         if request.uses_host_memory:
             rows.append(("  buffers for weights in use", flats))
-        if placement.num_staging_buffers:
-            rows.append(
-                ("  staging buffers", f"{placement.num_staging_buffers} x {megabytes(placement.staging_buffer_bytes)}")
-            )
+        if number := placement.num_staging_buffers:
+            rows.append(("  staging buffers", f"{number} x {megabytes(placement.staging_buffer_bytes)}"))
         if not placement.gradients_on_device:
             rest = ", the rest spilled to NVMe" if placement.spills and self.update != "in_backward" else ""
             rows.append(("  gradients", megabytes(placement.gradient_bytes) + rest))

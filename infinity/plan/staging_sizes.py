@@ -85,12 +85,8 @@ class StagingSizes:
             number = self._fewest_buffers if keeps_all_records else int(_PREFERRED_BUFFERS * self._share)
             numel = self._numel_in(area_bytes // number)
             chunk_numel = min(max(numel, self._smallest_chunk), self._largest_chunk)
-        staging_buffer_bytes = self._bytes_for(chunk_numel)
-        return (
-            chunk_numel,
-            staging_buffer_bytes,
-            max(min(area_bytes // staging_buffer_bytes, self._most_buffers), FEWEST_BUFFERS),
-        )
+        buffer_bytes = self._bytes_for(chunk_numel)
+        return chunk_numel, buffer_bytes, max(min(area_bytes // buffer_bytes, self._most_buffers), FEWEST_BUFFERS)
 
     def _find_smallest_chunk(self) -> int:
         # The config's staging_buffer_bytes fixes the chunk. Optimizers that mix elements need the largest unit in one

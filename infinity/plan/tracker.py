@@ -72,9 +72,8 @@ class PlanTracker:
         if len(self._reports) >= _ENOUGH:
             usual = statistics.median(report.other_seconds for report in _steady(self._reports))
         pause = max(0.0, report.other_seconds - usual)
-        return dataclasses.replace(
-            report, seconds=report.seconds - pause, compute_seconds=report.compute_seconds - pause
-        )
+        seconds, compute_seconds = report.seconds - pause, report.compute_seconds - pause
+        return dataclasses.replace(report, seconds=seconds, compute_seconds=compute_seconds)
 
 
 def _steady(reports: Collection[StepReport]) -> list[StepReport]:

@@ -156,7 +156,9 @@ class Volumes:
             needed[state_key] = needed.get(state_key, 0) + all_bytes - resting["weights"]
         if spill_key is not None:
             needed[spill_key] = needed.get(spill_key, 0) + spilled_bytes
-        frozen_bytes = _frozen_bytes(sizes, request)
+        # Stored bytes that no step writes: frozen segments, and the padding behind them.
+        itemsize = request.record_format.weight_dtype.itemsize
+        frozen_bytes = sum(size.stored_weight_bytes - size.written_numel * itemsize for size in sizes)
         retention = None
         if durable is not None:
             # Frozen weights are written once, and all commits share them. A new version never overwrites an old one
@@ -203,9 +205,3 @@ class Volumes:
             f"a checkpoint takes up to {format_bytes(self.checkpoint_bytes)}, and beside the {format_bytes(reserved)} that are "
             f"reserved the drives have {format_bytes(max(room - reserved, 0))}"
         )
-
-
-def _frozen_bytes(sizes: Sequence[UnitSize], request: Request) -> int:
-    # Stored bytes that no step writes: frozen segments, and the padding behind them.
-    itemsize = request.record_format.weight_dtype.itemsize
-    return sum(size.stored_weight_bytes - size.written_numel * itemsize for size in sizes)

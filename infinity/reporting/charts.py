@@ -57,9 +57,9 @@ def losses(steps: Sequence[StepReport], marks: Sequence[Mark]) -> Chart:
 
     def draw(figure: Any) -> None:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-        above.plot(*_thinned(*_columns(known)), color=_COLOURS["a"], linewidth=1.4)
+        above.plot(*_points(known), color=_COLOURS["a"], linewidth=1.4)
         above.set_ylabel("loss")
-        below.plot(*_thinned(*_columns(rates)), color=_COLOURS["c"], linewidth=1.4)
+        below.plot(*_points(rates), color=_COLOURS["c"], linewidth=1.4)
         below.set_ylabel("lr")
         below.set_xlabel("step")
         for mark in marks:
@@ -68,9 +68,8 @@ def losses(steps: Sequence[StepReport], marks: Sequence[Mark]) -> Chart:
 
     text = "No loss is known: the engine sees it in engine.backward and engine.train_batch."
     if known:
-        text = (
-            f"The loss goes from {known[0][1]:.4g} at step {known[0][0]} to {known[-1][1]:.4g} at step {known[-1][0]}."
-        )
+        (first, begin), (last, end) = known[0], known[-1]
+        text = f"The loss goes from {begin:.4g} at step {first} to {end:.4g} at step {last}."
     if any(mark.kind in _MARKED for mark in marks):
         text += " Dashed lines are marks of the logbook."
     return _chart("Loss and learning rate", text, draw)
@@ -91,7 +90,10 @@ def breakdown(steps: Sequence[StepReport]) -> Chart:
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        places, width, parts = _bars(steps)
+        parts = [list(part) for part in np.array_split(np.array(steps, dtype=object), min(len(steps), _MOST_BARS))]
+        places = [np.mean([step.step for step in part]) for part in parts]
+        # Example: 250 steps in 100 groups of 2 or 3: each bar is 2.5 * 0.9 steps wide.
+        width = max(len(steps) / len(parts), 1) * 0.9
         bottom = np.zeros(len(parts))
         for name, (ink, of) in kinds.items():
             heights = np.array([np.mean([of(step) for step in part]) for part in parts])
@@ -155,7 +157,7 @@ def _curves(
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         for label, (ink, points) in curves.items():
-            axes.plot(*_thinned(*_columns(points)), color=_COLOURS[ink], linewidth=1.4, label=label)
+            axes.plot(*_points(points), color=_COLOURS[ink], linewidth=1.4, label=label)
         for label, (ink, level) in levels.items():
             axes.axhline(level, color=_COLOURS[ink], linewidth=1.2, linestyle=(0, (5, 2)), label=label)
         axes.set_ylim(bottom=0)
@@ -225,13 +227,9 @@ def _legend(figure: Any, axes: Any) -> None:
         figure.legend(handles, labels, loc="outside upper left", ncols=4, handlelength=1.2, columnspacing=1.2)
 
 
-def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    found = np.array(pairs, dtype=float).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
-
-
-def _thinned(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Thin a curve to `_MOST_POINTS`. The lowest and highest point of each interval stay, so no spike is lost."""
+def _points(pairs: Sequence[tuple[float, float]]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """The columns of some pairs, `_MOST_POINTS` at most. The lowest and highest point of each interval stay: no spike is lost."""
+    x, y = np.array(pairs, dtype=float).reshape(-1, 2).T
     if len(x) <= _MOST_POINTS:
         return x, y
     places: list[int] = []
@@ -239,11 +237,3 @@ def _thinned(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[npt.NDArray[Any]
     for part in np.array_split(np.arange(len(x)), _MOST_POINTS // 2):
         places += sorted({int(part[y[part].argmin()]), int(part[y[part].argmax()])})
     return x[places], y[places]
-
-
-def _bars(steps: Sequence[StepReport]) -> tuple[npt.NDArray[Any], float, list[list[StepReport]]]:
-    """Group steps into at most `_MOST_BARS` bars; return their places, their width, and the groups."""
-    parts = [list(part) for part in np.array_split(np.array(steps, dtype=object), min(len(steps), _MOST_BARS))]
-    places = np.array([np.mean([step.step for step in part]) for part in parts])
-    # Example: 250 steps in 100 groups of 2 or 3: each bar is 2.5 * 0.9 steps wide.
-    return places, max(len(steps) / max(len(parts), 1), 1) * 0.9, parts

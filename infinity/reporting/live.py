@@ -24,12 +24,6 @@ _WIDTH = 48
 # The newest marks, and the steps over which the bar averages.
 _MOST_MARKS = 6
 _RECENT = 20
-_SPANS = (
-    ("computing", "blue"),
-    ("waiting for reads", "red"),
-    ("for the optimizer", "magenta"),
-    ("other", "bright_black"),
-)
 
 
 def watch(directory: Path, console: Console, *, once: bool = False) -> bool:
@@ -69,9 +63,8 @@ def _news(reader: RunReader) -> Iterator[bool]:
         goes_on = reader.has_writer  # asked first: what was written before its end is read
         is_new = reader.read_on()
         if not reader.run.num_starts and not goes_on:
-            raise CheckpointError.of_log(
-                reader.run.directory, "its log has no start: it is empty, damaged, or no log of a run"
-            )
+            problem = "its log has no start: it is empty, damaged, or no log of a run"
+            raise CheckpointError.of_log(reader.run.directory, problem)
         if is_new or is_first or not goes_on:
             yield goes_on
         if not goes_on:
@@ -134,18 +127,18 @@ def _sparkline(values: Sequence[float]) -> str:
 
 
 def _bar(steps: Sequence[StepReport]) -> Text:
-    total = sum(step.seconds for step in steps) or 1.0
-    parts = (
-        sum(step.compute_busy_seconds for step in steps),
-        sum(step.read_wait_seconds for step in steps),
-        sum(step.update_wait_seconds for step in steps),
-    )
-    fractions: list[float] = []
-    # The last entry, "other", gets what the three leave of 1: min(1, 1 - sum).
-    for part in (*parts, total):  # a damaged log can tell of more waiting than time: the bar ends at its width
-        fractions.append(min(max(0.0, part / total), 1 - sum(fractions)))
+    total, left = sum(step.seconds for step in steps) or 1.0, 1.0
     bar, words = Text(), []
-    for fraction, (name, style) in zip(fractions, _SPANS, strict=True):
+    for name, style, seconds in (
+        ("computing", "blue", "compute_busy_seconds"),
+        ("waiting for reads", "red", "read_wait_seconds"),
+        ("for the optimizer", "magenta", "update_wait_seconds"),
+        ("other", "bright_black", ""),  # gets what the three leave
+    ):
+        share = sum(getattr(step, seconds) for step in steps) / total if seconds else 1.0
+        # A damaged log can tell of more waiting than time: the bar ends at its width.
+        fraction = min(max(0.0, share), left)
+        left -= fraction
         bar.append("█" * round(fraction * _WIDTH), style=style)
         if round(100 * fraction):
             words.append(f"{name} {100 * fraction:.0f} %")

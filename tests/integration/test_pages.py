@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import api_reference
+import bars
 import commands_reference
 import config_reference
 import deepspeed_names
-import peer_chart
+import pages
 import pytest
 
 import infinity.errors
@@ -139,7 +140,7 @@ def _problem(command: list[str]) -> str:
     known_options = ""
     match command:
         case ["bash", script, *rest]:
-            demo = "larger_than_ram.py" if rest[:1] == ["--larger-than-ram"] else "train.py"
+            demo = "kill_and_resume.py" if rest[:1] == ["--larger-than-ram"] else "train.py"
             tools = {
                 "tools/demo.sh": f"tools/{demo}",
                 "tools/test.sh": "pytest",
@@ -327,17 +328,22 @@ def test_every_folder_of_tests_is_described() -> None:
     assert {folder for folder in folders if f"| `{folder}/` |" not in text} == set()
 
 
+def _check_printed(page: Path, printed: str) -> None:
+    text = page.read_text()
+    assert printed and printed in text
+    assert pages.with_printed(page, printed) == text, "run the tool that the page names, with --write"
+
+
 def test_the_reference_of_the_config_is_what_its_tool_prints() -> None:
-    assert config_reference.PAGE.read_text() == config_reference.page(), "run: python tools/config_reference.py --write"
+    _check_printed(config_reference.PAGE, config_reference.reference())
 
 
 def test_the_reference_of_the_commands_is_what_its_tool_prints() -> None:
-    told = "run: python tools/commands_reference.py --write"
-    assert commands_reference.PAGE.read_text() == commands_reference.page(), told
+    _check_printed(commands_reference.PAGE, commands_reference.reference())
 
 
 def test_the_table_of_deepspeeds_names_is_what_its_tool_prints() -> None:
-    assert deepspeed_names.PAGE.read_text() == deepspeed_names.page(), "run: python tools/deepspeed_names.py --write"
+    _check_printed(deepspeed_names.PAGE, deepspeed_names.reference())
 
 
 def test_each_error_is_explained() -> None:
@@ -432,13 +438,13 @@ def test_the_page_of_public_names_is_what_its_tool_prints() -> None:
             pytest.skip(f"{library} is not installed")
     status, printed = run_script(_ROOT / "tools" / "api_reference.py", _ROOT)
     assert status == 0, printed
-    assert api_reference.PAGE.read_text() == printed, "run: python tools/api_reference.py --write"
+    _check_printed(api_reference.PAGE, printed)
 
 
 def test_the_chart_shows_the_figures_that_are_recorded() -> None:
-    table = peer_chart.rows(peer_chart.PAGE.read_text())
-    shown = peer_chart.PICTURE.read_text()
+    table = bars.rows(bars.PAGE.read_text())
+    shown = bars.PICTURE.read_text()
     assert len(table) == 9
     for cells in table:
         for cell in cells[1:]:
-            assert cell.replace(" / ", " + ") in shown, f"{cell}: run python tools/peer_chart.py"
+            assert cell.replace(" / ", " + ") in shown, f"{cell}: run python tools/bars.py"

@@ -228,30 +228,29 @@ def run_case(result: CaseResult, directory: Path, schedule: Schedule, tell: Prog
     A participant that fails is reported and left out; the others go on.
     """
     case, controllers = result.case, available_controllers()
-    limit = case.throttle_bytes
     with contextlib.ExitStack() as stack:
         alive: list[Participant] = []
         try:
             for spec in case.specs:
                 tell(f"{case.label}: starting {spec.name}")
                 try:
-                    participant = Participant(
-                        spec, case.workload, directory, controllers=controllers, bytes_per_second=limit
-                    )
-                    alive.append(stack.enter_context(participant))
+                    limits: dict[str, Any] = {"controllers": controllers, "bytes_per_second": case.throttle_bytes}
+                    alive.append(stack.enter_context(Participant(spec, case.workload, directory, **limits)))
                 except ParticipantFailed as error:
                     result.outcomes.append(Outcome(spec.name, error=str(error)))
             # Warm-up writes every block once, and records the order of the units.
             _take_turns(result, alive, schedule.num_warmup_steps, tell, counts=False)
             sample_drive = None
             if measure_drive and alive:
-                sample_drive = stack.enter_context(mixed_rate(directory, bytes_per_second=limit))
+                sample_drive = stack.enter_context(mixed_rate(directory, bytes_per_second=case.throttle_bytes))
             for turn in range(schedule.num_turns):
                 tell(f"{case.label}: turn {turn + 1} of {schedule.num_turns}")
                 _take_turns(result, alive, schedule.steps_per_turn, tell, counts=True)
                 # Between the turns, with the mix of the first participant: the speed of the drive drifts.
                 if sample_drive is not None and alive:
-                    result.drive_samples.append(sample_drive(_read_share(alive[0])))
+                    read, written = (alive[0].turns[-1][f"{way}_bytes"] for way in ("read", "write"))
+                    share = read / (read + written) if read + written else 0.5
+                    result.drive_samples.append(sample_drive(share))
         finally:
             # Also after Ctrl-C: what was measured by then is reported.
             result.outcomes.extend(Outcome.of(participant) for participant in alive)
@@ -270,12 +269,6 @@ def _take_turns(result: CaseResult, alive: list[Participant], steps: int, tell: 
             continue
         kind = "" if counts else " (warm-up)"
         tell(f"  {name}{kind}: {turn['total_seconds'] / steps:.2f} s per step")
-
-
-def _read_share(participant: Participant) -> float:
-    turn = participant.turns[-1]
-    total = turn["read_bytes"] + turn["write_bytes"]
-    return float(turn["read_bytes"] / total) if total else 0.5
 
 
 def peers(

@@ -224,9 +224,8 @@ class Cgroup:
         """Holds reads and writes, each, of the disk under `path` to `bytes_per_second`."""
         device = block_device(path)
         if device is None:
-            raise RuntimeError(
-                f"{path} lies on no block device that could be throttled: choose a directory on a real disk"
-            )
+            problem = f"{path} lies on no block device that could be throttled"
+            raise RuntimeError(f"{problem}: choose a directory on a real disk")
         set_bandwidth(self._paths["blkio"], device, bytes_per_second, bytes_per_second)
 
     @property

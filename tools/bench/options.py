@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
@@ -26,9 +27,8 @@ def several(convert: Callable[[str], Any], example: str) -> Callable[[str], tupl
         try:
             return tuple(convert(part.strip()) for part in text.split(","))
         except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} cannot be measured; give one or several, such as {example}"
-            ) from None
+            problem = f"{text!r} cannot be measured; give one or several, such as {example}"
+            raise argparse.ArgumentTypeError(problem) from None
 
     return parse
 
@@ -70,10 +70,8 @@ def problem_of(given: argparse.Namespace, **controllers: tuple[bool, str, str]) 
     path, python = given.nvme_path, given.peer_python
     # Overlay and tmpfs: the kernel counts no bytes of them in /proc/PID/io.
     if block_device(path) is None:
-        return (
-            f"--nvme-path {path} lies on no block device, so its bytes could not be counted; "
-            "name a directory on a drive"
-        )
+        problem = f"--nvme-path {path} lies on no block device, so its bytes could not be counted"
+        return f"{problem}; name a directory on a drive"
     for controller, (is_needed, option, cure) in controllers.items():
         if is_needed and (reason := why_unavailable(controller)) is not None:
             return f"{option} cannot be used: {reason}; {cure}"
@@ -86,7 +84,7 @@ def describe_machine(directory: Path) -> dict[str, Any]:
     """Processor, memory, drive, accelerator and versions, as plain values for the table and the JSON."""
     # Variables that all participants get, see `participant.ENVIRONMENT`.
     environment = ", ".join(f"{name}={os.environ.get(name, value)}" for name, value in ENVIRONMENT.items())
-    return description.describe_machine(directory) | {"revision": _revision(), "environment": environment}
+    return description.describe_machine(directory) | {"revision": revision(), "environment": environment}
 
 
 def version_in(python: str, distribution: str) -> str | None:
@@ -97,11 +95,9 @@ def version_in(python: str, distribution: str) -> str | None:
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
-def _revision() -> str:
-    here = Path(__file__).parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return "unknown"
-    return answer.stdout.strip() if answer.returncode == 0 else "unknown"
+def revision() -> str:
+    """Return the commit of this checkout; "unknown" without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    with contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return "unknown"

@@ -124,14 +124,9 @@ class Participant:
 
     def run_turn(self, num_steps: int, *, counts: bool) -> dict[str, Any]:
         """Orders `num_steps` steps and waits for them. Turns that do not count are warm-up."""
-        stdin = self._process.stdin
-        if stdin is None:
-            raise ParticipantFailed(f"{self.spec.name} was started without a pipe")
-        try:
-            stdin.write(json.dumps({"num_steps": num_steps}) + "\n")
-            stdin.flush()
-        except BrokenPipeError:
-            pass  # the answer says why
+        with contextlib.suppress(BrokenPipeError):  # the answer says why
+            self._process.stdin.write(json.dumps({"num_steps": num_steps}) + "\n")
+            self._process.stdin.flush()
         turn = self._answer()
         if self._memory is not None and self._memory.has_peak:
             self.peak_bytes = max(self.peak_bytes or 0, self._memory.peak_bytes)
@@ -145,8 +140,7 @@ class Participant:
         return turn
 
     def _answer(self) -> dict[str, Any]:
-        stdout = self._process.stdout
-        line = stdout.readline() if stdout is not None else ""
+        line = self._process.stdout.readline()
         # An empty line is the end of the pipe: the process has died.
         answer: dict[str, Any] = json.loads(line) if line else {"error": self._how_it_ended()}
         if "error" in answer:
@@ -172,9 +166,8 @@ class Participant:
         self._kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
     def __enter__(self) -> Participant:
         return self

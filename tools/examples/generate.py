@@ -27,12 +27,7 @@ def main() -> None:
     LlamaForCausalLM(config).save_pretrained("weights")  # in place of what you downloaded
 
     prompt = torch.tensor([list(b"Once upon a time")])
-    options = {
-        "attention_mask": torch.ones_like(prompt),
-        "max_new_tokens": 12,
-        "do_sample": True,
-        "eos_token_id": None,
-    }
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 12, "do_sample": True, "eos_token_id": None}
     torch.manual_seed(1)
     expected = LlamaForCausalLM.from_pretrained("weights").generate(prompt, **options)
 

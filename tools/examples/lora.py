@@ -21,20 +21,12 @@ CONFIG = {
     "zero_optimization": {"stage": 3, "offload_param": DRIVE, "offload_optimizer": DRIVE},
     "infinity": {"host_memory_budget": "8MB", "keep_in_memory": False},  # else a model this small would stay in memory
 }
+SHAPE = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
 
 
 def make_model() -> torch.nn.Module:
     torch.manual_seed(0)
-    base = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-        )
-    )
+    base = LlamaForCausalLM(LlamaConfig(**SHAPE, num_attention_heads=4, num_key_value_heads=4))
     # Before infinity.initialize: adapters that come later are an error that says so.
     return get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], r=8))
 

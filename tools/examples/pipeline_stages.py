@@ -34,9 +34,8 @@ def train() -> None:
     stage = mesh["pp"].get_local_rank()
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
-    engine = infinity.initialize(
-        model=nn.Sequential(*layers[2 * stage : 2 * stage + 2]), config=CONFIG, mesh_param=mesh
-    )[0]
+    own = nn.Sequential(*layers[2 * stage : 2 * stage + 2])
+    engine = infinity.initialize(model=own, config=CONFIG, mesh_param=mesh)[0]
     half = PipelineStage(engine.module, stage, 2, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = Schedule1F1B(half, NUM_MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
     means = []

@@ -36,9 +36,8 @@ def train() -> None:
     plain = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    engine = infinity.initialize(model=model, config=CONFIG)[
-        0
-    ]  # the DTensors say over which processes they are divided
+    # The DTensors say over which processes they are divided.
+    engine = infinity.initialize(model=model, config=CONFIG)[0]
     with engine:
         for _ in range(NUM_STEPS):
             x = torch.randn(8, 16)  # the same on both: they compute one model together

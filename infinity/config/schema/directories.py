@@ -99,9 +99,8 @@ def check_capacities(one: Sequence[Directory], other: Sequence[Directory], *, ke
         # 0 stands for "not in the other block". None means "without a limit": two of these agree.
         limit = limits.get(os.path.realpath(each.path), 0)
         if limit != 0 and (limit, each.capacity_bytes) != (None, None):
-            problem = (
-                f"'{each.path}' has {_limit(each.capacity_bytes)} here and {_limit(limit)} in the other offload block"
-            )
+            here, there = _limit(each.capacity_bytes), _limit(limit)
+            problem = f"'{each.path}' has {here} here and {there} in the other offload block"
             cure = "A capacity limits everything in the directory: give both blocks the same list of directories"
             raise ConfigError.value(key, describe_directories(other), problem, cure=cure)
 

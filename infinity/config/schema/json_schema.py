@@ -61,9 +61,11 @@ def json_schema() -> dict[str, Any]:
 
 def _block(block: type[Block]) -> dict[str, Any]:
     texts = texts_of(block)
-    properties = {}
+    properties: dict[str, Any] = {}
     for name, field in block.model_fields.items():
-        properties[name] = _property(field)
+        properties[name] = {"anyOf": [*_kinds(field), {"const": "auto"}, {"type": "null"}]}
+        if isinstance(field.default, bool | int | float | str):
+            properties[name]["default"] = field.default
         if text := " ".join(filter(None, [texts.get(name, ""), *rules_of(field)])):
             properties[name]["description"] = text
     for old, new in block.renamed.items():
@@ -72,19 +74,8 @@ def _block(block: type[Block]) -> dict[str, Any]:
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "patternProperties": {_COMMENTS: {}},
-        "additionalProperties": False,
-    }
-
-
-def _property(field: FieldInfo) -> dict[str, Any]:
-    made: dict[str, Any] = {"anyOf": [*_kinds(field), {"const": "auto"}, {"type": "null"}]}
-    if isinstance(field.default, bool | int | float | str):
-        made["default"] = field.default
-    return made
+    others = {"patternProperties": {_COMMENTS: {}}, "additionalProperties": False}
+    return {"type": "object", "properties": properties, **others}
 
 
 def _kinds(field: FieldInfo) -> list[dict[str, Any]]:

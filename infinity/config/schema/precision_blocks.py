@@ -10,16 +10,8 @@ from infinity.config.schema.block import Block, Count, Flag, NoEffect, Number, R
 from infinity.config.schema.inert import with_deepspeed_only_keys
 from infinity.config.schema.quantities import parse_names
 
-_FLOAT_TYPES = {
-    "fp32": "fp32",
-    "float32": "fp32",
-    "float": "fp32",
-    "fp16": "fp16",
-    "float16": "fp16",
-    "half": "fp16",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-}
+_OTHER_NAMES = {"fp32": ("float32", "float"), "fp16": ("float16", "half"), "bf16": ("bfloat16",)}
+_FLOAT_TYPES = {name: kind for kind, others in _OTHER_NAMES.items() for name in (kind, *others)}
 
 
 def float_type(value: object) -> str:
@@ -83,8 +75,7 @@ class AutocastBlock(Block):
     """Dtype to which autocast casts. With fp16, the loss scale follows the keys of the block `fp16`, which stays
     disabled."""
     lower_precision_safe_modules: Annotated[
-        Untyped | list[str],
-        NoEffect("no effect: gradients go between processes as communication_data_type says"),
+        Untyped | list[str], NoEffect("no effect: gradients go between processes as communication_data_type says")
     ] = None
 
 

@@ -65,11 +65,16 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 @cache
 def known_keys() -> dict[str, str]:
     """Return the dotted path of each key. Of several, the one nearest to the top counts."""
-    paths: dict[str, str] = {}
+    paths: list[str] = []
+    for path, block in blocks():
+        for name, field in block.model_fields.items():
+            paths.append(path + name)
+            paths += [f"{path}{name}.{key}" for item in field.metadata if isinstance(item, Keys) for key in item.names]
+    found: dict[str, str] = {}
     # Sorted by depth, and `setdefault` keeps the first.
-    for path in sorted(known_paths(), key=lambda path: path.count(".")):
-        paths.setdefault(path.rpartition(".")[2], path)
-    return paths
+    for path in sorted(paths, key=lambda path: path.count(".")):
+        found.setdefault(path.rpartition(".")[2], path)
+    return found
 
 
 def _place(path: str) -> str:
@@ -82,12 +87,3 @@ def blocks(block: type[Block] = RootBlock, path: str = "") -> Iterator[tuple[str
     for name, field in block.model_fields.items():
         if (child := child_block(field)) is not None:
             yield from blocks(child, f"{path}{name}.")
-
-
-def known_paths() -> Iterator[str]:
-    """Yield the dotted path of every key under its present name."""
-    for path, block in blocks():
-        for name, field in block.model_fields.items():
-            yield path + name
-            known = (item.names for item in field.metadata if isinstance(item, Keys))
-            yield from (f"{path}{name}.{key}" for names in known for key in names)

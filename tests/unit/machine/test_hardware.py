@@ -77,8 +77,9 @@ def test_a_slow_link_is_told_with_what_the_device_could_do_but_a_gpu_at_rest_is_
 
 def test_nodes_are_compared_where_there_are_several(sys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert node_finding([_GPU, _DRIVE]) is None
-    for node, processors in ((0, "0-3,8"), (1, "4-7")):
-        _write(sys / f"devices/system/node/node{node}/cpulist", processors)
+    for node, processors in ((0, (0, 1, 2, 3, 8)), (1, (4, 5, 6, 7))):
+        for processor in processors:
+            (sys / f"devices/system/node/node{node}/cpu{processor}").mkdir(parents=True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 4})
     both = node_finding([_GPU, _DRIVE])
     assert (

@@ -7,6 +7,7 @@ libraries print goes to stderr, which the parent keeps as a log: the answers hav
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -18,23 +19,20 @@ from typing import Any, TextIO
 
 from .models import Program, Workload
 
+# Kind -> module and class. Imported when asked for: each environment has the packages of its own program.
+_PROGRAMS = {
+    "ours": (".ours", "Ours"),
+    "in_memory": (".in_memory", "InMemory"),
+    "deepspeed": (".deepspeed_peer", "DeepSpeedPeer"),
+}
+
 
 def make_program(kind: str, workload: Workload, settings: dict[str, Any]) -> Program:
-    """Builds the program called `kind`. Imports only what that program needs: the peers live in other environments."""
-    # Imports inside the branches: each environment has the packages of its own program.
-    if kind == "ours":
-        from .ours import Ours
-
-        return Ours(workload, settings)
-    if kind == "in_memory":
-        from .in_memory import InMemory
-
-        return InMemory(workload, settings)
-    if kind == "deepspeed":
-        from .deepspeed_peer import DeepSpeedPeer
-
-        return DeepSpeedPeer(workload, settings)
-    raise ValueError(f"no measured program is called {kind!r}")
+    """Builds the program called `kind`."""
+    if kind not in _PROGRAMS:
+        raise ValueError(f"no measured program is called {kind!r}")
+    module, name = _PROGRAMS[kind]
+    return getattr(importlib.import_module(module, __package__), name)(workload, settings)
 
 
 def drive_bytes() -> tuple[int, int]:

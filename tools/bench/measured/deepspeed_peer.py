@@ -17,96 +17,71 @@ from .models import Program, Workload, build_model, micro_batches
 _LAUNCHER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 # Elements of a sub-group and of live parameters. Smaller ones take less host memory, and more operations.
 _LEAN_ELEMENTS = int(4e7)
+_PIPELINES = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
 
 
 def make_config(workload: Workload, settings: dict[str, Any], largest_numel: int) -> dict[str, Any]:
     """DeepSpeed's config: `lean` keeps host memory low, `pipelined` is its fastest that does not assert.
 
     `small` is `lean` for models of any size: with few layers or with checkpointing, 0.19.8 fails where it reads ahead
-    ("Not enough buffers 0 for swapping 1").
+    ("Not enough buffers 0 for swapping 1"). `gpu` is for a model beside a GPU: see `_beside_gpu`.
     """
-    offload_param = {
-        "device": "nvme",
-        "nvme_path": settings["directory"],
-        "pin_memory": False,
-        # Too small asserts ("More elements than buffer size"), larger costs memory: exactly the largest parameter fits.
-        "buffer_size": largest_numel,
-        "buffer_count": 6,
-        "max_in_cpu": 0,
-    }
-    offload_optimizer = {"device": "nvme", "nvme_path": settings["directory"], "pin_memory": False}
-    if settings["variant"] == "pipelined":
+    variant = settings["variant"]
+    nvme = {"device": "nvme", "nvme_path": settings["directory"], "pin_memory": False}
+    # Too small asserts ("More elements than buffer size"), larger costs memory: exactly the largest parameter fits.
+    parameters = nvme | {"buffer_size": largest_numel, "buffer_count": 6, "max_in_cpu": 0}
+    if variant == "gpu":
+        return _beside_gpu(workload, settings, nvme, parameters)
+    zero = {
+        "sub_group_size": _LEAN_ELEMENTS,
+        "stage3_max_live_parameters": _LEAN_ELEMENTS,
+        "stage3_max_reuse_distance": _LEAN_ELEMENTS,
+        "stage3_prefetch_bucket_size": 0 if variant == "small" else _LEAN_ELEMENTS // 2,
+        "offload_param": parameters,
         # AdamW with both pipelines needs three sets of four buffers; 8 and 9 assert.
-        offload_optimizer |= {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
-    return workload.config() | {
-        "zero_optimization": {
-            "stage": 3,
-            "sub_group_size": _LEAN_ELEMENTS,
-            "stage3_max_live_parameters": _LEAN_ELEMENTS,
-            "stage3_max_reuse_distance": _LEAN_ELEMENTS,
-            "stage3_prefetch_bucket_size": 0 if settings["variant"] == "small" else _LEAN_ELEMENTS // 2,
-            "offload_param": offload_param,
-            "offload_optimizer": offload_optimizer,
-        },
-        "aio": {
-            "block_size": 1 << 20,
-            "queue_depth": 32,
-            "intra_op_parallelism": 2,
-            "single_submit": False,
-            "overlap_events": True,
-        },
-        # Never: printing is no part of a step.
-        "steps_per_print": 10**9,
+        "offload_optimizer": nvme | (_PIPELINES if variant == "pipelined" else {}),
     }
+    return _config(workload, zero, num_threads=2)
 
 
-def make_gpu_config(workload: Workload, settings: dict[str, Any], largest_numel: int) -> dict[str, Any]:
+def _beside_gpu(
+    workload: Workload, settings: dict[str, Any], nvme: dict[str, Any], parameters: dict[str, Any]
+) -> dict[str, Any]:
     """DeepSpeed's config beside a GPU, at its best: pinned buffers, both pipelines, 8 threads of 1 MiB requests.
 
     Args:
         workload: what is trained.
-        settings: ``directory``; ``sub_group`` (elements of a sub-group); ``fp32_gradients``: it accumulates in fp32, as we do,
-            and not in its default bf16; ``states``: "nvme", "cpu", or "super" (in RAM, and updated in backward).
-        largest_numel: elements of the largest parameter.
+        settings: ``sub_group`` (elements of a sub-group); ``fp32_gradients``: it accumulates in fp32, as we do, and not in
+            its default bf16; ``states``: "nvme", "cpu", or "super" (in RAM, and updated in backward).
+        nvme, parameters: of states and of parameters on the drive.
     """
-    directory, pinned = settings["directory"], torch.cuda.is_available()
-    states = {
-        "device": "nvme",
-        "nvme_path": directory,
-        "pipeline_read": True,
-        "pipeline_write": True,
-        "buffer_count": 12,
-    }
-    if settings["states"] != "nvme":
-        states = {"device": "cpu"} | ({"super_offload": True} if settings["states"] == "super" else {})
+    states, pinned = settings["states"], {"pin_memory": torch.cuda.is_available()}
+    offload = nvme | _PIPELINES
+    if states != "nvme":
+        offload = {"device": "cpu"} | ({"super_offload": True} if states == "super" else {})
     zero: dict[str, Any] = {
-        "stage": 3,
         "overlap_comm": True,
         "contiguous_gradients": True,
         "sub_group_size": int(settings["sub_group"]),
         "stage3_prefetch_bucket_size": int(5e7),
         "stage3_max_live_parameters": int(1e9),
         "stage3_max_reuse_distance": int(1e9),
-        "offload_optimizer": states | {"pin_memory": pinned},
+        "offload_optimizer": offload | pinned,
     }
-    if settings["states"] == "nvme":
-        zero["offload_param"] = {
-            "device": "nvme",
-            "nvme_path": directory,
-            "pin_memory": pinned,
-            "buffer_size": largest_numel,
-            "buffer_count": 24,
-            "max_in_cpu": int(1e9),
-        }
-    aio = {
-        "block_size": 1 << 20,
-        "queue_depth": 32,
-        "intra_op_parallelism": 8,
-        "single_submit": False,
-        "overlap_events": True,
-    }
+    if states == "nvme":
+        zero["offload_param"] = parameters | pinned | {"buffer_count": 24, "max_in_cpu": int(1e9)}
     gradients = {"data_types": {"grad_accum_dtype": "fp32"}} if settings["fp32_gradients"] else {}
-    return workload.config() | gradients | {"zero_optimization": zero, "aio": aio, "steps_per_print": 10**9}
+    return _config(workload, zero, num_threads=8) | gradients
+
+
+def _config(workload: Workload, zero: dict[str, Any], num_threads: int) -> dict[str, Any]:
+    requests = {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True}
+    return workload.config() | {
+        "zero_optimization": {"stage": 3} | zero,
+        "aio": requests | {"intra_op_parallelism": num_threads},
+        # Never: printing is no part of a step.
+        "steps_per_print": 10**9,
+    }
 
 
 class _Moved:
@@ -153,7 +128,7 @@ class DeepSpeedPeer(Program):
         self._num_parameters = sum(p.numel() for p in model.parameters())
         # Before `initialize`: with stage 3, DeepSpeed empties the parameters.
         largest = max(p.numel() for p in model.parameters())
-        config = (make_gpu_config if on_gpu else make_config)(workload, settings, largest)
+        config = make_config(workload, settings, largest)
         self._engine, *_ = deepspeed.initialize(model=model, config=config)
         self._workload = workload
         self._batches = micro_batches(workload, self._engine.device)

@@ -131,8 +131,7 @@ def build_model(workload: Workload, device: str = "cpu") -> torch.nn.Module:
         # transformers 5.23 renamed it
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": workload.checkpointing == "reentrant"})
-    module: torch.nn.Module = model
-    return module
+    return model
 
 
 def micro_batches(workload: Workload, device: torch.device | str = "cpu") -> Iterator[dict[str, torch.Tensor]]:

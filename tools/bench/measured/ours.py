@@ -13,10 +13,9 @@ from .models import Program, Workload, build_model, micro_batches
 
 def make_config(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
     """The JSON config of the run: DeepSpeed's keys plus our budget."""
-    device = settings.get("device", "nvme")
-    place = {"device": device} | (
-        {"nvme_path": settings.get("drives") or settings["directory"]} if device == "nvme" else {}
-    )
+    place = {"device": settings.get("device", "nvme")}
+    if place["device"] == "nvme":
+        place["nvme_path"] = settings.get("drives") or settings["directory"]
     return workload.config() | {
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
         "infinity": {
