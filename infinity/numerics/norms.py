@@ -67,10 +67,11 @@ def _choose(num_sums: int) -> AddSquares:
     if "infinity.numerics.kernels" not in sys.modules:
         return _add_squares
     from infinity.numerics import kernels  # which waits for a thread that is loading it
+    from infinity.numerics.compiling import can_compile
 
-    if not kernels.can_compile() or num_sums != kernels.NUM_SUMS:
+    if not can_compile() or num_sums != kernels.NUM_SUMS:
         return _add_squares
-    return lambda values, sums: kernels.kernels().add_squares(values.view(torch.int16).numpy(), sums)
+    return lambda values, sums: kernels.add_squares(values.view(torch.int16).numpy(), sums)
 
 
 def _add_squares(values: torch.Tensor, sums: np.ndarray[Any, Any]) -> None:

@@ -96,8 +96,10 @@ def decode(form: StateFormat, state: str, stored: Tensor, values: Tensor) -> Non
         return
     levels = (code_values if form is StateFormat.INT8_DYNAMIC else _code_values)(state in _SQUARES)
     if has_kernels(values):
+        from infinity.numerics.state_kernels import decode as decode_blocks  # late, see infinity.numerics.remainder
+
         codes = stored.numpy()
-        _kernels().decode(codes, codes.view("float32"), levels.numpy(), values.numpy())
+        decode_blocks(codes, codes.view("float32"), levels.numpy(), values.numpy())
         return
     blocks = stored.view(-1, STATE_BLOCK_BYTES)
     # Codes are bytes, but torch indexes with int: uint8 would be a mask.
@@ -108,12 +110,14 @@ def decode(form: StateFormat, state: str, stored: Tensor, values: Tensor) -> Non
 def _encode_by_kernel(form: StateFormat, state: str, values: Tensor, stored: Tensor, noise: Noise | None) -> None:
     import numpy  # here, as numba: only trainings with such states need them
 
+    from infinity.numerics.state_kernels import encode_signed, encode_squares, round_to_bf16
+
     key, first = (0, 0) if noise is None else (noise.key, noise.first & _WORD)
     where = numpy.uint32(key), numpy.uint32(first)
     if form is StateFormat.BF16:
-        _kernels().round_to_bf16(values.numpy(), stored.view(torch.int16).numpy(), *where)
+        round_to_bf16(values.numpy(), stored.view(torch.int16).numpy(), *where)
         return
-    run = _kernels().encode_squares if state in _SQUARES else _kernels().encode_signed
+    run = encode_squares if state in _SQUARES else encode_signed
     codes = stored.numpy()
     run(values.numpy(), codes, codes.view("float32"), *where, noise is not None)
 
@@ -150,8 +154,10 @@ def _encode_dynamic(is_unsigned: bool, values: Tensor, stored: Tensor, *, is_loa
     """`StateFormat.INT8_DYNAMIC`, by a kernel or in torch's operations."""
     # Loaded values need the search for their scale, which only torch's operations do.
     if has_kernels(values) and not is_loaded:
+        from infinity.numerics.state_kernels import encode_dynamic
+
         codes, tables = stored.numpy(), (middles(is_unsigned).numpy(), starts(is_unsigned).numpy())
-        _kernels().encode_dynamic(values.numpy(), codes, codes.view("float32"), *tables, zero_code(is_unsigned))
+        encode_dynamic(values.numpy(), codes, codes.view("float32"), *tables, zero_code(is_unsigned))
         return
     blocks = stored.view(-1, STATE_BLOCK_BYTES)
     padded = torch.zeros(len(blocks) * STATE_BLOCK, dtype=torch.float32, device=values.device)
@@ -189,12 +195,6 @@ def _code_values(is_unsigned: bool) -> Tensor:
     levels = _levels(is_unsigned)
     # A signed code of 128 and more is a level with the sign: index 128 + i is -levels[i].
     return levels if is_unsigned else torch.cat([levels, -levels])
-
-
-def _kernels() -> Any:
-    from infinity.numerics.state_kernels import state_kernels  # late, see infinity.numerics.remainder
-
-    return state_kernels()
 
 
 # -------------------------------------------------------------------------------------------------- part by part

@@ -66,11 +66,13 @@ class FusedAdam:
         # torch's code has to have a fused multiply-add, as ours has. Without, ours would be slow besides.
         if self._device.type != "cpu" or torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
             return False
-        from infinity.numerics.kernels import can_compile, kernels  # late, see infinity.numerics.remainder
+        from infinity.numerics.compiling import can_compile  # late, see infinity.numerics.remainder
 
         if not can_compile():
             return False
-        self._adam = kernels().adam
+        from infinity.numerics.kernels import adam
+
+        self._adam = adam
         return True
 
     @classmethod
