@@ -9,5 +9,3 @@ FP8_TILE = 128
 """Rows and columns of a tile with one scale, as DeepSeek-V3 has them."""
 APART = 1 << 62
 """As a ``gap`` (see [Note: unpacking in place] in ``infinity.packed.kernels``): packed bytes and weights share no memory."""
-KIND_BF16, KIND_FP16 = 0, 1
-"""Tells kernels the dtype of 16-bit weights, which they get as bits (uint16)."""
