@@ -249,12 +249,7 @@ class ChunkFormat:
         return self.over_scratch(memory[:record_bytes], numel, names, memory[record_bytes:], weight)
 
     def over_scratch(
-        self,
-        record: torch.Tensor,
-        numel: int,
-        names: Sequence[str],
-        scratch: torch.Tensor,
-        weight: torch.Tensor | None,
+        self, record: torch.Tensor, numel: int, names: Sequence[str], scratch: torch.Tensor, weight: torch.Tensor | None
     ) -> ChunkBuffer:
         """A workspace over a record that lies elsewhere (uint8), and maybe a model weight that does.
 

@@ -273,10 +273,7 @@ def probe_groups(
                     copy_scalar(group), [alone[number]], [grads[number].clone()], states_alone[number]
                 )
             states = executor.run_groups(
-                _copied_together(usable),
-                [[weight] for weight in together],
-                [[grad] for grad in grads],
-                states,
+                _copied_together(usable), [[weight] for weight in together], [[grad] for grad in grads], states
             )
     found, expected = (together, states), (alone, states_alone)
     if not same_values(found, expected):

@@ -19,13 +19,7 @@ from infinity.errors import ConfigError, OptimizerNotPageableError
 from infinity.numerics.state_format import StateFormat
 from infinity.optim.classes import Lion
 from infinity.optim.executor import MEMBERSHIP_KEYS, OptimizerExecutor, copy_scalar, hyperparameters, same_values
-from infinity.optim.probe import (
-    StateSchema,
-    advanced,
-    learn_schema,
-    probe,
-    probe_groups,
-)
+from infinity.optim.probe import StateSchema, advanced, learn_schema, probe, probe_groups
 from infinity.optim.registry import is_known, mixes_elements
 from infinity.optim.wrapped_optimizer import WrappedOptimizer
 

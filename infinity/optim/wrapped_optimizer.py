@@ -352,12 +352,7 @@ def _member(item: Any) -> Any:
 
 
 def _construct(
-    source: Any,
-    groups: list[dict[str, Any]],
-    fqns: Mapping[Parameter, str],
-    device: torch.device,
-    *,
-    is_grouped: bool,
+    source: Any, groups: list[dict[str, Any]], fqns: Mapping[Parameter, str], device: torch.device, *, is_grouped: bool
 ) -> Optimizer:
     recipe = _recipe(source, device)
     cls: Any = None if recipe is None else recipe.func

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from infinity.optim.facade.lazy_state import (
-    AssignedTensors,
-    LazyEntry,
-    LazyState,
-    ReadOnlyTensor,
-    unprotected,
-)
+from infinity.optim.facade.lazy_state import AssignedTensors, LazyEntry, LazyState, ReadOnlyTensor, unprotected
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.facade.state_loader import StateLoader, check_entry
 from infinity.optim.main_weights import PENDING, with_main_weight, without_main_weight
