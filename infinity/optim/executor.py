@@ -59,7 +59,9 @@ class OptimizerExecutor:
     schedulers wrap `optimizer.step` to count calls.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        """``device``: where trial steps run."""
+        self.device = device
         cls = type(optimizer)
         if "param_groups" not in vars(optimizer) or "state" not in vars(optimizer):
             raise OptimizerNotPageableError(
@@ -208,8 +210,11 @@ def same_values(left: object, right: object) -> bool:
     """Whether two nested values are equal: tensors and arrays by shape, dtype and elements; NaN is equal to NaN."""
     if left is right:
         return True
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        is_alike = left.shape == right.shape and left.dtype == right.dtype
+        return is_alike and (torch.equal(left, right) or torch.allclose(left, right, rtol=0, atol=0, equal_nan=True))
     if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return isinstance(left, Tensor) and isinstance(right, Tensor) and _same_tensors(left, right)
+        return False
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same_values(value, right[key]) for key, value in left.items())
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
@@ -217,16 +222,6 @@ def same_values(left: object, right: object) -> bool:
     if isinstance(left, numpy.ndarray) or isinstance(right, numpy.ndarray):
         return _same_arrays(left, right)
     return bool(left == right or (left != left and right != right))
-
-
-def _same_tensors(left: Tensor, right: Tensor) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    if torch.equal(left, right):
-        return True
-    if not (left.is_floating_point() or left.is_complex()):
-        return False
-    return bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
 def _same_arrays(left: object, right: object) -> bool:

@@ -100,7 +100,7 @@ class FusedAdam:
             )
         if not groups or not fused._prepare():
             return None
-        executor = OptimizerExecutor(wrapped_optimizer.optimizer)
+        executor = wrapped_optimizer.executor()
         # Groups that differ in more than the learning rate.
         distinct = {
             (*each["betas"], each["eps"], each["weight_decay"], fused._is_decoupled_in(each)): each for each in groups

@@ -119,7 +119,7 @@ class StateSchema:
     shape: tuple[int, ...] = _VECTOR
 
 
-def learn_schema(executor: OptimizerExecutor, group: Mapping[str, Any], device: torch.device) -> StateSchema:
+def learn_schema(executor: OptimizerExecutor, group: Mapping[str, Any]) -> StateSchema:
     """Find out which state the optimizer keeps under these hyperparameters, by three steps on a vector, else on a matrix.
 
     Raises:
@@ -128,7 +128,7 @@ def learn_schema(executor: OptimizerExecutor, group: Mapping[str, Any], device: 
     failures: list[Exception] = []
     for shape in (_VECTOR, _MATRIX):
         try:
-            names, state = _first_steps(executor, group, device, shape)
+            names, state = _first_steps(executor, group, shape)
             break
         except OptimizerNotPageableError:  # a matrix would not change that
             raise
@@ -136,7 +136,7 @@ def learn_schema(executor: OptimizerExecutor, group: Mapping[str, Any], device: 
             failures.append(error)
     else:
         raise executor.unpageable(
-            f"a step on a small float32 tensor on {device} failed ({type(failures[0]).__name__}: {failures[0]})",
+            f"a step on a small float32 tensor on {executor.device} failed ({type(failures[0]).__name__}: {failures[0]})",
             cure="Make it run on such a tensor without a closure and with state that is started in step()",
         ) from failures[0]
     # By shape: a state of the parameter's shape is cut as the parameter is, all else is kept once for each parameter.
@@ -167,16 +167,18 @@ def learn_schema(executor: OptimizerExecutor, group: Mapping[str, Any], device: 
 
 
 def _first_steps(
-    executor: OptimizerExecutor, group: Mapping[str, Any], device: torch.device, shape: tuple[int, ...]
+    executor: OptimizerExecutor, group: Mapping[str, Any], shape: tuple[int, ...]
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names of the state after the first step, and all of it after the last."""
     generator = torch.Generator().manual_seed(0)
-    weight = _draw(shape, generator, device)
+    weight = _draw(shape, generator, executor.device)
     state: dict[str, Any] = {}
     names: list[tuple[str, ...]] = []
     with _keeping_random_state(executor) as has_drawn:
         for _ in range(_NUM_STEPS):
-            (state,) = executor.run(copy_scalar(dict(group)), [weight], [_draw(shape, generator, device)], [state])
+            (state,) = executor.run(
+                copy_scalar(dict(group)), [weight], [_draw(shape, generator, executor.device)], [state]
+            )
             names.append(tuple(state))
         _refuse_random_numbers(executor, has_drawn)
     return names[0], state
@@ -188,24 +190,17 @@ def _draw(shape: tuple[int, ...], generator: torch.Generator, device: torch.devi
 
 
 def advanced(
-    executor: OptimizerExecutor,
-    group: Mapping[str, Any],
-    schema: StateSchema,
-    device: torch.device,
-    *,
-    has_gradient: bool = True,
+    executor: OptimizerExecutor, group: Mapping[str, Any], schema: StateSchema, *, has_gradient: bool = True
 ) -> dict[str, Any]:
     """The entries of a group as they are after a step: some classes count in it. They are those after a step on a few zeros."""
     # Computed from zeros alone: an entry that follows from the gradients, or from how many there are, shows in `_step`.
     after: dict[str, Any] = copy_scalar(dict(group))
-    weight = torch.zeros(schema.shape, dtype=torch.float32, device=device)
+    weight = torch.zeros(schema.shape, dtype=torch.float32, device=executor.device)
     executor.run(after, [weight], [torch.zeros_like(weight) if has_gradient else None], [{}])
     return after
 
 
-def probe(
-    executor: OptimizerExecutor, group: Mapping[str, Any], schema: StateSchema, device: torch.device, *, is_whole: bool
-) -> bool:
+def probe(executor: OptimizerExecutor, group: Mapping[str, Any], schema: StateSchema, *, is_whole: bool) -> bool:
     """Compare steps on whole tensors, made in one call, with steps on slices of them, bit by bit: about a third of a second.
 
     The slices are updated one by one, so anything that looks at several elements or parameters at once (norms, trust ratios),
@@ -225,7 +220,7 @@ def probe(
     usable = _usable(group)
     takes_vectors = schema.shape == _VECTOR or not is_whole  # else the first step on slices, which are vectors, tells
     usual_shapes, odd_places, small_shapes, large_shapes = _SHAPES if takes_vectors else _MATRICES
-    compare = functools.partial(_WholeComparison if is_whole else _Comparison, executor, schema, device, usable)
+    compare = functools.partial(_WholeComparison if is_whole else _Comparison, executor, schema, usable)
     with _keeping_random_state(executor) as has_drawn:
         generator = torch.Generator().manual_seed(1)
         usual = _normal(generator)
@@ -242,10 +237,7 @@ def probe(
 
 
 def probe_groups(
-    executor: OptimizerExecutor,
-    groups: Sequence[Mapping[str, Any]],
-    schemas: Sequence[StateSchema],
-    device: torch.device,
+    executor: OptimizerExecutor, groups: Sequence[Mapping[str, Any]], schemas: Sequence[StateSchema]
 ) -> None:
     """Compare steps on all groups at once, with learning rates that differ, with steps on each of them alone.
 
@@ -261,32 +253,26 @@ def probe_groups(
     for number, group in enumerate(usable):
         if isinstance(group.get("lr"), float):
             group["lr"] *= 1 + number / 16
-    together = [_draw(schema.shape, generator, device) for schema in schemas]
-    alone = [weight.clone() for weight in together]
+    # A list of one parameter for each group.
+    together = [[_draw(schema.shape, generator, executor.device)] for schema in schemas]
+    alone = [[weight.clone()] for (weight,) in together]
     states: list[list[dict[str, Any]]] = [[{}] for _ in usable]
     states_alone: list[list[dict[str, Any]]] = [[{}] for _ in usable]
     with _keeping_random_state(executor):
         for _ in range(_NUM_STEPS):
-            grads = [_draw(schema.shape, generator, device) for schema in schemas]
-            for number, group in enumerate(usable):
+            grads = [[_draw(schema.shape, generator, executor.device)] for schema in schemas]
+            for number, (group, (grad,)) in enumerate(zip(usable, grads, strict=True)):
                 states_alone[number] = executor.run(
-                    copy_scalar(group), [alone[number]], [grads[number].clone()], states_alone[number]
+                    copy_scalar(group), alone[number], [grad.clone()], states_alone[number]
                 )
-            states = executor.run_groups(
-                _copied_together(usable), [[weight] for weight in together], [[grad] for grad in grads], states
+            states = executor.run_groups(_copied_together(usable), together, grads, states)
+    for number in range(len(usable)):
+        if not same_values((together[number], states[number]), (alone[number], states_alone[number])):
+            raise executor.unpageable(
+                f"a step on all its groups together gives group {number} other bits than a step on that group alone, so "
+                "it reads other groups or a group's place in the list",
+                cure="Store what it reads there as an entry of each parameter group",
             )
-    found, expected = (together, states), (alone, states_alone)
-    if not same_values(found, expected):
-        number = next(
-            number
-            for number in range(len(usable))
-            if not same_values([part[number] for part in found], [part[number] for part in expected])
-        )
-        raise executor.unpageable(
-            f"a step on all its groups together gives group {number} other bits than a step on that group alone, so "
-            "it reads other groups or a group's place in the list",
-            cure="Store what it reads there as an entry of each parameter group",
-        )
 
 
 def _copied_together(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -328,7 +314,6 @@ class _Comparison:
 
     _executor: OptimizerExecutor
     _schema: StateSchema
-    _device: torch.device
     _group: dict[str, Any]
     _cases: _Shapes
 
@@ -341,7 +326,7 @@ class _Comparison:
         # Whatever step() keeps on the instance would be one value for all slices: compared at the end.
         attributes = copy_scalar(vars(self._executor.optimizer))
         self._present = dict(self._group)
-        self._wholes = [trial.weight(shape, 0).to(self._device) for shape, _ in self._cases]
+        self._wholes = [trial.weight(shape, 0).to(self._executor.device) for shape, _ in self._cases]
         before = [whole.clone() for whole in self._wholes]
         self._apart = [self._formed(whole) for whole in self._wholes]
         self._whole_states: list[dict[str, Any]] = [{} for _ in self._wholes]
@@ -368,8 +353,8 @@ class _Comparison:
         return not same_values(before, self._wholes)
 
     def _make_step(self, trial: Trial, step: int) -> None:
-        grads = [trial.gradient(shape, step).to(self._device) for shape, _ in self._cases]
-        self._after = advanced(self._executor, self._present, self._schema, self._device)
+        grads = [trial.gradient(shape, step).to(self._executor.device) for shape, _ in self._cases]
+        self._after = advanced(self._executor, self._present, self._schema)
         for index, (weight, (_, cuts)) in enumerate(zip(self._apart, self._cases, strict=True)):
             self._apart_states[index] = self._step_apart(
                 weight, self._formed(grads[index]), self._apart_states[index], cuts

@@ -84,6 +84,10 @@ class WrappedOptimizer:
         """The optimizer's own list: changes to it take effect."""
         return self.optimizer.param_groups
 
+    def executor(self) -> OptimizerExecutor:
+        """Runs steps of the optimizer's class on tensors that it is given."""
+        return OptimizerExecutor(self.optimizer, self.device)
+
     def params(self) -> Iterator[Parameter]:
         """All parameters in the order of the groups, frozen ones included."""
         for group in self.param_groups:
@@ -171,7 +175,7 @@ class WrappedOptimizer:
             weight under `MAIN_WEIGHT` if one came with it. What is yielded is no longer referenced from here but for main
             weights, so memory goes as the caller goes on.
         """
-        executor = OptimizerExecutor(self.optimizer)
+        executor = self.executor()
         groups = self.read()
         for param in list(self.params()):
             state, main = without_main_weight(self.optimizer.state.pop(param, None) or {})
