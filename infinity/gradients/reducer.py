@@ -551,12 +551,8 @@ class ReducedGradients(GradientStore):
     def norms_of(self, unit: Unit) -> dict[int, torch.Tensor]:
         if not self.agreed_norms:
             return super().norms_of(unit)
-        slots = self._grads[unit.index].unit.layout.slots
-        agreed = {
-            slot.index: self.agreed_norms[unit.index, slot.index]
-            for slot in slots
-            if (unit.index, slot.index) in self.agreed_norms
-        }
+        found = {slot.index: self.agreed_norms.get((unit.index, slot.index)) for slot in unit.layout.slots}
+        agreed = {index: norm for index, norm in found.items() if norm is not None}
         is_all = agreed.keys() >= {slot.index for slot in self.slots_with_gradient(unit)}
         return agreed if is_all else {**super().norms_of(unit), **agreed}
 

@@ -74,10 +74,6 @@ class GradientSource:
         """Whether the memory is free."""
         return self._is_released
 
-    def add_release_callback(self, on_release: Callable[[], None]) -> None:
-        """Call ``on_release``, from any thread, when the memory is free, or more of it."""
-        self.on_release = on_release
-
 
 class DeviceGradients(GradientSource):
     """Gradients as autograd delivered them, in the memory of a GPU; the update fetches them slice by slice."""
@@ -126,10 +122,9 @@ class GradientBuffer:
 
     def __init__(self, unit: Unit, flat: FlatBuffer, dtype: torch.dtype = torch.float32) -> None:
         self.flat = flat
-        self.dtype = dtype
-        """fp32 or bf16."""
         self.values = flat.tensor()[: unit.layout.trainable_numel * dtype.itemsize].view(dtype)
         self.dtype = dtype
+        """fp32 or bf16."""
         self._reference: weakref.ref[Any] | None = None
 
     def fill(self, read: Callable[[torch.Tensor], Handle], stored: torch.dtype) -> None:

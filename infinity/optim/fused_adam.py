@@ -196,40 +196,19 @@ class FusedAdam:
         rows[:, 7] = rows_of_values
         self._adam(rows, values)  # releases the GIL; the tensors live as long as the caller's arguments
 
-    def update_whole(
-        self,
-        group: Mapping[str, Any],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        averages: list[Tensor],
-        squares: list[Tensor],
-        steps: list[Tensor],
-    ) -> None:
+    def update_whole(self, group: Mapping[str, Any], *tensors: list[Tensor]) -> None:
         """One step on tensors of any length by torch's own kernel: all fp32, 1-D, and changed in place.
 
         Args:
             group: hyperparameters for which `runs` holds.
-            weights, gradients, averages, squares: of each tensor.
-            steps: their step counts before the step, 0-dim fp32.
+            tensors: weights, gradients, averages, squares, and step counts before the step, 0-dim fp32.
         """
+        *others, steps = tensors
+        (beta1, beta2), is_decoupled = group["betas"], self._is_decoupled_in(group)
+        rates: dict[str, Any] = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
+        of_kind: Any = {"decoupled_weight_decay": is_decoupled, "amsgrad": False, "maximize": False}
         # As `torch.optim.Adam.step` calls it.
-        adam(
-            weights,
-            gradients,
-            averages,
-            squares,
-            [],
-            steps,
-            fused=True,
-            decoupled_weight_decay=self._is_decoupled_in(group),
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        adam(*others, [], steps, fused=True, beta1=beta1, beta2=beta2, **rates, **of_kind)
 
     def values(self, group: Mapping[str, Any], scale: float, count: float) -> tuple[np.float32, ...]:
         """The kernel's numbers.
@@ -370,7 +349,9 @@ class GpuAdam(FusedAdam):
         step = self._stepped(scalars)
         scale = scale if scale is None else scale.to(self._device)
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        numbers = [_bits(number) for number in (lr, beta1, beta2, group["weight_decay"], group["eps"])]
+        # The bits of the nearest fp32 numbers, as 32-bit integers.
+        rates = np.array([lr, beta1, beta2, group["weight_decay"], group["eps"]], dtype=np.float32)
+        numbers = rates.view(np.int32).tolist()
         flags = [int(scale is not None), int(gradient.dtype == torch.bfloat16), int(self._is_decoupled_in(group))]
         for start in range(0, weight.numel(), MOST_NUMEL):
             span = slice(start, min(start + MOST_NUMEL, weight.numel()))
@@ -406,8 +387,3 @@ def _draw(generator: torch.Generator, num_decades: int) -> Tensor:
         values *= 10.0**-decades
         values[::10] = 0
     return values
-
-
-def _bits(value: float) -> int:
-    """The bits of the nearest float32, as a 32-bit integer."""
-    return int(np.float32(value).view(np.int32))

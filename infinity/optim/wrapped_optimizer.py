@@ -461,6 +461,4 @@ def _compact(value: Any) -> Any:
 
 
 def _as_main(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point() and value.dtype != torch.float32:
-        return value.to(torch.float32)
-    return value
+    return value.float() if isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point() else value

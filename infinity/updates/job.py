@@ -161,12 +161,9 @@ class UpdateJob:
         """On how many OpenMP threads it computes."""
         self.is_held = is_held and self.accepts_buffer
         """Whether it waits; see `UpdateStream.release_all`."""
-        self._on_release: Callable[[], None] = lambda: None
+        self.on_release: Callable[[], None] = lambda: None
+        """Called, from any thread, when the job is not held back any longer."""
         self.rank = rank
-
-    def add_release_callback(self, on_release: Callable[[], None]) -> None:
-        """Call ``on_release``, from any thread, when the job is not held back any longer."""
-        self._on_release = on_release
 
     def begin(self) -> None:
         """Begin the job: no buffer can be attached any more. For the worker that takes it."""
@@ -233,7 +230,7 @@ class UpdateJob:
     def release(self) -> None:
         """Hold the job back no longer."""
         self.is_held = False
-        self._on_release()
+        self.on_release()
 
     def wait(self) -> None:
         self._finished.wait()
