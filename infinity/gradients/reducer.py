@@ -435,14 +435,9 @@ class ReducedGradients(GradientStore):
         if self._step is None or self._exchange is None:
             return
         self._ranks.all_gather_ints(f"giving up step {self._step}")
-        nothing: frozenset[int] = frozenset()
         # What has not been announced yet is announced as "nothing": other ranks wait for the unit in this place.
         while self._due:
-            grads = self._due[0]
-            given = UnitExchange(
-                self._what(), grads, None, nothing, nothing, is_unscaled=False, unscaling=1.0, flushes_denormals=False
-            )
-            self._start_exchange(self._exchange, given)
+            self._start_exchange(self._exchange, UnitExchange(self._what(), self._due[0]))
         self._finish()
         self._step = self._updates = None
 

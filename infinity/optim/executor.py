@@ -213,18 +213,12 @@ def same_values(left: object, right: object) -> bool:
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         is_alike = left.shape == right.shape and left.dtype == right.dtype
         return is_alike and (torch.equal(left, right) or torch.allclose(left, right, rtol=0, atol=0, equal_nan=True))
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
+    if isinstance(left, numpy.ndarray) and isinstance(right, numpy.ndarray):
+        return left.dtype == right.dtype and numpy.array_equal(left, right, equal_nan=left.dtype.kind in "fc")
+    if isinstance(left, Tensor | numpy.ndarray) or isinstance(right, Tensor | numpy.ndarray):
         return False
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same_values(value, right[key]) for key, value in left.items())
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
         return len(left) == len(right) and all(same_values(one, other) for one, other in zip(left, right, strict=True))
-    if isinstance(left, numpy.ndarray) or isinstance(right, numpy.ndarray):
-        return _same_arrays(left, right)
     return bool(left == right or (left != left and right != right))
-
-
-def _same_arrays(left: object, right: object) -> bool:
-    if not (isinstance(left, numpy.ndarray) and isinstance(right, numpy.ndarray)) or left.dtype != right.dtype:
-        return False
-    return numpy.array_equal(left, right, equal_nan=left.dtype.kind in "fc")
