@@ -16,7 +16,7 @@ States may be smaller than 4n: see `StateFormat`. On a drive, a record fills blo
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -138,10 +138,6 @@ class ChunkBuffer:
             self.write_main(span, values)
         else:
             self.write_state(kind, span, values)
-
-    def stored_states(self, names: Iterable[str], span: slice) -> dict[str, torch.Tensor]:
-        """The stored states of elements ``span``, which begins a parameter or a block."""
-        return {name: self.state_format.part(self.states[name], span) for name in names}
 
     def read_state(self, name: str, span: slice, target: torch.Tensor) -> None:
         """Copy a state of elements ``span`` into ``target``: fp32, 1-D without gaps."""

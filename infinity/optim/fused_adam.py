@@ -20,7 +20,7 @@ from torch.optim.adam import adam
 from infinity.errors import StepError
 from infinity.numerics.gpu_kernels import ADAM, MOST_BLOCKS, MOST_NUMEL, THREADS
 from infinity.numerics.remainder import join, split
-from infinity.optim.executor import OptimizerExecutor
+from infinity.optim.executor import OptimizerExecutor, hyperparameters
 from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.torch_internals.names import Launch, compiled_for
 
@@ -91,7 +91,7 @@ class FusedAdam:
         if getattr(wrapped_optimizer.optimizer, "grad_scale", None) is not None:
             return None
         fused = cls(is_decoupled=kind is torch.optim.AdamW, device=device)
-        groups = [group for group in wrapped_optimizer.snapshots() if fused.runs(group)]
+        groups = [group for group in map(hyperparameters, wrapped_optimizer.param_groups) if fused.runs(group)]
         if not groups:
             logger.info(
                 "%s without fused=True runs in torch's own loops, which are slower: they read and write the states "

@@ -174,13 +174,12 @@ def _first_steps(
     weight = _draw(shape, generator, executor.device)
     state: dict[str, Any] = {}
     names: list[tuple[str, ...]] = []
-    with _keeping_random_state(executor) as has_drawn:
+    with _without_random_numbers(executor):
         for _ in range(_NUM_STEPS):
             (state,) = executor.run(
                 copy_scalar(dict(group)), [weight], [_draw(shape, generator, executor.device)], [state]
             )
             names.append(tuple(state))
-        _refuse_random_numbers(executor, has_drawn)
     return names[0], state
 
 
@@ -221,7 +220,7 @@ def probe(executor: OptimizerExecutor, group: Mapping[str, Any], schema: StateSc
     takes_vectors = schema.shape == _VECTOR or not is_whole  # else the first step on slices, which are vectors, tells
     usual_shapes, odd_places, small_shapes, large_shapes = _SHAPES if takes_vectors else _MATRICES
     compare = functools.partial(_WholeComparison if is_whole else _Comparison, executor, schema, usable)
-    with _keeping_random_state(executor) as has_drawn:
+    with _without_random_numbers(executor):
         generator = torch.Generator().manual_seed(1)
         usual = _normal(generator)
         compare(usual_shapes).run(Trial("", usual, usual, _NUM_STEPS))
@@ -232,7 +231,6 @@ def probe(executor: OptimizerExecutor, group: Mapping[str, Any], schema: StateSc
         for trial in _seldom_trials(generator):
             small.run(trial)
         compare(large_shapes).run(Trial("", usual, usual, 1))
-        _refuse_random_numbers(executor, has_drawn)
     return has_moved
 
 
@@ -258,7 +256,7 @@ def probe_groups(
     alone = [[weight.clone()] for (weight,) in together]
     states: list[list[dict[str, Any]]] = [[{}] for _ in usable]
     states_alone: list[list[dict[str, Any]]] = [[{}] for _ in usable]
-    with _keeping_random_state(executor):
+    with _without_random_numbers(executor):
         for _ in range(_NUM_STEPS):
             grads = [[_draw(schema.shape, generator, executor.device)] for schema in schemas]
             for number, (group, (grad,)) in enumerate(zip(usable, grads, strict=True)):
@@ -283,17 +281,13 @@ def _copied_together(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     ]
 
 
-def _refuse_random_numbers(executor: OptimizerExecutor, has_drawn: Callable[[], bool]) -> None:
-    if has_drawn():
-        raise executor.unpageable(
-            "it draws random numbers in step(), and parameters are updated in another order than in plain torch",
-            cure="Draw them in the training loop: add the noise, divided by -lr, to p.grad before the step of an SGD",
-        )
-
-
 @contextmanager
-def _keeping_random_state(executor: OptimizerExecutor) -> Iterator[Callable[[], bool]]:
-    """Put all generators back afterwards, the optimizer's own too; what it yields tells whether any of them has been used."""
+def _without_random_numbers(executor: OptimizerExecutor) -> Iterator[None]:
+    """Put all generators back afterwards, the optimizer's own too.
+
+    Raises:
+        OptimizerNotPageableError: any of them has been used.
+    """
     own = [value for value in vars(executor.optimizer).values() if isinstance(value, torch.Generator)]
 
     def read() -> list[Any]:
@@ -301,7 +295,12 @@ def _keeping_random_state(executor: OptimizerExecutor) -> Iterator[Callable[[], 
 
     before = read()
     try:
-        yield lambda: not same_values(before, read())
+        yield
+        if not same_values(before, read()):
+            raise executor.unpageable(
+                "it draws random numbers in step(), and parameters are updated in another order than in plain torch",
+                cure="Draw them in the training loop: add the noise, divided by -lr, to p.grad before the step of an SGD",
+            )
     finally:
         set_random_states(before[0])
         for each, state in zip(own, before[1], strict=True):
@@ -501,31 +500,27 @@ def _seldom_trials(generator: torch.Generator) -> Iterator[Trial]:
     for scale in (1e-8, 1e4):
         yield Trial(f"with weights around {scale:g}", _normal(generator, scale), usual, 2)
     for magnitude in _MAGNITUDES:
-        yield Trial(f"with gradients of {magnitude:g} among zeros", usual, _spikes(magnitude), 2)
-        yield Trial(f"with weights of {magnitude:g} among zeros", _spikes(magnitude), usual, 2)
+        yield Trial(f"with gradients of {magnitude:g} among zeros", usual, functools.partial(_spikes, magnitude), 2)
+        yield Trial(f"with weights of {magnitude:g} among zeros", functools.partial(_spikes, magnitude), usual, 2)
     for magnitude in (float("inf"), float("nan")):
-        yield Trial(f"with one gradient of {magnitude} among others", usual, _once(usual, magnitude), 2)
+        yield Trial(
+            f"with one gradient of {magnitude} among others", usual, functools.partial(_once, usual, magnitude), 2
+        )
 
 
 def _zeros(shape: tuple[int, ...], step: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device="cpu")
 
 
-def _spikes(magnitude: float) -> _Draw:
-    def draw(shape: tuple[int, ...], step: int) -> Tensor:
-        values = _zeros(shape, step)
-        values.view(-1)[0] = magnitude / 7  # in another slice: the norm of the whole is that of no slice
-        values.view(-1)[-1] = magnitude
-        return values
-
-    return draw
+def _spikes(magnitude: float, shape: tuple[int, ...], step: int) -> Tensor:
+    values = _zeros(shape, step)
+    values.view(-1)[0] = magnitude / 7  # in another slice: the norm of the whole is that of no slice
+    values.view(-1)[-1] = magnitude
+    return values
 
 
-def _once(others: _Draw, value: float) -> _Draw:
-    def draw(shape: tuple[int, ...], step: int) -> Tensor:
-        values = others(shape, step)
-        if step == 0:
-            values.view(-1)[-1] = value
-        return values
-
-    return draw
+def _once(others: _Draw, value: float, shape: tuple[int, ...], step: int) -> Tensor:
+    values = others(shape, step)
+    if step == 0:
+        values.view(-1)[-1] = value
+    return values

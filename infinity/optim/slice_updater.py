@@ -183,7 +183,7 @@ class SliceUpdater:
         """Update one slice. The result has the bits that a step on the whole parameter gives these elements.
 
         Args:
-            group: hyperparameters of the parameter's group, see `WrappedOptimizer.snapshot`. Not modified.
+            group: hyperparameters of the parameter's group, see `hyperparameters`. Not modified.
             weight: float32, 1-D, of any device; starts at a multiple of `probe.SLICE_ALIGNMENT` elements from the parameter's
                 start and, unless it is the last slice, is such a multiple long. With `mixes_elements` it is the whole
                 parameter, in its own shape. Changed in place.

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError
 from infinity.optim.classes import Muon, is_for_muon
-from infinity.optim.executor import OptimizerExecutor, hyperparameters, one_element, refuse_common
+from infinity.optim.executor import OptimizerExecutor, one_element, refuse_common
 from infinity.optim.groups import Groups, Members, TiledGroups
 from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_main_weight
 from infinity.optim.registry import Section, is_known, refuse_not_pageable, refuse_wrapper, resolve
@@ -141,10 +141,6 @@ class WrappedOptimizer:
         known = self._fqns.get(param)  # type: ignore[call-overload]  # any tensor may be asked for
         return known or f"a tensor of shape {tuple(param.shape)}"
 
-    def snapshots(self) -> list[dict[str, Any]]:
-        """Each group's hyperparameters as they are now, for an update that runs later. Tensors are copied."""
-        return [hyperparameters(group) for group in self.param_groups]
-
     def add_group(self, param_group: dict[str, Any]) -> None:
         """As torch's ``add_param_group``, with its errors. Nothing is kept of a refused one."""
         before = list(self.param_groups)
@@ -202,10 +198,7 @@ class WrappedOptimizer:
             return False
         # Of a class that is not known, nothing but a step count of zero can be asked.
         return self._initial is None or all(
-            any(
-                bool((value == torch.tensor(each, dtype=value.dtype, device=value.device)).all())
-                for each in self._initial
-            )
+            any(bool((value == each).all()) for each in self._initial)
             for value in state.values()
             if isinstance(value, Tensor) and value.dim() > 0
         )
