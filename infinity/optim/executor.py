@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -83,9 +83,7 @@ class OptimizerExecutor:
         """The clone, without parameters and state between calls."""
         # torch replaces a class's `step` by a wrapper marked `hooked`, which runs hooks and opens a profiler range.
         step: Any = cls.step
-        self._step: Callable[[Optimizer], Any] = (
-            getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-        )
+        self._step: Any = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
     @property
     def name(self) -> str:

@@ -110,7 +110,6 @@ class Stepper:
         self._is_divided = self.exchange.shards.is_divided
         """Whether other ranks update parts of each unit."""
         self._shard_updates = ShardUpdates(self._update_shard)
-        self.exchanges_momenta = self.momenta is not None
 
     @property
     def is_between_steps(self) -> bool:

@@ -76,7 +76,7 @@ class Saver(Protocol):
 
 
 class _ExpectedUpdates:
-    """The updates that a step is expected to make: those of the step before. Under `_order`, except for `announce`.
+    """The updates that a step is expected to make: those of the step before. Under `_order`, except for `are_due`.
 
     See [Note: before the gradients].
     """
@@ -84,15 +84,11 @@ class _ExpectedUpdates:
     def __init__(self, records: StateStore) -> None:
         self._records = records
         self.are_due = False
-        """Whether it was announced, and `begin` has not been called since."""
+        """Whether gradients are soon to come: set from any thread, and until `begin`."""
         self._noted: dict[Unit, Sequence[Chunk]] = {}
         """Chunks that were updated since the last `begin`, in order."""
         self.left: dict[Unit, deque[Chunk]] = {}
         """Chunks of the step before that have been neither updated nor read ahead since."""
-
-    def announce(self) -> None:
-        """Gradients are soon to come. From any thread."""
-        self.are_due = True
 
     def on_update(self, unit: Unit, chunks: Sequence[Chunk]) -> None:
         """The update of these chunks begins."""
@@ -213,7 +209,7 @@ class UpdateStream:
     def expect_again(self) -> None:
         """Read the records that were updated since the last call, in that order, while no update waits."""
         if not self._records.is_on_device:
-            self._expected.announce()
+            self._expected.are_due = True
             self._work.ring()
 
     def has(self, job: UpdateJob) -> bool:
@@ -352,10 +348,9 @@ class UpdateStream:
         # thread are ended, or they would compete with the model's.
         if self._updater.mixes_elements:  # bits of a norm depend on the number of threads
             use_threads(job.num_threads)
-            self._updater.update(job, chunk, workspace)
+        self._updater.update(job, chunk, workspace)
+        if self._updater.mixes_elements:
             end_openmp_workers()
-        else:
-            self._updater.update(job, chunk, workspace)
         # The update wrote an fp32 main weight; the model weight is its cast. (With a remainder both were written.)
         if not workspace.needs_weight:
             workspace.cast_main()
