@@ -153,7 +153,7 @@ def _codes_of(quotients: Tensor, of_squares: bool, noise: Noise | None) -> Tenso
     fraction: Any = 0.5
     if noise is not None:
         fraction = ((noise.words(sizes.numel(), sizes.device) >> 8).to(torch.float32) * 2.0**-24).view_as(sizes)
-    is_up = sizes - levels[codes] > fraction * (above[codes] - levels[codes])
+    is_up: Tensor = sizes - levels[codes] > fraction * (above[codes] - levels[codes])
     if of_squares:
         # What is not zero gets the least level at least: an update divides by the root.
         return codes + (is_up | ((codes == 0) & (sizes > 0)))

@@ -203,12 +203,12 @@ class FusedAdam:
             group: hyperparameters for which `runs` holds.
             tensors: weights, gradients, averages, squares, and step counts before the step, 0-dim fp32.
         """
-        *others, steps = tensors
+        weights, gradients, averages, squares, steps = tensors
         (beta1, beta2), is_decoupled = group["betas"], self._is_decoupled_in(group)
         rates: dict[str, Any] = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
-        of_kind: Any = {"decoupled_weight_decay": is_decoupled, "amsgrad": False, "maximize": False}
+        rates |= {"beta1": beta1, "beta2": beta2, "decoupled_weight_decay": is_decoupled}
         # As `torch.optim.Adam.step` calls it.
-        adam(*others, [], steps, fused=True, beta1=beta1, beta2=beta2, **rates, **of_kind)
+        adam(weights, gradients, averages, squares, [], steps, fused=True, amsgrad=False, maximize=False, **rates)
 
     def values(self, group: Mapping[str, Any], scale: float, count: float) -> tuple[np.float32, ...]:
         """The kernel's numbers.
