@@ -55,10 +55,8 @@ def _norm(tensor: torch.Tensor, num_sums: int, add_squares: AddSquares) -> torch
         if end:
             add_squares(flat[:end], sums)
         rest = flat[end:].float().numpy()
-        total = np.float32(0.0)
         # One after the other in fp32: np.sum adds pairwise, which gives other bits.
-        for value in (*sums, *(rest * rest)):
-            total = total + value
+        total = np.add.accumulate(np.concatenate((sums, rest * rest)))[-1]
         return torch.tensor(np.sqrt(total), dtype=torch.float32, device="cpu")
 
 

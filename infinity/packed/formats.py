@@ -22,8 +22,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from infinity.packed.blocks import APART, FP8_TILE, NF4_BLOCK, NF4_RECORD_BYTES
-from infinity.packed.nf4_levels import LEVELS
+from infinity.packed.blocks import APART, FP8_TILE, LEVELS, NF4_BLOCK, NF4_RECORD_BYTES
 
 # Loading and packing a base under a budget of 40 MiB peaked at 54 MiB with parts of 4 MB: the C library's heap kept
 # them. With parts of 512 KB it is 44.5 MiB.

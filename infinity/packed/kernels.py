@@ -16,8 +16,7 @@ from numba import types
 from numba.extending import overload
 
 from infinity.numerics.compiling import bits_of, float_of, inlined, kernel
-from infinity.packed.blocks import FP8_TILE, NF4_BLOCK, NF4_RECORD_BYTES
-from infinity.packed.nf4_levels import LEVELS, THRESHOLDS
+from infinity.packed.blocks import FP8_TILE, LEVELS, NF4_BLOCK, NF4_RECORD_BYTES, THRESHOLDS
 
 _RAW, _FLOATS, _NUMBER = types.uint8[::1], types.float32[::1], types.int64
 _CODE, _THRESHOLDS = LEVELS.numpy(), THRESHOLDS.numpy()
