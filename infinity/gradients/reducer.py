@@ -5,9 +5,10 @@ See [Note: ranks] in ``infinity.distributed.collectives``.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ class ReducedGradients(GradientStore):
     parameter that got a gradient on some ranks has one on all of them afterwards, to which the others gave zeros.
 
     Where `holds_back` says so, no mean is computed before the step either: that begins with `new_of_all`, and goes on with
-    `average_these`, or `replace`.
+    `average_these`, or `replacing`.
 
     [Note: means for owners] Where each rank updates its shard of a unit, it needs the mean of that alone. That takes
     half of the exchange, and the other half is then free for the new weights. The mean must be of all that the step has
@@ -479,11 +480,12 @@ class ReducedGradients(GradientStore):
                     self._ranks.average(what, buffer.values[start:stop], self._wire)
                 self.close_sum(new.unit)
 
-    def replace(self, new: NewGradients, write: Callable[[GradientBuffer, float], None]) -> None:
-        """``write`` gets the unit's gradients in memory and the loss scale they have, and puts what has none in their place."""
+    @contextlib.contextmanager
+    def replacing(self, new: NewGradients) -> Iterator[tuple[GradientBuffer, float]]:
+        """The unit's gradients in memory, and the loss scale they have. The ``with`` block puts what has none in their place."""
         with self._clock.waiting("ranks"):
             buffer, _ = self._prepare(new)
-            write(buffer, self.scale_of(new.unit))
+            yield buffer, self.scale_of(new.unit)
             self._grads[new.unit.index].is_unscaled = True
             self.close_sum(new.unit)
 
