@@ -74,6 +74,10 @@ class GradientSource:
         """Whether the memory is free."""
         return self._is_released
 
+    def add_release_callback(self, on_release: Callable[[], None]) -> None:
+        """Call ``on_release``, from any thread, when the memory is free, or more of it."""
+        self.on_release = on_release
+
 
 class DeviceGradients(GradientSource):
     """Gradients as autograd delivered them, in the memory of a GPU; the update fetches them slice by slice."""

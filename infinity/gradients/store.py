@@ -453,7 +453,7 @@ class GradientStore:
         return made_room or len(self._memory_uses) < num_uses
 
     def _add_memory_use(self, use: GradientSource, flat: FlatBuffer | None) -> None:
-        use.on_release = self._ended.ring
+        use.add_release_callback(self._ended.ring)
         self._memory_uses.append((use, flat))
 
     def _await_memory_use(self) -> None:

@@ -155,8 +155,11 @@ class UpdateJob:
         self.num_threads = torch.get_num_threads()
         """On how many OpenMP threads it computes."""
         self.is_held = self.is_held and self.accepts_buffer
-        self.on_release: Callable[[], None] = lambda: None
-        """Called, from any thread, when the job is not held back any longer."""
+        self._on_release: Callable[[], None] = lambda: None
+
+    def add_release_callback(self, on_release: Callable[[], None]) -> None:
+        """Call ``on_release``, from any thread, when the job is not held back any longer."""
+        self._on_release = on_release
 
     def begin(self) -> None:
         """Begin the job: no buffer can be attached any more. For the worker that takes it."""
@@ -223,7 +226,7 @@ class UpdateJob:
     def release(self) -> None:
         """Hold the job back no longer."""
         self.is_held = False
-        self.on_release()
+        self._on_release()
 
     def wait(self) -> None:
         self._finished.wait()

@@ -187,7 +187,7 @@ class UpdateStream:
     def submit(self, job: UpdateJob) -> None:
         """Queue a job."""
         # Before it is queued: from then on it may be released, which has to wake a worker.
-        job.on_release = self._work.ring
+        job.add_release_callback(self._work.ring)
         with self._lock:
             # A stream that has ended takes no job. Under the lock, or `_end` could miss one that is queued now.
             if self._error is not None:
