@@ -347,25 +347,18 @@ class GpuAdam(FusedAdam):
         if self._launch is None or remainder is None:
             raise RuntimeError("the kernel was not compiled")
         step = self._stepped(scalars)
-        scale = scale if scale is None else scale.to(self._device)
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        # The bits of the nearest fp32 numbers, as 32-bit integers.
-        rates = np.array([lr, beta1, beta2, group["weight_decay"], group["eps"]], dtype=np.float32)
-        numbers = rates.view(np.int32).tolist()
+        # Without a scale the kernel does not read the argument, but a launch needs a tensor for it.
+        factor = step if scale is None else scale.to(self._device)
         flags = [int(scale is not None), int(gradient.dtype == torch.bfloat16), int(self._is_decoupled_in(group))]
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        # Given as the bits of fp32 numbers, which are 32-bit integers.
+        rates = np.array([lr, beta1, beta2, group["weight_decay"], group["eps"]], dtype=np.float32)
+        numbers = [step, factor, *flags, *rates.view(np.int32).tolist()]
+        tensors = [weight, remainder, gradient, *(state[name] for name in STATES)]
         for start in range(0, weight.numel(), MOST_NUMEL):
-            span = slice(start, min(start + MOST_NUMEL, weight.numel()))
-            tensors = [weight, remainder, gradient, *(state[name] for name in STATES)]
-            arguments = [
-                *(tensor[span] for tensor in tensors),
-                step,
-                # Without a scale the kernel does not read the argument, but a launch needs a tensor for it.
-                step if scale is None else scale,
-                *flags,
-                *numbers,
-            ]
-            numel = span.stop - span.start
-            self._launch(min(-(-numel // THREADS), MOST_BLOCKS), [*arguments, numel])
+            parts = [tensor[start : start + MOST_NUMEL] for tensor in tensors]
+            numel = parts[0].numel()
+            self._launch(min(-(-numel // THREADS), MOST_BLOCKS), [*parts, *numbers, numel])
         return {"step": step}
 
     def _stepped(self, scalars: Mapping[str, Any]) -> Tensor:
