@@ -64,6 +64,4 @@ def main(words: Sequence[str]) -> int:
 
 def compile_kernels() -> None:
     """Compile or load the kernels now: numba takes memory and time, which tests of memory measure."""
-    from infinity.numerics.kernels import kernels
-
-    kernels()
+    import infinity.numerics.kernels

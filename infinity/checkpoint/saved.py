@@ -45,7 +45,7 @@ from infinity.checkpoint.manifest import (
 from infinity.checkpoint.training_state_checks import check_training_state
 from infinity.errors import CheckpointError, StorageError, format_bytes
 from infinity.numerics.chunk_format import WEIGHT as WEIGHT
-from infinity.numerics.plain_data import UNREADABLE, RawBytes, from_json, to_json
+from infinity.numerics.plain_data import UNREADABLE, from_json, to_json
 from swapper.volumes.block_files import BlockThreads, free_bytes
 from swapper.volumes.publish import Staging, exchange, locked, sync_directory, sync_tree
 
@@ -286,15 +286,15 @@ class CheckpointFiles:
 
     def write_training_state(self, training_state: Mapping[str, Any]) -> None:
         """Write everything but large tensors: "counters", "client_state", "param_groups", ... Call it once."""
-        raw = RawBytes()
+        raw = bytearray()
         try:
-            text, data = to_json(dict(training_state), raw, "the checkpoint"), raw.joined()
+            text = to_json(dict(training_state), raw, "the checkpoint")
         except Exception as error:  # whatever the objects' classes raise
             reason = str(error) or type(error).__name__
             raise CheckpointError(self._folder, f"its values cannot be written: {reason}", cure=_PLAIN_DATA) from error
         (self._folder / TRAINING_STATE).write_text(text)
-        if data:
-            (self._folder / RAW).write_bytes(data)
+        if raw:
+            (self._folder / RAW).write_bytes(raw)
 
     def finish(self, time: int) -> None:
         """Wait until all tensors are written, and write the manifest. ``time``: now, in nanoseconds since 1970.

@@ -66,7 +66,7 @@ from infinity.updates.chunk_updater import ChunkUpdater
 from infinity.updates.job import ParameterState
 from infinity.updates.momenta import CompressedMomenta
 from infinity.updates.step_groups import StepGroups
-from infinity.updates.stepper import Stepper, StepRules
+from infinity.updates.stepper import Stepper
 from infinity.updates.stream import UpdateStream
 from infinity.vertical.schedule_selector import ScheduleSelector
 from infinity.vertical.step import StepContext
@@ -263,7 +263,7 @@ class Parts:
         self.stepper = Stepper(
             plan.units,
             plan.chunks,
-            StepRules(config.gradient_clipping, config.infinity.update, config.checks_overflow),
+            config,
             device=self.device,
             parameter_cache=self._parameter_cache,
             trimmer=self._trimmer,

@@ -307,7 +307,5 @@ class GradientCollector:
 def have_hooks_of_others(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether hooks besides the collector's run when the gradient of one of them has been accumulated."""
     with without_torch_function():
-        for parameter in parameters:
-            if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
-                return True
-    return False
+        hooks = [getattr(parameter, "_post_accumulate_grad_hooks", None) or () for parameter in parameters]
+    return max(map(len, hooks), default=0) > 1

@@ -92,12 +92,12 @@ class UnitExchange:
 
     what: str
     grads: UnitGrads
-    buffer: GradientBuffer | None
-    present: frozenset[int]
-    new: frozenset[int]
-    is_unscaled: bool
-    unscaling: float
-    flushes_denormals: bool
+    buffer: GradientBuffer | None = None
+    present: frozenset[int] = frozenset()
+    new: frozenset[int] = frozenset()
+    is_unscaled: bool = False
+    unscaling: float = 1.0
+    flushes_denormals: bool = False
     word: int = 0
     found: list[Slot] = field(default_factory=list)
     norm_ranks: list[int] = field(default_factory=list)

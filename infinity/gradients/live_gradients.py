@@ -35,11 +35,10 @@ class LiveGradients:
         return self._shown(unit, slot)
 
     def _shown(self, unit: Unit, slot: Slot) -> torch.Tensor:
-        given = self._held.given_for((unit.index, slot.index))
-        return self._stand_in(unit, slot) if given is None else given
-
-    def _stand_in(self, unit: Unit, slot: Slot) -> torch.Tensor:
         key = unit.index, slot.index
+        given = self._held.given_for(key)
+        if given is not None:
+            return given
         # In memory, and read by no update: a plain view. Held until the step, which looks whether it was written to.
         if self._gradients.is_available(unit) and (unit.update is None or unit.update.done()):
             self._held.views[key] = HeldGradient(unit, slot, self._gradients.show(unit).tracked_view(slot))

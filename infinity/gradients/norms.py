@@ -65,8 +65,7 @@ class _PartNorms(NamedTuple):
 
 def is_part(parameter: Any) -> bool:
     """Whether the script says that other tensor ranks have other parts of the parameter."""
-    first, second = _MARKS
-    return getattr(parameter, first, False) is True or getattr(parameter, second, False) is True
+    return any(getattr(parameter, mark, False) is True for mark in _MARKS)
 
 
 def norm_of_model(mesh: Mesh, norms: Sequence[ParameterNorm], scale: float, step: int) -> torch.Tensor:

@@ -60,6 +60,17 @@ def check_same_groups(ranks: Ranks, describe: Callable[[], Mapping[str, str]], s
             raise RankError(what, problem, rank=ranks.number, cure=cure)
 
 
+def gather_norms(ranks: Ranks, norm: torch.Tensor, what: str) -> torch.Tensor:
+    """The norms (0-dim fp32) that the ranks have, bit for bit: a NaN is that of its rank.
+
+    Raises:
+        RankError: another rank has ended, does not come, or is elsewhere.
+    """
+    bits = int(norm.detach().cpu().float().view(torch.int32))
+    of_ranks = [found for (found,) in ranks.all_gather_ints(what, [bits])]
+    return torch.tensor(of_ranks, dtype=torch.int32, device="cpu").view(torch.float32)
+
+
 def check_same(ranks: Ranks, norm: torch.Tensor, step: int) -> None:
     """See that all ranks have the same 2-norm of all gradients (0-dim fp32), bit for bit.
 
@@ -68,14 +79,12 @@ def check_same(ranks: Ranks, norm: torch.Tensor, step: int) -> None:
     """
     if ranks.num == 1:
         return
-    # The bits: NaN is not equal to NaN.
-    bits = int(norm.detach().cpu().float().view(torch.int32))
-    of_ranks = [found[0] for found in ranks.all_gather_ints(f"the norm of all gradients in step {step}", [bits])]
-    if any(found != bits for found in of_ranks):
-        norms = torch.tensor(of_ranks, dtype=torch.int32, device="cpu").view(torch.float32).tolist()
+    what = f"the norm of all gradients in step {step}"
+    norms = gather_norms(ranks, norm, what)
+    if len(norms.view(torch.int32).unique()) > 1:  # the bits: NaN is not equal to NaN
         raise RankError(
-            f"the norm of all gradients in step {step}",
-            f"it is {norms} on the ranks {ranks.names(range(ranks.num))}",
+            what,
+            f"it is {norms.tolist()} on the ranks {ranks.names(range(ranks.num))}",
             rank=ranks.number,
             cure="Change gradients between backward and step in the same way on all ranks. Parameters that were "
             "frozen in infinity.initialize cannot be trained on several ranks",

@@ -5,9 +5,10 @@ See [Note: ranks] in ``infinity.distributed.collectives``.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ class ReducedGradients(GradientStore):
     parameter that got a gradient on some ranks has one on all of them afterwards, to which the others gave zeros.
 
     Where `holds_back` says so, no mean is computed before the step either: that begins with `new_of_all`, and goes on with
-    `average_these`, or `replace`.
+    `average_these`, or `replacing`.
 
     [Note: means for owners] Where each rank updates its shard of a unit, it needs the mean of that alone. That takes
     half of the exchange, and the other half is then free for the new weights. The mean must be of all that the step has
@@ -435,14 +436,9 @@ class ReducedGradients(GradientStore):
         if self._step is None or self._exchange is None:
             return
         self._ranks.all_gather_ints(f"giving up step {self._step}")
-        nothing: frozenset[int] = frozenset()
         # What has not been announced yet is announced as "nothing": other ranks wait for the unit in this place.
         while self._due:
-            grads = self._due[0]
-            given = UnitExchange(
-                self._what(), grads, None, nothing, nothing, is_unscaled=False, unscaling=1.0, flushes_denormals=False
-            )
-            self._start_exchange(self._exchange, given)
+            self._start_exchange(self._exchange, UnitExchange(self._what(), self._due[0]))
         self._finish()
         self._step = self._updates = None
 
@@ -484,11 +480,12 @@ class ReducedGradients(GradientStore):
                     self._ranks.average(what, buffer.values[start:stop], self._wire)
                 self.close_sum(new.unit)
 
-    def replace(self, new: NewGradients, write: Callable[[GradientBuffer, float], None]) -> None:
-        """``write`` gets the unit's gradients in memory and the loss scale they have, and puts what has none in their place."""
+    @contextlib.contextmanager
+    def replacing(self, new: NewGradients) -> Iterator[tuple[GradientBuffer, float]]:
+        """The unit's gradients in memory, and the loss scale they have. The ``with`` block puts what has none in their place."""
         with self._clock.waiting("ranks"):
             buffer, _ = self._prepare(new)
-            write(buffer, self.scale_of(new.unit))
+            yield buffer, self.scale_of(new.unit)
             self._grads[new.unit.index].is_unscaled = True
             self.close_sum(new.unit)
 
@@ -551,12 +548,8 @@ class ReducedGradients(GradientStore):
     def norms_of(self, unit: Unit) -> dict[int, torch.Tensor]:
         if not self.agreed_norms:
             return super().norms_of(unit)
-        slots = self._grads[unit.index].unit.layout.slots
-        agreed = {
-            slot.index: self.agreed_norms[unit.index, slot.index]
-            for slot in slots
-            if (unit.index, slot.index) in self.agreed_norms
-        }
+        found = {slot.index: self.agreed_norms.get((unit.index, slot.index)) for slot in unit.layout.slots}
+        agreed = {index: norm for index, norm in found.items() if norm is not None}
         is_all = agreed.keys() >= {slot.index for slot in self.slots_with_gradient(unit)}
         return agreed if is_all else {**super().norms_of(unit), **agreed}
 

@@ -126,10 +126,9 @@ class GradientBuffer:
 
     def __init__(self, unit: Unit, flat: FlatBuffer, dtype: torch.dtype = torch.float32) -> None:
         self.flat = flat
-        self.dtype = dtype
-        """fp32 or bf16."""
         self.values = flat.tensor()[: unit.layout.trainable_numel * dtype.itemsize].view(dtype)
         self.dtype = dtype
+        """fp32 or bf16."""
         self._reference: weakref.ref[Any] | None = None
 
     def fill(self, read: Callable[[torch.Tensor], Handle], stored: torch.dtype) -> None:

@@ -16,9 +16,8 @@ import torch
 
 from infinity.device.drive_tensors import DriveTensors
 from infinity.errors import CheckpointError
-from infinity.packed.blocks import FP8_TILE, NF4_BLOCK, NF4_RECORD_BYTES
+from infinity.packed.blocks import FP8_TILE, LEVELS, NF4_BLOCK, NF4_RECORD_BYTES
 from infinity.packed.formats import Fp8, packed_format
-from infinity.packed.nf4_levels import LEVELS
 
 _STATE = ".quant_state.bitsandbytes__"
 _OTHERS = {

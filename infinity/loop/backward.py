@@ -110,7 +110,7 @@ class Backwards:
         return not self._has_hooks  # they may look at any gradient
 
     def _updates_now(self) -> bool:
-        return self._is_final() and self._stepper.rules.updates_in_backward and self._style.updates_in_backward
+        return self._is_final() and self._stepper.updates_in_backward and self._style.updates_in_backward
 
     def _on_first_gradient(self) -> None:
         is_scaled = self._is_own_scaled or self._guard.phase is Phase.BACKWARD

@@ -16,7 +16,7 @@ States may be smaller than 4n: see `StateFormat`. On a drive, a record fills blo
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -139,10 +139,6 @@ class ChunkBuffer:
         else:
             self.write_state(kind, span, values)
 
-    def stored_states(self, names: Iterable[str], span: slice) -> dict[str, torch.Tensor]:
-        """The stored states of elements ``span``, which begins a parameter or a block."""
-        return {name: self.state_format.part(self.states[name], span) for name in names}
-
     def read_state(self, name: str, span: slice, target: torch.Tensor) -> None:
         """Copy a state of elements ``span`` into ``target``: fp32, 1-D without gaps."""
         stored = self.state_format.part(self.states[name], span)
@@ -232,29 +228,16 @@ class ChunkFormat:
             count -= 1  # for what fills up the record
         return count * granule
 
-    def lay_out(
-        self, memory: torch.Tensor, numel: int, names: Sequence[str], weight: torch.Tensor | None = None
-    ) -> ChunkBuffer:
-        """Views of ``memory`` (uint8, 4096-aligned, on any device) as the working memory of a chunk.
-
-        ``weight``: where the model weight is, if it has memory of its own. The record's place is the same in any case.
-        """
+    def lay_out(self, memory: torch.Tensor, numel: int, names: Sequence[str]) -> ChunkBuffer:
+        """Views of ``memory`` (uint8, 4096-aligned, on any device) as the working memory of a chunk."""
+        weight = None
         if self.main is MainWeight.MODEL_WEIGHT:  # the model weight lies before the record
-            weight_bytes = numel * _FP32_BYTES
-            if weight is None:
-                weight = memory[:weight_bytes].view(torch.float32)
-            # Skipped even if a weight is given: `StateStore` keeps one layout for resident and other units.
-            memory = memory[weight_bytes:]
+            weight, memory = memory[: numel * _FP32_BYTES].view(torch.float32), memory[numel * _FP32_BYTES :]
         record_bytes = self.stored_bytes(numel, len(names))
         return self.over_scratch(memory[:record_bytes], numel, names, memory[record_bytes:], weight)
 
     def over_scratch(
-        self,
-        record: torch.Tensor,
-        numel: int,
-        names: Sequence[str],
-        scratch: torch.Tensor,
-        weight: torch.Tensor | None,
+        self, record: torch.Tensor, numel: int, names: Sequence[str], scratch: torch.Tensor, weight: torch.Tensor | None
     ) -> ChunkBuffer:
         """A workspace over a record that lies elsewhere (uint8), and maybe a model weight that does.
 
@@ -280,13 +263,10 @@ class ChunkFormat:
             name: record[start + i * state_bytes : start + (i + 1) * state_bytes].view(self.states.dtype)
             for i, name in enumerate(names)
         }
-        head = record[:start]
-        main = weight if self.main is MainWeight.MODEL_WEIGHT else None
-        remainder = None
-        if self.main is MainWeight.FP32:
-            main = head.view(torch.float32)
-        elif self.main is MainWeight.REMAINDER:
-            remainder = head.view(REMAINDER_DTYPE)
+        remainder = record[:start].view(REMAINDER_DTYPE) if self.main is MainWeight.REMAINDER else None
+        main = None
+        if remainder is None:
+            main = weight if self.main is MainWeight.MODEL_WEIGHT else record[:start].view(torch.float32)
         return ChunkBuffer(main, remainder, states, gradient, weight, record, self.states)
 
 

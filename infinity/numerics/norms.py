@@ -55,22 +55,21 @@ def _norm(tensor: torch.Tensor, num_sums: int, add_squares: AddSquares) -> torch
         if end:
             add_squares(flat[:end], sums)
         rest = flat[end:].float().numpy()
-        total = np.float32(0.0)
         # One after the other in fp32: np.sum adds pairwise, which gives other bits.
-        for value in (*sums, *(rest * rest)):
-            total = total + value
+        total = np.add.accumulate(np.concatenate((sums, rest * rest)))[-1]
         return torch.tensor(np.sqrt(total), dtype=torch.float32, device="cpu")
 
 
 def _choose(num_sums: int) -> AddSquares:
     """numba's loop where numba has been loaded for something else: for this alone it would be too large."""
-    if "infinity.numerics.kernels" not in sys.modules:
+    if "infinity.numerics.compiling" not in sys.modules:
         return _add_squares
     from infinity.numerics import kernels  # which waits for a thread that is loading it
+    from infinity.numerics.compiling import can_compile
 
-    if not kernels.can_compile() or num_sums != kernels.NUM_SUMS:
+    if not can_compile() or num_sums != kernels.NUM_SUMS:
         return _add_squares
-    return lambda values, sums: kernels.kernels().add_squares(values.view(torch.int16).numpy(), sums)
+    return lambda values, sums: kernels.add_squares(values.view(torch.int16).numpy(), sums)
 
 
 def _add_squares(values: torch.Tensor, sums: np.ndarray[Any, Any]) -> None:

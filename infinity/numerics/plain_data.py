@@ -41,35 +41,16 @@ UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErro
 """What `unpack` and `decode` raise for bytes that `pack` and `encode` did not write."""
 
 
-class RawBytes:
-    """Bytes of large values, one behind the other."""
-
-    def __init__(self) -> None:
-        self._parts: list[Any] = []
-        self._size = 0
-
-    def add(self, data: Any) -> int:
-        """Append bytes; returns where they begin."""
-        start = self._size
-        self._parts.append(data)
-        self._size += len(data)
-        return start
-
-    def joined(self) -> bytes:
-        """All of them."""
-        return b"".join(self._parts)
-
-
 def pack(value: Any, where: str) -> bytes:
     """A value as bytes. ``where``: what the value is called in errors.
 
     Raises:
         TypeError: it holds something else than plain data; the message says where.
     """
-    raw = RawBytes()
+    raw = bytearray()
     text = to_json(value, raw, where).encode()
     # 8 bytes: length of the JSON text; the JSON text; raw bytes.
-    return len(text).to_bytes(8, "little") + text + raw.joined()
+    return len(text).to_bytes(8, "little") + text + raw
 
 
 def unpack(data: bytes) -> Any:
@@ -82,8 +63,8 @@ def unpack(data: bytes) -> Any:
     return from_json(data[8:end], data[end:])
 
 
-def to_json(value: Any, raw: RawBytes, where: str) -> str:
-    """A value as JSON, and the bytes of its large parts in ``raw``; see `pack`."""
+def to_json(value: Any, raw: bytearray, where: str) -> str:
+    """A value as JSON. The bytes of its large parts are appended to ``raw``; see `pack`."""
     return json.dumps(_encoded(value, raw, where), allow_nan=False, separators=(",", ":"))
 
 
@@ -92,7 +73,7 @@ def from_json(text: bytes | str, raw: bytes) -> Any:
     return _decoded(json.loads(text), memoryview(raw))
 
 
-def _encoded(value: Any, raw: RawBytes, where: str) -> Any:
+def _encoded(value: Any, raw: bytearray, where: str) -> Any:
     if value is None or type(value) in (bool, int, str):  # the exact types: subclasses are converted below
         return value
     # Before float: np.float64 is a subclass of it, and would lose its dtype.
@@ -124,7 +105,7 @@ def _encoded(value: Any, raw: RawBytes, where: str) -> Any:
     raise TypeError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which is no plain data")
 
 
-def _encoded_dict(value: dict[Any, Any], raw: RawBytes, where: str) -> Any:
+def _encoded_dict(value: dict[Any, Any], raw: bytearray, where: str) -> Any:
     # A dict that has the tag itself as a key is stored as pairs, or it would be read back as another type.
     if not isinstance(value, OrderedDict) and all(type(key) is str for key in value) and _TAG not in value:
         return {key: _encoded(each, raw, f"{where}[{key!r}]") for key, each in value.items()}
@@ -135,7 +116,7 @@ def _encoded_dict(value: dict[Any, Any], raw: RawBytes, where: str) -> Any:
     return {_TAG: "ordered dict" if isinstance(value, OrderedDict) else "dict", "value": pairs}
 
 
-def _encoded_tensor(value: torch.Tensor, raw: RawBytes, where: str) -> Any:
+def _encoded_tensor(value: torch.Tensor, raw: bytearray, where: str) -> Any:
     name = str(value.dtype).removeprefix("torch.")
     if name not in _DTYPES or value.layout is not torch.strided or value.is_nested or value.is_meta:
         raise TypeError(f"{where} is a tensor of {value.dtype}, {value.layout}, on {value.device}: it is no plain data")
@@ -149,10 +130,12 @@ def _encoded_tensor(value: torch.Tensor, raw: RawBytes, where: str) -> Any:
     }
 
 
-def _stored(data: bytes, raw: RawBytes) -> dict[str, Any]:
+def _stored(data: bytes, raw: bytearray) -> dict[str, Any]:
     if len(data) <= _LARGEST_IN_JSON:
         return {"value": base64.b64encode(data).decode()}
-    return {"at": raw.add(data), "bytes": len(data)}
+    start = len(raw)
+    raw += data
+    return {"at": start, "bytes": len(data)}
 
 
 def _decoded(value: Any, raw: memoryview) -> Any:

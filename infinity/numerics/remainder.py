@@ -13,8 +13,6 @@ infinite model weight and a negative remainder. Every NaN becomes 0x7fc00000.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 REMAINDER_DTYPE = torch.int16
@@ -31,7 +29,9 @@ def split(main: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> 
         remainder: int16, likewise; receives the remainder.
     """
     if has_kernels(main):
-        _kernels().split(main.numpy(), _bits(weight), remainder.numpy())
+        from infinity.numerics.kernels import split as split_words
+
+        split_words(main.numpy(), weight.view(torch.int16).numpy(), remainder.numpy())
         return
     high, low = split_bits(main)
     weight.view(torch.int16).copy_(high)
@@ -41,7 +41,9 @@ def split(main: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> 
 def join(weight: torch.Tensor, remainder: torch.Tensor, main: torch.Tensor) -> None:
     """The inverse of `split`: write ``main`` from its two parts."""
     if has_kernels(main):
-        _kernels().join(_bits(weight), remainder.numpy(), main.numpy())
+        from infinity.numerics.kernels import join as join_words
+
+        join_words(weight.view(torch.int16).numpy(), remainder.numpy(), main.numpy())
         return
     main.view(torch.int32).copy_(join_bits(weight.view(torch.int16), remainder))
 
@@ -59,19 +61,9 @@ def join_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return (high.to(torch.int32) << 16) + low
 
 
-def _bits(weight: torch.Tensor) -> Any:
-    return weight.view(torch.int16).numpy()
-
-
 def has_kernels(tensor: torch.Tensor) -> bool:
     """Whether compiled loops can take the tensor's memory."""
     # Late: numba costs half a second and 60 MB, and only fused Adam and trainings with remainders need it.
-    from infinity.numerics.kernels import can_compile
+    from infinity.numerics.compiling import can_compile
 
     return tensor.device.type == "cpu" and can_compile()
-
-
-def _kernels() -> Any:
-    from infinity.numerics.kernels import kernels
-
-    return kernels()

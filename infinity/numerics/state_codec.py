@@ -77,16 +77,15 @@ def encode(form: StateFormat, state: str, values: Tensor, stored: Tensor, noise:
     """
     if form is StateFormat.FP32 or (form is StateFormat.BF16 and noise is None):
         stored.copy_(values)  # a cast to bf16 rounds to nearest
-    elif form is StateFormat.INT8_DYNAMIC:
-        _encode_dynamic(state in _SQUARES, values, stored, is_loaded=noise is None)
-    elif has_kernels(values):
-        _encode_by_kernel(form, state, values, stored, noise)
+    # Loaded values of a dynamic state need the search for their scale, which only torch's operations do.
+    elif has_kernels(values) and not (form is StateFormat.INT8_DYNAMIC and noise is None):
+        _encode_by_kernel(form, state in _SQUARES, values, stored, noise)
     elif form is StateFormat.BF16 and noise is not None:
-        # The upper half after 16 bits of noise were added: see `_round_to_bf16`, which gives the same bits.
+        # The upper half after 16 bits of noise were added: see `state_kernels.round_to_bf16`, which gives the same bits.
         bits = torch.where(values.isnan(), _NAN_BITS, values.view(torch.int32)).to(torch.int64)
         stored.view(torch.int16).copy_((bits + (noise.words(values.numel(), values.device) >> 16)) >> 16)
     else:
-        _encode_blocks(state, values, stored, noise)
+        _encode_blocks(form, state in _SQUARES, values, stored, noise)
 
 
 def decode(form: StateFormat, state: str, stored: Tensor, values: Tensor) -> None:
@@ -96,8 +95,10 @@ def decode(form: StateFormat, state: str, stored: Tensor, values: Tensor) -> Non
         return
     levels = (code_values if form is StateFormat.INT8_DYNAMIC else _code_values)(state in _SQUARES)
     if has_kernels(values):
+        from infinity.numerics.state_kernels import decode as decode_blocks  # late, see infinity.numerics.remainder
+
         codes = stored.numpy()
-        _kernels().decode(codes, codes.view("float32"), levels.numpy(), values.numpy())
+        decode_blocks(codes, codes.view("float32"), levels.numpy(), values.numpy())
         return
     blocks = stored.view(-1, STATE_BLOCK_BYTES)
     # Codes are bytes, but torch indexes with int: uint8 would be a mask.
@@ -105,63 +106,58 @@ def decode(form: StateFormat, state: str, stored: Tensor, values: Tensor) -> Non
     values.copy_(decoded.view(-1)[: values.numel()])
 
 
-def _encode_by_kernel(form: StateFormat, state: str, values: Tensor, stored: Tensor, noise: Noise | None) -> None:
+def _encode_by_kernel(form: StateFormat, of_squares: bool, values: Tensor, stored: Tensor, noise: Noise | None) -> None:
     import numpy  # here, as numba: only trainings with such states need them
+
+    from infinity.numerics.state_kernels import encode_dynamic, encode_signed, encode_squares, round_to_bf16
 
     key, first = (0, 0) if noise is None else (noise.key, noise.first & _WORD)
     where = numpy.uint32(key), numpy.uint32(first)
     if form is StateFormat.BF16:
-        _kernels().round_to_bf16(values.numpy(), stored.view(torch.int16).numpy(), *where)
+        round_to_bf16(values.numpy(), stored.view(torch.int16).numpy(), *where)
         return
-    run = _kernels().encode_squares if state in _SQUARES else _kernels().encode_signed
     codes = stored.numpy()
-    run(values.numpy(), codes, codes.view("float32"), *where, noise is not None)
+    blocks = values.numpy(), codes, codes.view("float32")
+    if form is StateFormat.INT8_DYNAMIC:
+        encode_dynamic(*blocks, middles(of_squares).numpy(), starts(of_squares).numpy(), zero_code(of_squares))
+    else:
+        (encode_squares if of_squares else encode_signed)(*blocks, *where, noise is not None)
 
 
-def _encode_blocks(state: str, values: Tensor, stored: Tensor, noise: Noise | None) -> None:
-    """`StateFormat.INT8` in torch's operations: what the kernels do."""
-    numel, device = values.numel(), values.device
+def _encode_blocks(form: StateFormat, of_squares: bool, values: Tensor, stored: Tensor, noise: Noise | None) -> None:
+    """States of one byte in torch's operations: what the kernels do."""
     blocks = stored.view(-1, STATE_BLOCK_BYTES)
     # Zeros behind the last element change neither the largest magnitude nor a code.
-    padded = torch.zeros(len(blocks) * STATE_BLOCK, dtype=torch.float32, device=device)
-    padded[:numel] = values
-    sizes = padded.abs().view(-1, STATE_BLOCK)
-    largest = sizes.amax(1, keepdim=True)
+    padded = torch.zeros(len(blocks) * STATE_BLOCK, dtype=torch.float32, device=values.device)
+    padded[: values.numel()] = values
+    padded = padded.view(-1, STATE_BLOCK)
+    scales = largest = padded.abs().amax(1, keepdim=True)
+    if form is StateFormat.INT8_DYNAMIC and noise is None:
+        scales = scales_of_loaded(padded, largest, is_unsigned=of_squares)
     is_usable = (largest > 0) & (largest < torch.inf)
-    sizes = torch.where(is_usable, sizes / largest, 0.0)
-    levels = _levels(state in _SQUARES).to(device)
+    quotients = torch.where(is_usable, padded / scales, 0.0)
+    if form is StateFormat.INT8_DYNAMIC:
+        codes = codes_of(quotients, is_unsigned=of_squares)
+    else:
+        codes = _codes_of(quotients, of_squares, noise)
+    blocks[:, :STATE_BLOCK] = codes.to(torch.uint8)
+    _scales(blocks).copy_(torch.where(is_usable | (largest == 0), scales, torch.nan))
+
+
+def _codes_of(quotients: Tensor, of_squares: bool, noise: Noise | None) -> Tensor:
+    """Codes of values divided by their block's scale: see [Note: levels]."""
+    sizes, levels = quotients.abs(), _levels(of_squares).to(quotients.device)
     codes = torch.bucketize(sizes, levels, right=True) - 1  # the level below, or equal
     # There is no level above the highest: its gap is infinite, so that 1 is never rounded up.
     above = torch.cat([levels[1:], levels.new_full((1,), torch.inf)])
     fraction: Any = 0.5
     if noise is not None:
-        fraction = ((noise.words(padded.numel(), device) >> 8).to(torch.float32) * 2.0**-24).view_as(sizes)
-    is_up = sizes - levels[codes] > fraction * (above[codes] - levels[codes])
-    if state in _SQUARES:
+        fraction = ((noise.words(sizes.numel(), sizes.device) >> 8).to(torch.float32) * 2.0**-24).view_as(sizes)
+    is_up: Tensor = sizes - levels[codes] > fraction * (above[codes] - levels[codes])
+    if of_squares:
         # What is not zero gets the least level at least: an update divides by the root.
-        codes = codes + (is_up | ((codes == 0) & (sizes > 0)))
-    else:
-        codes = codes + is_up + 128 * (padded.signbit().view_as(sizes) & is_usable)
-    blocks[:, :STATE_BLOCK] = codes.to(torch.uint8)
-    _scales(blocks).copy_(torch.where(is_usable | (largest == 0), largest, torch.nan))
-
-
-def _encode_dynamic(is_unsigned: bool, values: Tensor, stored: Tensor, *, is_loaded: bool) -> None:
-    """`StateFormat.INT8_DYNAMIC`, by a kernel or in torch's operations."""
-    # Loaded values need the search for their scale, which only torch's operations do.
-    if has_kernels(values) and not is_loaded:
-        codes, tables = stored.numpy(), (middles(is_unsigned).numpy(), starts(is_unsigned).numpy())
-        _kernels().encode_dynamic(values.numpy(), codes, codes.view("float32"), *tables, zero_code(is_unsigned))
-        return
-    blocks = stored.view(-1, STATE_BLOCK_BYTES)
-    padded = torch.zeros(len(blocks) * STATE_BLOCK, dtype=torch.float32, device=values.device)
-    padded[: values.numel()] = values
-    padded = padded.view(-1, STATE_BLOCK)
-    largest = padded.abs().amax(1, keepdim=True)
-    scales = scales_of_loaded(padded, largest, is_unsigned=is_unsigned) if is_loaded else largest
-    is_usable = (largest > 0) & (largest < torch.inf)
-    blocks[:, :STATE_BLOCK] = codes_of(torch.where(is_usable, padded / scales, 0.0), is_unsigned=is_unsigned)
-    _scales(blocks).copy_(torch.where(is_usable | (largest == 0), scales, torch.nan))
+        return codes + (is_up | ((codes == 0) & (sizes > 0)))
+    return codes + is_up + 128 * quotients.signbit()
 
 
 def _scales(blocks: Tensor) -> Tensor:
@@ -189,12 +185,6 @@ def _code_values(is_unsigned: bool) -> Tensor:
     levels = _levels(is_unsigned)
     # A signed code of 128 and more is a level with the sign: index 128 + i is -levels[i].
     return levels if is_unsigned else torch.cat([levels, -levels])
-
-
-def _kernels() -> Any:
-    from infinity.numerics.state_kernels import state_kernels  # late, see infinity.numerics.remainder
-
-    return state_kernels()
 
 
 # -------------------------------------------------------------------------------------------------- part by part

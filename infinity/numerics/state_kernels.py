@@ -1,4 +1,4 @@
-"""Loops that encode and decode optimizer states, compiled by numba at their first use.
+"""Loops that encode and decode optimizer states. See `infinity.numerics.compiling`.
 
 ``infinity.numerics.state_codec`` defines the results, in torch's own operations: a table of levels and a search in it.
 
@@ -21,51 +21,15 @@ always the search's result, too, after rounding.
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
 from numba import types
 
-from infinity.numerics.kernels import Kernel, bits_of, compiled, float_of
+from infinity.numerics.compiling import bits_of, float_of, inlined, kernel
 from infinity.numerics.state_format import STATE_BLOCK, STATE_BLOCK_BYTES
-
-
-class StateKernels(NamedTuple):
-    """Compiled functions over 1-D arrays without gaps. ``key`` and ``first`` (uint32) choose the noise.
-
-    Attributes:
-        round_to_bf16: `(values: float32, stored: int16, key, first)`: writes the bits of bf16.
-        encode_signed: `(values: float32, codes: uint8, scales: float32, key, first, is_stochastic: int32)`: writes blocks.
-            ``codes`` and ``scales`` are the same memory.
-        encode_squares: the same for values that are not negative.
-        encode_dynamic: `(values: float32, codes: uint8, scales: float32, middles: float32, starts: uint8, zero: int64)`: the
-            same by the tables of `infinity.numerics.dynamic_map`, rounded to the nearest.
-        decode: `(codes: uint8, scales: float32, levels: float32, values: float32)`: writes ``values``.
-    """
-
-    round_to_bf16: Kernel
-    encode_signed: Kernel
-    encode_squares: Kernel
-    encode_dynamic: Kernel
-    decode: Kernel
-
-
-@functools.cache
-def state_kernels() -> StateKernels:
-    """The kernels, compiled for this processor, or read from numba's cache."""
-    words16, floats, codes, word = types.int16[::1], types.float32[::1], types.uint8[::1], types.uint32
-    encode = [types.void(floats, codes, floats, word, word, types.int32)]
-    return StateKernels(
-        round_to_bf16=compiled(_round_to_bf16, [types.void(floats, words16, word, word)]),
-        encode_signed=compiled(_encode_signed, encode),
-        encode_squares=compiled(_encode_squares, encode),
-        encode_dynamic=compiled(_encode_dynamic, [types.void(floats, codes, floats, floats, codes, types.int64)]),
-        decode=compiled(_decode, [types.void(codes, floats, floats, floats)]),
-    )
-
 
 # A block is 256 one-byte codes and an fp32 scale: 260 bytes, or 65 words, of which word 64 is the scale.
 _BLOCK, _BLOCK_BYTES = STATE_BLOCK, STATE_BLOCK_BYTES
@@ -74,6 +38,9 @@ _NAN = np.int32(0x7FC00000)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _ZERO, _ONE = np.int32(0), np.int32(1)
 _NONE = np.float32(0.0)
+
+_FLOATS, _CODES, _WORD = types.float32[::1], types.uint8[::1], types.uint32
+_ENCODING = types.void(_FLOATS, _CODES, _FLOATS, _WORD, _WORD, types.int32)
 
 
 @numba.njit(inline="always")
@@ -92,7 +59,9 @@ def _fraction(key: Any, index: Any, is_stochastic: Any) -> Any:
     return noise if is_stochastic else np.float32(0.5)
 
 
-def _round_to_bf16(values: Any, stored: Any, key: Any, first: Any) -> None:
+@kernel(types.void(_FLOATS, types.int16[::1], _WORD, _WORD))
+def round_to_bf16(values: Any, stored: Any, key: Any, first: Any) -> None:
+    """Write the bits of bf16. ``key`` and ``first`` choose the noise, here and below."""
     for i in range(values.size):
         value = values[i]
         # Noise of 16 bits carries into the upper half as often as the lower half says: 0x....4000 in a quarter of all
@@ -125,7 +94,13 @@ def _open_block(values: Any, codes: Any, scales: Any, block: Any, zero: Any) -> 
     return largest if is_usable else _NONE
 
 
-def _encode_signed(values: Any, codes: Any, scales: Any, key: Any, first: Any, is_stochastic: Any) -> None:
+@inlined
+def _encode(values: Any, codes: Any, scales: Any, key: Any, first: Any, is_stochastic: Any, of_squares: Any) -> None:
+    """Write blocks. ``of_squares`` is a constant in both callers, which thus have loops of their own without its branches."""
+    # The levels of roots are twice as many, with one octave more: one exponent less per step, 128 in place of 64.
+    lowest, num_codes = (np.int32(7), np.int32(128)) if of_squares else (np.int32(6), np.int32(64))
+    step_field, per_unit_field = (np.int32(117), np.int32(137)) if of_squares else (np.int32(118), np.int32(136))
+    least = np.float32(8.0**-7) if of_squares else np.float32(8.0**-6)
     for block in range(codes.size // _BLOCK_BYTES):
         largest = _open_block(values, codes, scales, block, 0)
         if largest == _NONE:
@@ -135,63 +110,56 @@ def _encode_signed(values: Any, codes: Any, scales: Any, key: Any, first: Any, i
         for i in range(min(_BLOCK, values.size - begin)):
             bits = bits_of(values[begin + i])
             size = float_of(np.int32(bits & _MAGNITUDE)) / largest
+            root = np.float32(math.sqrt(size)) if of_squares else size
             # Exponent fields 126, 125 and 124 are octave 0: a field is a power of 2, an octave of 8. `* 11 >> 5`
             # divides by 3, correctly below 32; from 18 on it is clamped. A size of 1 has field 127: -1, clamped to 0.
             # 0.3: field 125, d = 0.
-            octave = np.int32((np.int32(126) - np.int32(bits_of(size) >> np.int32(23))) * np.int32(11)) >> np.int32(5)
-            octave = min(max(octave, _ZERO), np.int32(6))
+            octave = np.int32((np.int32(126) - np.int32(bits_of(root) >> np.int32(23))) * np.int32(11)) >> np.int32(5)
+            octave = min(max(octave, _ZERO), lowest)
             # Floats from their exponent field, 127 is 2**0. start = 8**-(d+1) = 2**(-3-3d): 0.125.
             start = float_of(np.int32((np.int32(124) - np.int32(3) * octave) << np.int32(23)))
             # step = (8**-d - start) / (64 >> d) = 7 * 2**(-9-2d): 7/512.
-            step = np.float32(7.0) * float_of(np.int32((np.int32(118) - np.int32(2) * octave) << np.int32(23)))
-            # 1 / step, as a product with a seventh: a division takes longer.
-            # 1 / step = 2**(10 + 2 * octave) / 7; 137 is 127, the bias of an exponent, and 10. Rounding may give the level
-            # below or above: the comparison of squares below then goes one up, or stays.
-            per_unit = np.float32(1 / 7) * float_of(np.int32((np.int32(136) + np.int32(2) * octave) << np.int32(23)))
-            place = np.int32((size - start) * per_unit)  # 0.175 * 512 / 7 = 12.8, so 12
-            is_least = size < np.float32(8.0**-6)
+            step = np.float32(7.0) * float_of(np.int32((step_field - np.int32(2) * octave) << np.int32(23)))
+            # 1 / step = 2**(9 + 2 * octave) / 7, as a product with a seventh: a division takes longer. 136 is 127, the
+            # bias of an exponent, and 9. Rounding may give the level below or above: the comparison below then goes one
+            # up, or stays.
+            per_unit = np.float32(1 / 7) * float_of(np.int32((per_unit_field + np.int32(2) * octave) << np.int32(23)))
+            place = np.int32((root - start) * per_unit)  # 0.175 * 512 / 7 = 12.8, so 12
+            is_least = root < least
             # Below the least level there is only 0.
-            level = _NONE if is_least else start + np.float32(place) * step
-            gap = np.float32(8.0**-6) if is_least else step
+            low = _NONE if is_least else start + np.float32(place) * step
+            high = least if is_least else low + step
+            if of_squares:  # the stored value is the square
+                low, high = low * low, high * high
             # 1 + 2 + 4 + .. + 2**(5-d) levels are below octave d: (64 >> d) - 1. So code 63 + 12 = 75.
-            code = _ZERO if is_least else (np.int32(64) >> octave) - _ONE + place
+            code = _ZERO if is_least else (num_codes >> octave) - _ONE + place
             fraction = _fraction(key, np.uint32(first + np.uint32(begin + i)), is_stochastic)
             # 0.3 is 0.8 of a step above level 75: up to 76 in four cases of five, or always without noise.
-            code += _ONE if size - level > fraction * gap else _ZERO
-            # The float's sign bit becomes the code's highest bit.
-            codes[origin + i] = np.uint8(code | np.int32(np.int32(bits >> np.int32(24)) & np.int32(128)))
-
-
-def _encode_squares(values: Any, codes: Any, scales: Any, key: Any, first: Any, is_stochastic: Any) -> None:
-    for block in range(codes.size // _BLOCK_BYTES):
-        largest = _open_block(values, codes, scales, block, 0)
-        if largest == _NONE:
-            continue
-        begin, origin = block * _BLOCK, block * _BLOCK_BYTES
-        for i in range(min(_BLOCK, values.size - begin)):
-            # As in `_encode_signed`, with levels for the root, of which there are twice as many: one exponent less per
-            # step, 128 in place of 64. Rounding compares the squares, because the stored value is the square.
-            size = float_of(np.int32(bits_of(values[begin + i]) & _MAGNITUDE)) / largest
-            root = np.float32(math.sqrt(size))
-            octave = np.int32((np.int32(126) - np.int32(bits_of(root) >> np.int32(23))) * np.int32(11)) >> np.int32(5)
-            octave = min(max(octave, _ZERO), np.int32(7))
-            start = float_of(np.int32((np.int32(124) - np.int32(3) * octave) << np.int32(23)))
-            step = np.float32(7.0) * float_of(np.int32((np.int32(117) - np.int32(2) * octave) << np.int32(23)))
-            per_unit = np.float32(1 / 7) * float_of(np.int32((np.int32(137) + np.int32(2) * octave) << np.int32(23)))
-            place = np.int32((root - start) * per_unit)
-            is_least = root < np.float32(8.0**-7)
-            low = _NONE if is_least else start + np.float32(place) * step
-            high = np.float32(8.0**-7) if is_least else low + step
-            low, high = low * low, high * high
-            code = _ZERO if is_least else (np.int32(128) >> octave) - _ONE + place
-            fraction = _fraction(key, np.uint32(first + np.uint32(begin + i)), is_stochastic)
             is_up = size - low > fraction * (high - low)
-            # An update divides by the root of this state: a zero would make it a leap. So only zero becomes zero.
-            is_up = size > _NONE if is_least else is_up
-            codes[origin + i] = np.uint8(code + (_ONE if is_up else _ZERO))
+            if of_squares and is_least:
+                # An update divides by the root of this state: a zero would make it a leap. So only zero becomes zero.
+                is_up = size > _NONE
+            code += _ONE if is_up else _ZERO
+            if not of_squares:  # the float's sign bit becomes the code's highest bit
+                code |= np.int32(np.int32(bits >> np.int32(24)) & np.int32(128))
+            codes[origin + i] = np.uint8(code)
 
 
-def _encode_dynamic(values: Any, codes: Any, scales: Any, middles: Any, starts: Any, zero: Any) -> None:
+@kernel(_ENCODING)
+def encode_signed(values: Any, codes: Any, scales: Any, key: Any, first: Any, is_stochastic: Any) -> None:
+    """Write blocks. ``codes`` and ``scales`` are the same memory, here and below."""
+    _encode(values, codes, scales, key, first, is_stochastic, False)
+
+
+@kernel(_ENCODING)
+def encode_squares(values: Any, codes: Any, scales: Any, key: Any, first: Any, is_stochastic: Any) -> None:
+    """As `encode_signed`, for values that are not negative."""
+    _encode(values, codes, scales, key, first, is_stochastic, True)
+
+
+@kernel(types.void(_FLOATS, _CODES, _FLOATS, _FLOATS, _CODES, types.int64))
+def encode_dynamic(values: Any, codes: Any, scales: Any, middles: Any, starts: Any, zero: Any) -> None:
+    """Write blocks by the tables of `infinity.numerics.dynamic_map`, rounded to the nearest."""
     for block in range(codes.size // _BLOCK_BYTES):
         largest = _open_block(values, codes, scales, block, zero)
         if largest == _NONE:
@@ -209,7 +177,9 @@ def _encode_dynamic(values: Any, codes: Any, scales: Any, middles: Any, starts: 
             codes[origin + i] = np.uint8(np.int32(zero) + level)
 
 
-def _decode(codes: Any, scales: Any, levels: Any, values: Any) -> None:
+@kernel(types.void(_CODES, _FLOATS, _FLOATS, _FLOATS))
+def decode(codes: Any, scales: Any, levels: Any, values: Any) -> None:
+    """Write the values of blocks."""
     for block in range(codes.size // _BLOCK_BYTES):
         scale = scales[block * _BLOCK_WORDS + _BLOCK // 4]
         begin, origin = block * _BLOCK, block * _BLOCK_BYTES

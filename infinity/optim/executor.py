@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -59,7 +59,9 @@ class OptimizerExecutor:
     schedulers wrap `optimizer.step` to count calls.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        """``device``: where trial steps run."""
+        self.device = device
         cls = type(optimizer)
         if "param_groups" not in vars(optimizer) or "state" not in vars(optimizer):
             raise OptimizerNotPageableError(
@@ -81,9 +83,7 @@ class OptimizerExecutor:
         """The clone, without parameters and state between calls."""
         # torch replaces a class's `step` by a wrapper marked `hooked`, which runs hooks and opens a profiler range.
         step: Any = cls.step
-        self._step: Callable[[Optimizer], Any] = (
-            getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-        )
+        self._step: Any = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
     @property
     def name(self) -> str:
@@ -208,28 +208,15 @@ def same_values(left: object, right: object) -> bool:
     """Whether two nested values are equal: tensors and arrays by shape, dtype and elements; NaN is equal to NaN."""
     if left is right:
         return True
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return isinstance(left, Tensor) and isinstance(right, Tensor) and _same_tensors(left, right)
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        is_alike = left.shape == right.shape and left.dtype == right.dtype
+        return is_alike and (torch.equal(left, right) or torch.allclose(left, right, rtol=0, atol=0, equal_nan=True))
+    if isinstance(left, numpy.ndarray) and isinstance(right, numpy.ndarray):
+        return left.dtype == right.dtype and numpy.array_equal(left, right, equal_nan=left.dtype.kind in "fc")
+    if isinstance(left, Tensor | numpy.ndarray) or isinstance(right, Tensor | numpy.ndarray):
+        return False
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same_values(value, right[key]) for key, value in left.items())
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
         return len(left) == len(right) and all(same_values(one, other) for one, other in zip(left, right, strict=True))
-    if isinstance(left, numpy.ndarray) or isinstance(right, numpy.ndarray):
-        return _same_arrays(left, right)
     return bool(left == right or (left != left and right != right))
-
-
-def _same_tensors(left: Tensor, right: Tensor) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    if torch.equal(left, right):
-        return True
-    if not (left.is_floating_point() or left.is_complex()):
-        return False
-    return bool(((left == right) | (left.isnan() & right.isnan())).all())
-
-
-def _same_arrays(left: object, right: object) -> bool:
-    if not (isinstance(left, numpy.ndarray) and isinstance(right, numpy.ndarray)) or left.dtype != right.dtype:
-        return False
-    return numpy.array_equal(left, right, equal_nan=left.dtype.kind in "fc")

@@ -20,7 +20,7 @@ from torch.optim.adam import adam
 from infinity.errors import StepError
 from infinity.numerics.gpu_kernels import ADAM, MOST_BLOCKS, MOST_NUMEL, THREADS
 from infinity.numerics.remainder import join, split
-from infinity.optim.executor import OptimizerExecutor
+from infinity.optim.executor import OptimizerExecutor, hyperparameters
 from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.torch_internals.names import Launch, compiled_for
 
@@ -66,11 +66,13 @@ class FusedAdam:
         # torch's code has to have a fused multiply-add, as ours has. Without, ours would be slow besides.
         if self._device.type != "cpu" or torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
             return False
-        from infinity.numerics.kernels import can_compile, kernels  # late, see infinity.numerics.remainder
+        from infinity.numerics.compiling import can_compile  # late, see infinity.numerics.remainder
 
         if not can_compile():
             return False
-        self._adam = kernels().adam
+        from infinity.numerics.kernels import adam
+
+        self._adam = adam
         return True
 
     @classmethod
@@ -89,7 +91,7 @@ class FusedAdam:
         if getattr(wrapped_optimizer.optimizer, "grad_scale", None) is not None:
             return None
         fused = cls(is_decoupled=kind is torch.optim.AdamW, device=device)
-        groups = [group for group in wrapped_optimizer.snapshots() if fused.runs(group)]
+        groups = [group for group in map(hyperparameters, wrapped_optimizer.param_groups) if fused.runs(group)]
         if not groups:
             logger.info(
                 "%s without fused=True runs in torch's own loops, which are slower: they read and write the states "
@@ -98,7 +100,7 @@ class FusedAdam:
             )
         if not groups or not fused._prepare():
             return None
-        executor = OptimizerExecutor(wrapped_optimizer.optimizer)
+        executor = wrapped_optimizer.executor()
         # Groups that differ in more than the learning rate.
         distinct = {
             (*each["betas"], each["eps"], each["weight_decay"], fused._is_decoupled_in(each)): each for each in groups
@@ -194,40 +196,19 @@ class FusedAdam:
         rows[:, 7] = rows_of_values
         self._adam(rows, values)  # releases the GIL; the tensors live as long as the caller's arguments
 
-    def update_whole(
-        self,
-        group: Mapping[str, Any],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        averages: list[Tensor],
-        squares: list[Tensor],
-        steps: list[Tensor],
-    ) -> None:
+    def update_whole(self, group: Mapping[str, Any], *tensors: list[Tensor]) -> None:
         """One step on tensors of any length by torch's own kernel: all fp32, 1-D, and changed in place.
 
         Args:
             group: hyperparameters for which `runs` holds.
-            weights, gradients, averages, squares: of each tensor.
-            steps: their step counts before the step, 0-dim fp32.
+            tensors: weights, gradients, averages, squares, and step counts before the step, 0-dim fp32.
         """
+        weights, gradients, averages, squares, steps = tensors
+        (beta1, beta2), is_decoupled = group["betas"], self._is_decoupled_in(group)
+        rates: dict[str, Any] = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
+        rates |= {"beta1": beta1, "beta2": beta2, "decoupled_weight_decay": is_decoupled}
         # As `torch.optim.Adam.step` calls it.
-        adam(
-            weights,
-            gradients,
-            averages,
-            squares,
-            [],
-            steps,
-            fused=True,
-            decoupled_weight_decay=self._is_decoupled_in(group),
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        adam(weights, gradients, averages, squares, [], steps, fused=True, amsgrad=False, maximize=False, **rates)
 
     def values(self, group: Mapping[str, Any], scale: float, count: float) -> tuple[np.float32, ...]:
         """The kernel's numbers.
@@ -366,23 +347,18 @@ class GpuAdam(FusedAdam):
         if self._launch is None or remainder is None:
             raise RuntimeError("the kernel was not compiled")
         step = self._stepped(scalars)
-        scale = scale if scale is None else scale.to(self._device)
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        numbers = [_bits(number) for number in (lr, beta1, beta2, group["weight_decay"], group["eps"])]
+        # Without a scale the kernel does not read the argument, but a launch needs a tensor for it.
+        factor = step if scale is None else scale.to(self._device)
         flags = [int(scale is not None), int(gradient.dtype == torch.bfloat16), int(self._is_decoupled_in(group))]
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        # Given as the bits of fp32 numbers, which are 32-bit integers.
+        rates = np.array([lr, beta1, beta2, group["weight_decay"], group["eps"]], dtype=np.float32)
+        numbers = [step, factor, *flags, *rates.view(np.int32).tolist()]
+        tensors = [weight, remainder, gradient, *(state[name] for name in STATES)]
         for start in range(0, weight.numel(), MOST_NUMEL):
-            span = slice(start, min(start + MOST_NUMEL, weight.numel()))
-            tensors = [weight, remainder, gradient, *(state[name] for name in STATES)]
-            arguments = [
-                *(tensor[span] for tensor in tensors),
-                step,
-                # Without a scale the kernel does not read the argument, but a launch needs a tensor for it.
-                step if scale is None else scale,
-                *flags,
-                *numbers,
-            ]
-            numel = span.stop - span.start
-            self._launch(min(-(-numel // THREADS), MOST_BLOCKS), [*arguments, numel])
+            parts = [tensor[start : start + MOST_NUMEL] for tensor in tensors]
+            numel = parts[0].numel()
+            self._launch(min(-(-numel // THREADS), MOST_BLOCKS), [*parts, *numbers, numel])
         return {"step": step}
 
     def _stepped(self, scalars: Mapping[str, Any]) -> Tensor:
@@ -404,8 +380,3 @@ def _draw(generator: torch.Generator, num_decades: int) -> Tensor:
         values *= 10.0**-decades
         values[::10] = 0
     return values
-
-
-def _bits(value: float) -> int:
-    """The bits of the nearest float32, as a 32-bit integer."""
-    return int(np.float32(value).view(np.int32))

@@ -259,22 +259,19 @@ class OneCycle(_Schedule):
         """The rates of step `last_epoch`. Sets the momentum of that step too, as torch's own cyclic schedules do."""
         if self.cycle_momentum:
             # strict=False: groups that were added later have no bounds.
-            momenta = self.min_moms if self.last_epoch == 0 else self._cycled_momenta()
+            ends = [momentum * self._decay(self.decay_mom_rate) for momentum in self.max_moms]
+            momenta = self.min_moms if self.last_epoch == 0 else self._cycled(ends, self.min_moms)
             for group, momentum in zip(self.optimizer.param_groups, momenta, strict=False):
                 group["betas"] = (momentum, _ONE_CYCLE_SECOND_BETA)
         return super().get_lr()
 
     def _rates(self) -> list[float]:
-        if self._num_decay_steps == 0:
-            height = self._height()
-            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
-        return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
+        ends = [rate / self._decay(self.decay_lr_rate) for rate in self.min_lrs]
+        return self._cycled(ends, self.max_lrs)
 
-    def _cycled_momenta(self) -> list[float]:
-        if self._num_decay_steps == 0:
-            height = self._height()
-            return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
-        return [high * self._decay(self.decay_mom_rate) for high in self.max_moms]
+    def _cycled(self, ends: Sequence[float], peaks: Sequence[float]) -> list[float]:
+        height = 0.0 if self._num_decay_steps else self._height()
+        return [end + (peak - end) * height for end, peak in zip(ends, peaks, strict=True)]
 
     def _height(self) -> float:
         """Where in the cycle the step is: 0 at the ends, 1 at the peak."""

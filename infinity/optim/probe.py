@@ -119,7 +119,7 @@ class StateSchema:
     shape: tuple[int, ...] = _VECTOR
 
 
-def learn_schema(executor: OptimizerExecutor, group: Mapping[str, Any], device: torch.device) -> StateSchema:
+def learn_schema(executor: OptimizerExecutor, group: Mapping[str, Any]) -> StateSchema:
     """Find out which state the optimizer keeps under these hyperparameters, by three steps on a vector, else on a matrix.
 
     Raises:
@@ -128,7 +128,7 @@ def learn_schema(executor: OptimizerExecutor, group: Mapping[str, Any], device: 
     failures: list[Exception] = []
     for shape in (_VECTOR, _MATRIX):
         try:
-            names, state = _first_steps(executor, group, device, shape)
+            names, state = _first_steps(executor, group, shape)
             break
         except OptimizerNotPageableError:  # a matrix would not change that
             raise
@@ -136,7 +136,7 @@ def learn_schema(executor: OptimizerExecutor, group: Mapping[str, Any], device: 
             failures.append(error)
     else:
         raise executor.unpageable(
-            f"a step on a small float32 tensor on {device} failed ({type(failures[0]).__name__}: {failures[0]})",
+            f"a step on a small float32 tensor on {executor.device} failed ({type(failures[0]).__name__}: {failures[0]})",
             cure="Make it run on such a tensor without a closure and with state that is started in step()",
         ) from failures[0]
     # By shape: a state of the parameter's shape is cut as the parameter is, all else is kept once for each parameter.
@@ -167,18 +167,19 @@ def learn_schema(executor: OptimizerExecutor, group: Mapping[str, Any], device: 
 
 
 def _first_steps(
-    executor: OptimizerExecutor, group: Mapping[str, Any], device: torch.device, shape: tuple[int, ...]
+    executor: OptimizerExecutor, group: Mapping[str, Any], shape: tuple[int, ...]
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names of the state after the first step, and all of it after the last."""
     generator = torch.Generator().manual_seed(0)
-    weight = _draw(shape, generator, device)
+    weight = _draw(shape, generator, executor.device)
     state: dict[str, Any] = {}
     names: list[tuple[str, ...]] = []
-    with _keeping_random_state(executor) as has_drawn:
+    with _without_random_numbers(executor):
         for _ in range(_NUM_STEPS):
-            (state,) = executor.run(copy_scalar(dict(group)), [weight], [_draw(shape, generator, device)], [state])
+            (state,) = executor.run(
+                copy_scalar(dict(group)), [weight], [_draw(shape, generator, executor.device)], [state]
+            )
             names.append(tuple(state))
-        _refuse_random_numbers(executor, has_drawn)
     return names[0], state
 
 
@@ -188,24 +189,17 @@ def _draw(shape: tuple[int, ...], generator: torch.Generator, device: torch.devi
 
 
 def advanced(
-    executor: OptimizerExecutor,
-    group: Mapping[str, Any],
-    schema: StateSchema,
-    device: torch.device,
-    *,
-    has_gradient: bool = True,
+    executor: OptimizerExecutor, group: Mapping[str, Any], schema: StateSchema, *, has_gradient: bool = True
 ) -> dict[str, Any]:
     """The entries of a group as they are after a step: some classes count in it. They are those after a step on a few zeros."""
     # Computed from zeros alone: an entry that follows from the gradients, or from how many there are, shows in `_step`.
     after: dict[str, Any] = copy_scalar(dict(group))
-    weight = torch.zeros(schema.shape, dtype=torch.float32, device=device)
+    weight = torch.zeros(schema.shape, dtype=torch.float32, device=executor.device)
     executor.run(after, [weight], [torch.zeros_like(weight) if has_gradient else None], [{}])
     return after
 
 
-def probe(
-    executor: OptimizerExecutor, group: Mapping[str, Any], schema: StateSchema, device: torch.device, *, is_whole: bool
-) -> bool:
+def probe(executor: OptimizerExecutor, group: Mapping[str, Any], schema: StateSchema, *, is_whole: bool) -> bool:
     """Compare steps on whole tensors, made in one call, with steps on slices of them, bit by bit: about a third of a second.
 
     The slices are updated one by one, so anything that looks at several elements or parameters at once (norms, trust ratios),
@@ -225,8 +219,8 @@ def probe(
     usable = _usable(group)
     takes_vectors = schema.shape == _VECTOR or not is_whole  # else the first step on slices, which are vectors, tells
     usual_shapes, odd_places, small_shapes, large_shapes = _SHAPES if takes_vectors else _MATRICES
-    compare = functools.partial(_WholeComparison if is_whole else _Comparison, executor, schema, device, usable)
-    with _keeping_random_state(executor) as has_drawn:
+    compare = functools.partial(_WholeComparison if is_whole else _Comparison, executor, schema, usable)
+    with _without_random_numbers(executor):
         generator = torch.Generator().manual_seed(1)
         usual = _normal(generator)
         compare(usual_shapes).run(Trial("", usual, usual, _NUM_STEPS))
@@ -237,15 +231,11 @@ def probe(
         for trial in _seldom_trials(generator):
             small.run(trial)
         compare(large_shapes).run(Trial("", usual, usual, 1))
-        _refuse_random_numbers(executor, has_drawn)
     return has_moved
 
 
 def probe_groups(
-    executor: OptimizerExecutor,
-    groups: Sequence[Mapping[str, Any]],
-    schemas: Sequence[StateSchema],
-    device: torch.device,
+    executor: OptimizerExecutor, groups: Sequence[Mapping[str, Any]], schemas: Sequence[StateSchema]
 ) -> None:
     """Compare steps on all groups at once, with learning rates that differ, with steps on each of them alone.
 
@@ -261,35 +251,26 @@ def probe_groups(
     for number, group in enumerate(usable):
         if isinstance(group.get("lr"), float):
             group["lr"] *= 1 + number / 16
-    together = [_draw(schema.shape, generator, device) for schema in schemas]
-    alone = [weight.clone() for weight in together]
+    # A list of one parameter for each group.
+    together = [[_draw(schema.shape, generator, executor.device)] for schema in schemas]
+    alone = [[weight.clone()] for (weight,) in together]
     states: list[list[dict[str, Any]]] = [[{}] for _ in usable]
     states_alone: list[list[dict[str, Any]]] = [[{}] for _ in usable]
-    with _keeping_random_state(executor):
+    with _without_random_numbers(executor):
         for _ in range(_NUM_STEPS):
-            grads = [_draw(schema.shape, generator, device) for schema in schemas]
-            for number, group in enumerate(usable):
+            grads = [[_draw(schema.shape, generator, executor.device)] for schema in schemas]
+            for number, (group, (grad,)) in enumerate(zip(usable, grads, strict=True)):
                 states_alone[number] = executor.run(
-                    copy_scalar(group), [alone[number]], [grads[number].clone()], states_alone[number]
+                    copy_scalar(group), alone[number], [grad.clone()], states_alone[number]
                 )
-            states = executor.run_groups(
-                _copied_together(usable),
-                [[weight] for weight in together],
-                [[grad] for grad in grads],
-                states,
+            states = executor.run_groups(_copied_together(usable), together, grads, states)
+    for number in range(len(usable)):
+        if not same_values((together[number], states[number]), (alone[number], states_alone[number])):
+            raise executor.unpageable(
+                f"a step on all its groups together gives group {number} other bits than a step on that group alone, so "
+                "it reads other groups or a group's place in the list",
+                cure="Store what it reads there as an entry of each parameter group",
             )
-    found, expected = (together, states), (alone, states_alone)
-    if not same_values(found, expected):
-        number = next(
-            number
-            for number in range(len(usable))
-            if not same_values([part[number] for part in found], [part[number] for part in expected])
-        )
-        raise executor.unpageable(
-            f"a step on all its groups together gives group {number} other bits than a step on that group alone, so "
-            "it reads other groups or a group's place in the list",
-            cure="Store what it reads there as an entry of each parameter group",
-        )
 
 
 def _copied_together(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -300,17 +281,13 @@ def _copied_together(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     ]
 
 
-def _refuse_random_numbers(executor: OptimizerExecutor, has_drawn: Callable[[], bool]) -> None:
-    if has_drawn():
-        raise executor.unpageable(
-            "it draws random numbers in step(), and parameters are updated in another order than in plain torch",
-            cure="Draw them in the training loop: add the noise, divided by -lr, to p.grad before the step of an SGD",
-        )
-
-
 @contextmanager
-def _keeping_random_state(executor: OptimizerExecutor) -> Iterator[Callable[[], bool]]:
-    """Put all generators back afterwards, the optimizer's own too; what it yields tells whether any of them has been used."""
+def _without_random_numbers(executor: OptimizerExecutor) -> Iterator[None]:
+    """Put all generators back afterwards, the optimizer's own too.
+
+    Raises:
+        OptimizerNotPageableError: any of them has been used.
+    """
     own = [value for value in vars(executor.optimizer).values() if isinstance(value, torch.Generator)]
 
     def read() -> list[Any]:
@@ -318,7 +295,12 @@ def _keeping_random_state(executor: OptimizerExecutor) -> Iterator[Callable[[], 
 
     before = read()
     try:
-        yield lambda: not same_values(before, read())
+        yield
+        if not same_values(before, read()):
+            raise executor.unpageable(
+                "it draws random numbers in step(), and parameters are updated in another order than in plain torch",
+                cure="Draw them in the training loop: add the noise, divided by -lr, to p.grad before the step of an SGD",
+            )
     finally:
         set_random_states(before[0])
         for each, state in zip(own, before[1], strict=True):
@@ -331,7 +313,6 @@ class _Comparison:
 
     _executor: OptimizerExecutor
     _schema: StateSchema
-    _device: torch.device
     _group: dict[str, Any]
     _cases: _Shapes
 
@@ -344,7 +325,7 @@ class _Comparison:
         # Whatever step() keeps on the instance would be one value for all slices: compared at the end.
         attributes = copy_scalar(vars(self._executor.optimizer))
         self._present = dict(self._group)
-        self._wholes = [trial.weight(shape, 0).to(self._device) for shape, _ in self._cases]
+        self._wholes = [trial.weight(shape, 0).to(self._executor.device) for shape, _ in self._cases]
         before = [whole.clone() for whole in self._wholes]
         self._apart = [self._formed(whole) for whole in self._wholes]
         self._whole_states: list[dict[str, Any]] = [{} for _ in self._wholes]
@@ -371,8 +352,8 @@ class _Comparison:
         return not same_values(before, self._wholes)
 
     def _make_step(self, trial: Trial, step: int) -> None:
-        grads = [trial.gradient(shape, step).to(self._device) for shape, _ in self._cases]
-        self._after = advanced(self._executor, self._present, self._schema, self._device)
+        grads = [trial.gradient(shape, step).to(self._executor.device) for shape, _ in self._cases]
+        self._after = advanced(self._executor, self._present, self._schema)
         for index, (weight, (_, cuts)) in enumerate(zip(self._apart, self._cases, strict=True)):
             self._apart_states[index] = self._step_apart(
                 weight, self._formed(grads[index]), self._apart_states[index], cuts
@@ -519,31 +500,27 @@ def _seldom_trials(generator: torch.Generator) -> Iterator[Trial]:
     for scale in (1e-8, 1e4):
         yield Trial(f"with weights around {scale:g}", _normal(generator, scale), usual, 2)
     for magnitude in _MAGNITUDES:
-        yield Trial(f"with gradients of {magnitude:g} among zeros", usual, _spikes(magnitude), 2)
-        yield Trial(f"with weights of {magnitude:g} among zeros", _spikes(magnitude), usual, 2)
+        yield Trial(f"with gradients of {magnitude:g} among zeros", usual, functools.partial(_spikes, magnitude), 2)
+        yield Trial(f"with weights of {magnitude:g} among zeros", functools.partial(_spikes, magnitude), usual, 2)
     for magnitude in (float("inf"), float("nan")):
-        yield Trial(f"with one gradient of {magnitude} among others", usual, _once(usual, magnitude), 2)
+        yield Trial(
+            f"with one gradient of {magnitude} among others", usual, functools.partial(_once, usual, magnitude), 2
+        )
 
 
 def _zeros(shape: tuple[int, ...], step: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device="cpu")
 
 
-def _spikes(magnitude: float) -> _Draw:
-    def draw(shape: tuple[int, ...], step: int) -> Tensor:
-        values = _zeros(shape, step)
-        values.view(-1)[0] = magnitude / 7  # in another slice: the norm of the whole is that of no slice
-        values.view(-1)[-1] = magnitude
-        return values
-
-    return draw
+def _spikes(magnitude: float, shape: tuple[int, ...], step: int) -> Tensor:
+    values = _zeros(shape, step)
+    values.view(-1)[0] = magnitude / 7  # in another slice: the norm of the whole is that of no slice
+    values.view(-1)[-1] = magnitude
+    return values
 
 
-def _once(others: _Draw, value: float) -> _Draw:
-    def draw(shape: tuple[int, ...], step: int) -> Tensor:
-        values = others(shape, step)
-        if step == 0:  # the next step, with usual gradients, shows how far the states have carried it
-            values.view(-1)[-1] = value
-        return values
-
-    return draw
+def _once(others: _Draw, value: float, shape: tuple[int, ...], step: int) -> Tensor:
+    values = others(shape, step)
+    if step == 0:  # the next step, with usual gradients, shows how far the states have carried it
+        values.view(-1)[-1] = value
+    return values

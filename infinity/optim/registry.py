@@ -243,7 +243,7 @@ def _runs_fused(cls: type[Optimizer], device: torch.device) -> bool:
     param = torch.nn.Parameter(one_element(device))
     make: Any = cls
     try:
-        executor = OptimizerExecutor(make([param], lr=1e-3, fused=True))
+        executor = OptimizerExecutor(make([param], lr=1e-3, fused=True), device)
         executor.run(dict(executor.optimizer.defaults), [one_element(device)], [one_element(device)], [{}])
     except (RuntimeError, NotImplementedError):
         return False

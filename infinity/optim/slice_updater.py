@@ -19,13 +19,7 @@ from infinity.errors import ConfigError, OptimizerNotPageableError
 from infinity.numerics.state_format import StateFormat
 from infinity.optim.classes import Lion
 from infinity.optim.executor import MEMBERSHIP_KEYS, OptimizerExecutor, copy_scalar, hyperparameters, same_values
-from infinity.optim.probe import (
-    StateSchema,
-    advanced,
-    learn_schema,
-    probe,
-    probe_groups,
-)
+from infinity.optim.probe import StateSchema, advanced, learn_schema, probe, probe_groups
 from infinity.optim.registry import is_verified, mixes_elements
 from infinity.optim.wrapped_optimizer import WrappedOptimizer
 
@@ -47,9 +41,8 @@ class SliceUpdater:
 
     def __init__(self, wrapped_optimizer: WrappedOptimizer) -> None:
         self._wrapped_optimizer = wrapped_optimizer
-        self._executor = OptimizerExecutor(wrapped_optimizer.optimizer)
+        self._executor = wrapped_optimizer.executor()
         self._of_thread = threading.local()
-        self._device = wrapped_optimizer.device
         self._schemas: dict[tuple[Any, ...], StateSchema] = {}
         self._elementwise: frozenset[str] = frozenset()
         self._is_verified = is_verified(type(wrapped_optimizer.optimizer))
@@ -67,20 +60,19 @@ class SliceUpdater:
             for group in wrapped_optimizer.param_groups:
                 values = hyperparameters(group)
                 if not any(_behave_equally(other, values) for other in tried):
-                    self._schemas.pop(
-                        _trial_key(values), None
-                    )  # a rule that is not known may look at more than the kind
+                    # A rule that is not known may look at more than the kind.
+                    self._schemas.pop(_trial_key(values), None)
                     self.schema_under(values)
                     tried.append(values)
             if len(wrapped_optimizer.param_groups) > 1 and not self._is_verified:
                 schemas = [self.schema_under(hyperparameters(group)) for group in wrapped_optimizer.param_groups]
-                executor = OptimizerExecutor(wrapped_optimizer.optimizer)
+                executor = wrapped_optimizer.executor()
                 # Not copied: groups that share a tensor are tried with one that they share (a tensor lr, say).
                 own = [
                     {key: group[key] for key in group.keys() - MEMBERSHIP_KEYS}
                     for group in wrapped_optimizer.param_groups
                 ]
-                probe_groups(executor, [*map(executor.training, own)], schemas, self._device)
+                probe_groups(executor, [*map(executor.training, own)], schemas)
         # Updates run in a clone of this instance. A wrapper whose inner optimizer holds the groups would update
         # nothing.
         if tried and not self._is_verified and not self._has_moved:
@@ -102,13 +94,13 @@ class SliceUpdater:
         found = self._schemas.get(_trial_key(values))
         if found is None:
             # An executor of its own: updates may be running in another thread.
-            executor = OptimizerExecutor(self._wrapped_optimizer.optimizer)
+            executor = self._wrapped_optimizer.executor()
             tried = values if self._is_verified else executor.training(values)
-            found = learn_schema(executor, tried, self._device)
+            found = learn_schema(executor, tried)
             if not self._is_verified:
                 self._has_moved |= self._probe(executor, tried, found)
                 # What it counts in the group is no longer zero after a step: the trial has been there.
-                self._schemas[_trial_key(advanced(executor, tried, found, self._device))] = found
+                self._schemas[_trial_key(advanced(executor, tried, found))] = found
             self._schemas[_trial_key(values)] = found
             self._elementwise |= frozenset(found.elementwise)
         return found
@@ -117,12 +109,12 @@ class SliceUpdater:
         """Returns whether any weight was changed."""
         if not self.mixes_elements:
             try:
-                return probe(executor, values, schema, self._device, is_whole=False)
+                return probe(executor, values, schema, is_whole=False)
             except OptimizerNotPageableError:
                 if self._is_laid_out:  # chunks were cut for slices: too late to update whole parameters
                     raise
         # It fails on slices: perhaps it updates each parameter as a whole, as LAMB does.
-        has_moved = probe(executor, values, schema, self._device, is_whole=True)
+        has_moved = probe(executor, values, schema, is_whole=True)
         self.mixes_elements = True
         return has_moved
 
@@ -141,7 +133,7 @@ class SliceUpdater:
             return self._executor
         executor: OptimizerExecutor | None = getattr(self._of_thread, "executor", None)
         if executor is None:
-            executor = self._of_thread.executor = OptimizerExecutor(self._wrapped_optimizer.optimizer)
+            executor = self._of_thread.executor = self._wrapped_optimizer.executor()
         return executor
 
     def check_attributes(self) -> None:
@@ -166,8 +158,8 @@ class SliceUpdater:
         if self._is_verified:
             return {}
         # An executor of its own: updates may be running in another thread.
-        executor = OptimizerExecutor(self._wrapped_optimizer.optimizer)
-        after = advanced(executor, values, self.schema_under(values), self._device, has_gradient=has_gradient)
+        executor = self._wrapped_optimizer.executor()
+        after = advanced(executor, values, self.schema_under(values), has_gradient=has_gradient)
         return {
             name: value for name, value in after.items() if name not in values or not same_values(value, values[name])
         }
@@ -191,7 +183,7 @@ class SliceUpdater:
         """Update one slice. The result has the bits that a step on the whole parameter gives these elements.
 
         Args:
-            group: hyperparameters of the parameter's group, see `WrappedOptimizer.snapshot`. Not modified.
+            group: hyperparameters of the parameter's group, see `hyperparameters`. Not modified.
             weight: float32, 1-D, of any device; starts at a multiple of `probe.SLICE_ALIGNMENT` elements from the parameter's
                 start and, unless it is the last slice, is such a multiple long. With `mixes_elements` it is the whole
                 parameter, in its own shape. Changed in place.

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError
 from infinity.optim.classes import Muon, is_for_muon
-from infinity.optim.executor import OptimizerExecutor, hyperparameters, one_element, refuse_common
+from infinity.optim.executor import OptimizerExecutor, one_element, refuse_common
 from infinity.optim.groups import Groups, Members, TiledGroups
 from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_main_weight
 from infinity.optim.registry import Section, is_verified, refuse_not_pageable, refuse_wrapper, resolve
@@ -84,6 +84,10 @@ class WrappedOptimizer:
         """The optimizer's own list: changes to it take effect."""
         return self.optimizer.param_groups
 
+    def executor(self) -> OptimizerExecutor:
+        """Runs steps of the optimizer's class on tensors that it is given."""
+        return OptimizerExecutor(self.optimizer, self.device)
+
     def params(self) -> Iterator[Parameter]:
         """All parameters in the order of the groups, frozen ones included."""
         for group in self.param_groups:
@@ -137,10 +141,6 @@ class WrappedOptimizer:
         known = self._fqns.get(param)  # type: ignore[call-overload]  # any tensor may be asked for
         return known or f"a tensor of shape {tuple(param.shape)}"
 
-    def snapshots(self) -> list[dict[str, Any]]:
-        """Each group's hyperparameters as they are now, for an update that runs later. Tensors are copied."""
-        return [hyperparameters(group) for group in self.param_groups]
-
     def add_group(self, param_group: dict[str, Any]) -> None:
         """As torch's ``add_param_group``, with its errors. Nothing is kept of a refused one."""
         before = list(self.param_groups)
@@ -171,7 +171,7 @@ class WrappedOptimizer:
             weight under `MAIN_WEIGHT` if one came with it. What is yielded is no longer referenced from here but for main
             weights, so memory goes as the caller goes on.
         """
-        executor = OptimizerExecutor(self.optimizer)
+        executor = self.executor()
         groups = self.read()
         for param in list(self.params()):
             state, main = without_main_weight(self.optimizer.state.pop(param, None) or {})
@@ -198,10 +198,7 @@ class WrappedOptimizer:
             return False
         # Of a class that is not known, nothing but a step count of zero can be asked.
         return self._initial is None or all(
-            any(
-                bool((value == torch.tensor(each, dtype=value.dtype, device=value.device)).all())
-                for each in self._initial
-            )
+            any(bool((value == each).all()) for each in self._initial)
             for value in state.values()
             if isinstance(value, Tensor) and value.dim() > 0
         )
@@ -352,12 +349,7 @@ def _member(item: Any) -> Any:
 
 
 def _construct(
-    source: Any,
-    groups: list[dict[str, Any]],
-    fqns: Mapping[Parameter, str],
-    device: torch.device,
-    *,
-    is_grouped: bool,
+    source: Any, groups: list[dict[str, Any]], fqns: Mapping[Parameter, str], device: torch.device, *, is_grouped: bool
 ) -> Optimizer:
     recipe = _recipe(source, device)
     cls: Any = None if recipe is None else recipe.func
@@ -462,6 +454,4 @@ def _compact(value: Any) -> Any:
 
 
 def _as_main(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point() and value.dtype != torch.float32:
-        return value.to(torch.float32)
-    return value
+    return value.float() if isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point() else value

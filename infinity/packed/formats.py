@@ -22,8 +22,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from infinity.packed.blocks import APART, FP8_TILE, KIND_BF16, KIND_FP16, NF4_BLOCK, NF4_RECORD_BYTES
-from infinity.packed.nf4_levels import LEVELS, THRESHOLDS
+from infinity.packed.blocks import APART, FP8_TILE, LEVELS, NF4_BLOCK, NF4_RECORD_BYTES
 
 # Loading and packing a base under a budget of 40 MiB peaked at 54 MiB with parts of 4 MB: the C library's heap kept
 # them. With parts of 512 KB it is 44.5 MiB.
@@ -31,8 +30,7 @@ _HOST_NUMEL = 1 << 17
 """Elements that are packed at a time (at least a record): 512 KB of fp32, which stay in the processor's cache."""
 _DEVICE_NUMEL = 1 << 20
 """Elements that a GPU unpacks at a time (at least a record): temporary tensors of 4 MiB in fp32 or int32."""
-_KINDS = {torch.bfloat16: KIND_BF16, torch.float16: KIND_FP16}
-COMPUTE_DTYPES = frozenset({*_KINDS, torch.float32})
+COMPUTE_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 class Elements(Protocol):
@@ -117,8 +115,12 @@ class PackedFormat(ABC):
         else:
             self._unpack_by_torch(stored, shape, out)
 
-    @abstractmethod
-    def _unpack_on_cpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None: ...
+    def _unpack_on_cpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
+        from infinity.packed.kernels import UNPACK
+
+        # Kernels take the same bytes twice: as codes (uint8), and as the scales between them (float32).
+        packed = stored.numpy()
+        UNPACK[self.name](packed, packed.view("float32"), _words(out), shape[-1], _gap(stored, out))
 
     @abstractmethod
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
@@ -137,25 +139,11 @@ class Nf4(PackedFormat):
         return NF4_RECORD_BYTES
 
     def _pack_part(self, values: torch.Tensor, shape: Sequence[int], stored: torch.Tensor) -> None:
-        from infinity.packed.kernels import kernels
+        from infinity.packed.kernels import pack_nf4
 
-        # The kernel takes the same bytes twice: as codes (uint8), and as the scales between them (float32).
         packed = stored.numpy()
-        if kernels().pack_nf4(values.numpy(), THRESHOLDS.numpy(), packed, packed.view("float32")) >= 0:
+        if pack_nf4(values.numpy(), packed, packed.view("float32")) >= 0:
             raise NotFiniteError
-
-    def _unpack_on_cpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
-        from infinity.packed.kernels import kernels
-
-        gap, packed, code = _gap(stored, out), stored.numpy(), LEVELS.numpy()
-        scales = packed.view("float32")
-        if out.dtype == torch.float32:
-            kernels().nf4_to_floats(packed, scales, code, out.numpy(), gap)
-            return
-        bits = _bits(out)
-        # A byte has two codes: the kernel writes their two weights in one 32-bit store.
-        pairs = bits[: bits.size // 2 * 2].view("uint32")
-        kernels().nf4_to_16bit(packed, scales, code, bits, pairs, gap, _KINDS[out.dtype])
 
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
         # pairs[0x2F] = (LEVELS[2], LEVELS[15]): one lookup per byte.
@@ -170,20 +158,7 @@ class Nf4(PackedFormat):
             part.copy_(values.mul_(scales).view(-1)[: part.numel()])
 
 
-class _OfRows(PackedFormat):
-    """A byte per weight, with scales by rows."""
-
-    def _unpack_rows(
-        self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor, words16: Any, floats: Any
-    ) -> None:
-        gap, packed = _gap(stored, out), stored.numpy()
-        if out.dtype == torch.float32:
-            floats(packed, packed.view("float32"), out.numpy(), shape[-1], gap)
-        else:
-            words16(packed, packed.view("float32"), _bits(out), shape[-1], gap, _KINDS[out.dtype])
-
-
-class Int8(_OfRows):
+class Int8(PackedFormat):
     """A byte per weight and a scale per row, as LLM.int8 of bitsandbytes."""
 
     name = "int8"
@@ -205,11 +180,6 @@ class Int8(_OfRows):
         records[:, :4] = largest.view(torch.uint8)
         records[:, 4 : 4 + shape[-1]] = (rows * factor).round().to(torch.int8).view(torch.uint8)
 
-    def _unpack_on_cpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
-        from infinity.packed.kernels import kernels
-
-        self._unpack_rows(stored, shape, out, kernels().int8_to_16bit, kernels().int8_to_floats)
-
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
         columns = shape[-1]
         records, rows = stored.view(-1, 4 + _to_four(columns)), out.view(-1, columns)
@@ -222,7 +192,7 @@ class Int8(_OfRows):
             rows[start : start + step] = codes.float() * scales[start : start + step] * 7.874015718698502e-3
 
 
-class Fp8(_OfRows):
+class Fp8(PackedFormat):
     """A byte per weight, e4m3, and a scale for each 128 x 128 tile, as DeepSeek-V3 stores weights."""
 
     name = "fp8_e4m3"
@@ -257,11 +227,6 @@ class Fp8(_OfRows):
         record[head : head + codes.numel()] = codes.contiguous().view(torch.uint8).view(-1)
         record[head + codes.numel() :] = 0
 
-    def _unpack_on_cpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
-        from infinity.packed.kernels import kernels
-
-        self._unpack_rows(stored, shape, out, kernels().fp8_to_16bit, kernels().fp8_to_floats)
-
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
         columns, record, place = shape[-1], self.record_numel(shape), 0
         head = 4 * -(-columns // FP8_TILE)
@@ -290,9 +255,9 @@ class Bf16(PackedFormat):
         stored[: 2 * values.numel()].view(torch.bfloat16).copy_(values)
 
     def _unpack_on_cpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
-        from infinity.packed.kernels import kernels
+        from infinity.packed.kernels import widen
 
-        kernels().widen(stored.numpy()[: 2 * out.numel()].view("uint16"), out.numpy(), 0)
+        widen(stored.numpy()[: 2 * out.numel()].view("uint16"), out.numpy())
 
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
         out.copy_(stored[: 2 * out.numel()].view(torch.bfloat16))
@@ -306,8 +271,12 @@ def packed_format(name: str) -> PackedFormat:
     return _FORMATS[name]
 
 
-def _bits(tensor: torch.Tensor) -> Any:
-    return tensor.view(torch.int16).numpy().view("uint16")
+def _words(weights: torch.Tensor) -> Any:
+    """Memory of weights as kernels take it: float32, bf16 as uint16, fp16 as int16."""
+    if weights.dtype == torch.float32:
+        return weights.numpy()
+    words = weights.view(torch.int16).numpy()
+    return words.view("uint16") if weights.dtype == torch.bfloat16 else words
 
 
 def _gap(stored: torch.Tensor, out: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Loops that pack and unpack weights, compiled by numba at their first use. Each runs on one thread, without the GIL.
+"""Loops that pack and unpack weights. Each runs on one thread, without the GIL.
 
 [Note: unpacking in place] A unit's packed bytes are read into the end of the memory that its weights will fill, and
 unpacked front to back, without other memory. From any record on, packed bytes are at most as many as the bytes of
@@ -9,65 +9,22 @@ output to that of the packed bytes; `APART` if they share no memory.
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
-import numba
 import numpy as np
 from numba import types
+from numba.extending import overload
 
-from infinity.numerics.kernels import Kernel, bits_of, compiled, float_of
-from infinity.packed.blocks import FP8_TILE, KIND_BF16, NF4_BLOCK, NF4_RECORD_BYTES
+from infinity.numerics.compiling import bits_of, float_of, inlined, kernel
+from infinity.packed.blocks import FP8_TILE, LEVELS, NF4_BLOCK, NF4_RECORD_BYTES, THRESHOLDS
 
-
-class PackedKernels(NamedTuple):
-    """Compiled functions over 1-D arrays without gaps. Weights of two bytes are given as their bits, uint16.
-
-    Attributes:
-        pack_nf4: `(values: float32, thresholds: float32, stored: uint8, scales: float32)`: writes ``stored``, which
-            ``scales`` views. Returns the index of the first value that is not finite, or -1.
-        nf4_to_16bit: `(stored: uint8, scales: float32, code: float32, out: uint16, pairs: uint32, gap, kind)`: writes
-            ``out``, which ``pairs`` views.
-        nf4_to_floats: `(stored, scales, code, out: float32, gap)`.
-        int8_to_16bit, int8_to_floats: `(stored: uint8, scales: float32, out, row_numel, gap[, kind])`.
-        fp8_to_16bit, fp8_to_floats: `(stored: uint8, scales: float32, out, row_numel, gap[, kind])`.
-        widen: `(stored: uint16, out: float32, gap)`: bf16 to fp32.
-    """
-
-    pack_nf4: Any
-    nf4_to_16bit: Kernel
-    nf4_to_floats: Kernel
-    int8_to_16bit: Kernel
-    int8_to_floats: Kernel
-    fp8_to_16bit: Kernel
-    fp8_to_floats: Kernel
-    widen: Kernel
-
-
-@functools.cache
-def kernels() -> PackedKernels:
-    """The kernels, compiled for this processor, or read from numba's cache."""
-    raw, floats, words16, pairs = types.uint8[::1], types.float32[::1], types.uint16[::1], types.uint32[::1]
-    number = types.int64
-    of_rows = types.void(raw, floats, words16, number, number, number), types.void(raw, floats, floats, number, number)
-    return PackedKernels(
-        pack_nf4=compiled(_pack_nf4, [number(floats, floats, raw, floats)]),
-        nf4_to_16bit=compiled(_nf4_to_16bit, [types.void(raw, floats, floats, words16, pairs, number, number)]),
-        nf4_to_floats=compiled(_nf4_to_floats, [types.void(raw, floats, floats, floats, number)]),
-        int8_to_16bit=compiled(_int8_to_16bit, [of_rows[0]]),
-        int8_to_floats=compiled(_int8_to_floats, [of_rows[1]]),
-        fp8_to_16bit=compiled(_fp8_to_16bit, [of_rows[0]]),
-        fp8_to_floats=compiled(_fp8_to_floats, [of_rows[1]]),
-        widen=compiled(_widen, [types.void(words16, floats, number)]),
-    )
-
-
-_force: Any = {"nogil": True, "error_model": "numpy", "forceinline": True}
+_RAW, _FLOATS, _NUMBER = types.uint8[::1], types.float32[::1], types.int64
+_CODE, _THRESHOLDS = LEVELS.numpy(), THRESHOLDS.numpy()
 _LEAST_SCALE = np.float32(1e-38)  # for a block of zeros: avoids 0 / 0
 _LARGEST = np.float32(3.4028235e38)  # the largest finite fp32 number
 
 
-@numba.njit(**_force)  # type: ignore[untyped-decorator]
+@inlined
 def _bf16(value: Any) -> Any:
     """The bits of a finite fp32 number as bf16, rounded to the nearest, ties to even."""
     u = np.uint32(bits_of(value))
@@ -76,7 +33,7 @@ def _bf16(value: Any) -> Any:
     return np.uint16((u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
-@numba.njit(**_force)  # type: ignore[untyped-decorator]
+@inlined
 def _fp16(value: Any) -> Any:
     """The bits of a finite fp32 number as fp16, rounded to the nearest, ties to even; infinite from 65,520 on."""
     u = np.uint32(bits_of(value))
@@ -95,7 +52,26 @@ def _fp16(value: Any) -> Any:
     return np.uint16(sign | (rounded >> np.uint32(13)))
 
 
-def _pack_nf4(values: Any, thresholds: Any, stored: Any, scales: Any) -> Any:
+def _rounded(value: Any, weights: Any) -> Any:
+    """A product as an element of ``weights``: see `_UNPACKING`."""
+
+
+# For each type of weights. Lambdas, as numba compares annotations of parameters, too.
+_ROUNDED = {
+    types.float32: lambda value, weights: value,
+    types.uint16: lambda value, weights: _bf16(value),
+    types.int16: lambda value, weights: np.int16(_fp16(value)),
+}
+_options: Any = {"error_model": "numpy", "forceinline": True}
+overload(_rounded, jit_options=_options)(lambda value, weights: _ROUNDED[weights.dtype])
+# Of packed bytes, the scales among them (a view of the same memory), weights, elements of a row, and the gap. Weights are
+# float32, or the bits of bf16 (uint16) or fp16 (int16): a loop for each.
+_UNPACKING = [types.void(_RAW, _FLOATS, weight[::1], _NUMBER, _NUMBER) for weight in _ROUNDED]
+
+
+@kernel(_NUMBER(_FLOATS, _RAW, _FLOATS))
+def pack_nf4(values: Any, stored: Any, scales: Any) -> Any:
+    """Write ``stored``, which ``scales`` views. Returns the index of the first value that is not finite, or -1."""
     numel = values.size
     for b in range((numel + NF4_BLOCK - 1) // NF4_BLOCK):
         o, p = b * NF4_BLOCK, b * NF4_RECORD_BYTES
@@ -116,59 +92,33 @@ def _pack_nf4(values: Any, thresholds: Any, stored: Any, scales: Any) -> Any:
             if 2 * i < count:  # bitsandbytes divides in a last block that is not full
                 first = values[o + 2 * i] * inverse if count == NF4_BLOCK else values[o + 2 * i] / m
                 for k in range(15):
-                    high += np.uint8(first > thresholds[k])
+                    high += np.uint8(first > _THRESHOLDS[k])
             if 2 * i + 1 < count:
                 second = values[o + 2 * i + 1] * inverse if count == NF4_BLOCK else values[o + 2 * i + 1] / m
                 for k in range(15):
-                    low += np.uint8(second > thresholds[k])
+                    low += np.uint8(second > _THRESHOLDS[k])
             # Two weights a byte, the first in the high half. The code is the number of thresholds below the weight.
             stored[p + 4 + i] = (high << np.uint8(4)) | low
     return -1
 
 
-def _nf4_to_16bit(stored: Any, scales: Any, code: Any, out: Any, pairs: Any, gap: Any, kind: Any) -> None:
-    numel = out.size
-    half = NF4_BLOCK // 2
-    table = np.empty(16, np.uint32)
+@kernel(*_UNPACKING)
+def unpack_nf4(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any) -> None:
+    """Write weights. Rows play no part: blocks go across them."""
+    numel, half = out.size, NF4_BLOCK // 2
+    table = np.empty(16, out.dtype)
     # A copy of a record's codes, for records that overlap their own output.
-    local = np.empty(NF4_BLOCK // 2, np.uint8)
+    local = np.empty(half, np.uint8)
     for b in range((numel + NF4_BLOCK - 1) // NF4_BLOCK):
         scale = scales[b * (NF4_RECORD_BYTES // 4)]
         for k in range(16):  # round 16 products instead of 64
-            product = code[k] * scale
-            table[k] = np.uint32(_bf16(product) if kind == KIND_BF16 else _fp16(product))
-        o, p = b * half, b * NF4_RECORD_BYTES + 4
-        count = min(NF4_BLOCK, numel - b * NF4_BLOCK)
-        # The record's codes start at byte gap + p of the output, and its weights end at byte 4 * (o + half). o counts
-        # pairs of 2-byte weights. Two blocks in place: 256 bytes of output, 72 packed bytes from gap = 184 on. Block 0:
-        # 184 + 4 >= 128, no overlap. Block 1: 184 + 40 < 256, so its codes are copied first.
-        if count == NF4_BLOCK and gap + p >= 4 * (o + half):
-            for i in range(half):
-                v = stored[p + i]
-                # Little-endian: the first weight is in the low 16 bits.
-                pairs[o + i] = table[v >> np.uint8(4)] | (table[v & np.uint8(15)] << np.uint32(16))
-        else:
-            for i in range(half):
-                local[i] = stored[p + i]
-            for i in range(count):
-                v = local[i >> 1]
-                nibble = v & np.uint8(15) if i & 1 else v >> np.uint8(4)
-                out[2 * o + i] = np.uint16(table[nibble])
-
-
-def _nf4_to_floats(stored: Any, scales: Any, code: Any, out: Any, gap: Any) -> None:
-    numel = out.size
-    half = NF4_BLOCK // 2
-    local = np.empty(NF4_BLOCK // 2, np.uint8)
-    table = np.empty(16, np.float32)
-    for b in range((numel + NF4_BLOCK - 1) // NF4_BLOCK):
-        scale = scales[b * (NF4_RECORD_BYTES // 4)]
-        for k in range(16):
-            table[k] = code[k] * scale
+            table[k] = _rounded(_CODE[k] * scale, out)
         o, p = b * NF4_BLOCK, b * NF4_RECORD_BYTES + 4
         count = min(NF4_BLOCK, numel - o)
-        # As in `_nf4_to_16bit`, with 4 bytes a weight.
-        if count == NF4_BLOCK and gap + p >= 4 * (o + NF4_BLOCK):
+        # The record's codes start at byte gap + p of the output, and its weights end at byte itemsize * (o + 64). Two
+        # blocks of 2-byte weights in place: 256 bytes of output, 72 packed bytes from gap = 184 on. Block 0:
+        # 184 + 4 >= 128, no overlap. Block 1: 184 + 40 < 256, so its codes are copied first.
+        if count == NF4_BLOCK and gap + p >= out.itemsize * (o + NF4_BLOCK):
             for i in range(half):
                 v = stored[p + i]
                 out[o + 2 * i] = table[v >> np.uint8(4)]
@@ -185,12 +135,12 @@ _ONE_127TH = np.float32(7.874015718698502e-3)  # LLM.int8's scale is a row's lar
 _TO_EXPONENT = np.float32(2.0**120)  # 127 - 7: fp32's bias of exponents less e4m3's
 
 
-@numba.njit(**_force)  # type: ignore[untyped-decorator]
+@inlined
 def _int8_value(code: Any, scale: Any) -> Any:
     return np.float32(np.int8(code)) * scale * _ONE_127TH
 
 
-@numba.njit(**_force)  # type: ignore[untyped-decorator]
+@inlined
 def _fp8_value(code: Any, scale: Any) -> Any:
     # Exponent (4 bits) and fraction (3 bits), moved to their places in fp32, are a tiny number; a power of two makes up
     # for the other bias. Exact, subnormals included. 0x38 (1.0): 7 << 23 is 2**-120, times 2**120 is 1.
@@ -199,92 +149,26 @@ def _fp8_value(code: Any, scale: Any) -> Any:
     return float_of(bits_of(magnitude) | np.int32((v & np.int32(0x80)) << np.int32(24))) * scale
 
 
-@numba.njit(**_force)  # type: ignore[untyped-decorator]
-def _int8_row(codes: Any, scale: Any, out: Any, kind: Any) -> None:
-    if kind == KIND_BF16:
-        for i in range(out.size):
-            out[i] = _bf16(_int8_value(codes[i], scale))
-    else:
-        for i in range(out.size):
-            out[i] = _fp16(_int8_value(codes[i], scale))
-
-
-def _int8_to_16bit(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any, kind: Any) -> None:
-    # A record is one row: its scale, a byte per weight, and zeros up to a multiple of 4.
+@kernel(*_UNPACKING)
+def unpack_int8(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any) -> None:
+    """Write weights. A record is one row: its scale, a byte per weight, and zeros up to a multiple of 4."""
     record = 4 + (row_numel + 3) // 4 * 4
     local = np.empty(row_numel, np.uint8)
     for r in range(out.size // row_numel):
         scale = scales[r * record // 4]
         o, p = r * row_numel, r * record + 4
-        # The row's codes begin where its 2-byte output ends, or behind: no overlap. See [Note: unpacking in place].
-        if gap + p >= 2 * (o + row_numel):
-            _int8_row(stored[p : p + row_numel], scale, out[o : o + row_numel], kind)
-        else:
-            local[:] = stored[p : p + row_numel]
-            _int8_row(local, scale, out[o : o + row_numel], kind)
+        codes, row = stored[p : p + row_numel], out[o : o + row_numel]  # slices: their loops have plain indices
+        # Unless the row's codes begin where its output ends, or behind. See [Note: unpacking in place].
+        if gap + p < out.itemsize * (o + row_numel):
+            local[:] = codes
+            codes = local
+        for i in range(row.size):
+            row[i] = _rounded(_int8_value(codes[i], scale), row)
 
 
-@numba.njit(**_force)  # type: ignore[untyped-decorator]
-def _int8_row_of_floats(codes: Any, scale: Any, out: Any) -> None:
-    for i in range(out.size):
-        out[i] = _int8_value(codes[i], scale)
-
-
-def _int8_to_floats(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any) -> None:
-    record = 4 + (row_numel + 3) // 4 * 4
-    local = np.empty(row_numel, np.uint8)
-    for r in range(out.size // row_numel):
-        scale = scales[r * record // 4]
-        o, p = r * row_numel, r * record + 4
-        if gap + p >= 4 * (o + row_numel):
-            _int8_row_of_floats(stored[p : p + row_numel], scale, out[o : o + row_numel])
-        else:
-            local[:] = stored[p : p + row_numel]
-            _int8_row_of_floats(local, scale, out[o : o + row_numel])
-
-
-@numba.njit(**_force)  # type: ignore[untyped-decorator]
-def _fp8_row(codes: Any, factors: Any, out: Any, kind: Any) -> None:
-    for t in range(factors.size):
-        factor, first, last = factors[t], t * FP8_TILE, min((t + 1) * FP8_TILE, out.size)
-        into, source = out[first:last], codes[first:last]  # slices: their loops have plain indices
-        if kind == KIND_BF16:
-            for i in range(into.size):
-                into[i] = _bf16(_fp8_value(source[i], factor))
-        else:
-            for i in range(into.size):
-                into[i] = _fp16(_fp8_value(source[i], factor))
-
-
-@numba.njit(**_force)  # type: ignore[untyped-decorator]
-def _fp8_row_of_floats(codes: Any, factors: Any, out: Any) -> None:
-    for t in range(factors.size):
-        factor, first, last = factors[t], t * FP8_TILE, min((t + 1) * FP8_TILE, out.size)
-        into, source = out[first:last], codes[first:last]
-        for i in range(into.size):
-            into[i] = _fp8_value(source[i], factor)
-
-
-def _fp8_to_16bit(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any, kind: Any) -> None:
-    across = (row_numel + FP8_TILE - 1) // FP8_TILE
-    local, factors = np.empty(row_numel, np.uint8), np.empty(across, np.float32)
-    p = 0
-    for r in range(out.size // row_numel):
-        if r % FP8_TILE == 0:  # a record of 128 rows begins: padding, scales, codes
-            p = (p + 3) // 4 * 4
-            factors[:] = scales[p // 4 : p // 4 + across]
-            p += 4 * across
-        o = r * row_numel
-        # As in `_int8_to_16bit`: codes that the row's own 2-byte output would overwrite are copied first.
-        if gap + p >= 2 * (o + row_numel):
-            _fp8_row(stored[p : p + row_numel], factors, out[o : o + row_numel], kind)
-        else:
-            local[:] = stored[p : p + row_numel]
-            _fp8_row(local, factors, out[o : o + row_numel], kind)
-        p += row_numel
-
-
-def _fp8_to_floats(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any) -> None:
+@kernel(*_UNPACKING)
+def unpack_fp8(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any) -> None:
+    """Write weights. A record is 128 rows: padding, scales, codes."""
     across = (row_numel + FP8_TILE - 1) // FP8_TILE
     local, factors = np.empty(row_numel, np.uint8), np.empty(across, np.float32)
     p = 0
@@ -294,16 +178,26 @@ def _fp8_to_floats(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any)
             factors[:] = scales[p // 4 : p // 4 + across]
             p += 4 * across
         o = r * row_numel
-        # Whether the codes begin behind the bytes of this row's floats. If not, unpacking would overwrite what it reads.
-        if gap + p >= 4 * (o + row_numel):
-            _fp8_row_of_floats(stored[p : p + row_numel], factors, out[o : o + row_numel])
-        else:
-            local[:] = stored[p : p + row_numel]
-            _fp8_row_of_floats(local, factors, out[o : o + row_numel])
+        codes = stored[p : p + row_numel]
+        # As in `unpack_int8`: codes that the row's own output would overwrite are copied first.
+        if gap + p < out.itemsize * (o + row_numel):
+            local[:] = codes
+            codes = local
+        for t in range(across):
+            factor, first, last = factors[t], t * FP8_TILE, min((t + 1) * FP8_TILE, row_numel)
+            tile, source = out[o + first : o + last], codes[first:last]
+            for i in range(tile.size):
+                tile[i] = _rounded(_fp8_value(source[i], factor), tile)
         p += row_numel
 
 
-def _widen(stored: Any, out: Any, gap: Any) -> None:
+UNPACK = {"nf4": unpack_nf4, "int8": unpack_int8, "fp8_e4m3": unpack_fp8}
+"""By the names of formats."""
+
+
+@kernel(types.void(types.uint16[::1], _FLOATS))
+def widen(stored: Any, out: Any) -> None:
+    """Write fp32 from the bits of bf16."""
     # 64 weights are copied before they are widened: in place, the output may overlap its own input.
     local = np.empty(64, np.uint16)
     for b in range((out.size + 63) // 64):

@@ -38,10 +38,6 @@ class PackedSlot:
         start = self.slot.offset_bytes
         return memory[start : start + self.slot.numel * spec.dtype.itemsize].view(spec.dtype)
 
-    def unpack(self, packed: torch.Tensor, memory: torch.Tensor) -> None:
-        """Write the weights into a flat buffer. ``packed``: see `of`."""
-        self.format.unpack(self.of(packed), self.slot.spec.shape, self.values(memory))
-
 
 class StoredForm:
     """The layout of one stored unit, in RAM or on a drive: some weights packed, the others as in the flat buffer.
@@ -82,4 +78,4 @@ class StoredForm:
     def unpack(self, packed: torch.Tensor, memory: torch.Tensor) -> None:
         """Write all packed weights into a flat buffer. ``packed`` may be its `landing`."""
         for each in self.slots:
-            each.unpack(packed, memory)
+            each.format.unpack(each.of(packed), each.slot.spec.shape, each.values(memory))

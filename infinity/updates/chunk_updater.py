@@ -232,7 +232,8 @@ class ChunkUpdater:
         span = slice(param_slice.offset, param_slice.offset + param_slice.numel)
         gradient = gradients[span]
         group = job.groups[param_slice.slot.index]
-        stored = workspace.stored_states(workspace.states if state.names is None else state.names, span)
+        names = workspace.states if state.names is None else state.names
+        stored = {name: self.state_format.part(workspace.states[name], span) for name in names}
         # LAMB, Muon and the like look at the parameter's shape: for them it is one slice, and gets its shape and
         # strides.
         formed = param_slice.slot.spec.formed if self.mixes_elements else lambda values: values

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -86,51 +86,46 @@ def advance(states: Mapping[tuple[int, int], ParameterState], job: UpdateJob) ->
             state.names = names
 
 
+@dataclass(eq=False, repr=False)
 class UpdateJob:
-    """One update of one unit. The training thread creates it and waits for it; the stream runs it."""
+    """One update of one unit. The training thread creates it and waits for it; the stream runs it.
 
-    def __init__(
-        self,
-        unit: Unit,
-        chunks: Sequence[Chunk],
-        gradients: GradientSource,
-        groups: Mapping[int, dict[str, Any]],
-        clip_coefficient: torch.Tensor | None,
-        after: Fence,
-        *,
-        is_held: bool = False,
-        rank: int = 0,
-        is_shard: bool = False,
-        uses_flat: bool = True,
-    ) -> None:
-        """
-        Args:
-            unit: what is updated.
-            chunks: all chunks of the unit that are updated here.
-            gradients: its gradients; the job releases them.
-            groups: slot index -> snapshot of its parameter group's hyperparameters. A parameter without is not updated.
-            clip_coefficient: 0-dim fp32 tensor every gradient is multiplied with, or None.
-            after: the gradients are complete at this point of the compute stream.
-            is_held: wait with the job until somebody attaches a buffer or needs the unit, if one can be attached.
-            rank: jobs of a lower one go first, those of one rank in the order of their submission.
-            is_shard: other processes update other chunks, see `infinity.units.shards`.
-            uses_flat: read and write weights in the unit's flat buffer, if it has one.
-        """
-        self.unit = unit
-        self.gradients = gradients
-        self.groups = groups
-        self.clip_coefficient = clip_coefficient
-        self.after = after
+    Args:
+        is_held: wait with the job until somebody attaches a buffer or needs the unit, if one can be attached.
+        is_shard: other processes update other chunks, see `infinity.units.shards`.
+        uses_flat: read and write weights in the unit's flat buffer, if it has one.
+    """
+
+    unit: Unit
+    """What is updated."""
+    chunks: Sequence[Chunk]
+    """Of the given ones, those that hold parameters which are updated."""
+    gradients: GradientSource
+    """Its gradients; the job releases them."""
+    groups: Mapping[int, dict[str, Any]]
+    """Slot index -> snapshot of its parameter group's hyperparameters. A parameter without is not updated."""
+    clip_coefficient: torch.Tensor | None
+    """0-dim fp32 tensor every gradient is multiplied with, or None."""
+    after: Fence
+    """The gradients are complete at this point of the compute stream."""
+    _: KW_ONLY
+    is_held: bool = False
+    """Whether it waits; see `UpdateStream.release_all`."""
+    rank: int = 0
+    """Jobs of a lower one go first, those of one rank in the order of their submission."""
+    is_shard: InitVar[bool] = False
+    uses_flat: InitVar[bool] = True
+
+    def __post_init__(self, is_shard: bool, uses_flat: bool) -> None:
+        unit, chunks = self.unit, self.chunks
         # Parameters in no group, and those without a gradient, are not updated.
-        self.slots = groups.keys() & {slot.index for slot in gradients.slots()}
+        self.slots = self.groups.keys() & {slot.index for slot in self.gradients.slots()}
         segment = unit.layout.trainable
         self.updates_all = segment is not None and len(self.slots) == len(segment.slots)
         """Whether all trainable parameters of the unit are."""
         self.chunks = [chunk for chunk in chunks if chunk.slices]
         if not self.updates_all:
-            self.chunks = [
-                chunk for chunk in chunks if any(param_slice.slot.index in self.slots for param_slice in chunk.slices)
-            ]
+            self.chunks = [chunk for chunk in chunks if any(each.slot.index in self.slots for each in chunk.slices)]
         self.numbers: Any = None
         """`ChunkUpdater`'s numbers for all chunks of the job; None until a worker has computed them."""
         self.weights: torch.Tensor | None = None
@@ -159,10 +154,8 @@ class UpdateJob:
         """Whether the thread that asks for the update flushes denormal numbers to zero."""
         self.num_threads = torch.get_num_threads()
         """On how many OpenMP threads it computes."""
-        self.is_held = is_held and self.accepts_buffer
-        """Whether it waits; see `UpdateStream.release_all`."""
+        self.is_held = self.is_held and self.accepts_buffer
         self._on_release: Callable[[], None] = lambda: None
-        self.rank = rank
 
     def add_release_callback(self, on_release: Callable[[], None]) -> None:
         """Call ``on_release``, from any thread, when the job is not held back any longer."""

@@ -13,7 +13,6 @@ in DeepSpeed.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -24,6 +23,7 @@ import torch
 from infinity.device.drive_tensors import write_out
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.sign_compression import ErrorFeedback, compressed_mean, server_numel
+from infinity.gradients.rank_checks import gather_norms
 from infinity.gradients.reducer import NewGradients, ReducedGradients
 from infinity.gradients.sources import GradientBuffer
 from infinity.optim.groups import Groups
@@ -90,10 +90,8 @@ class CompressedMomenta:
         Raises:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
-        # `all_gather_ints` exchanges integers: the bits of fp32. torch's `max` returns NaN if any value is NaN.
-        bits = int(norm.detach().cpu().float().view(torch.int32))
-        of_ranks = [found[0] for found in self.ranks.all_gather_ints(f"norms of gradients in step {step}", [bits])]
-        return torch.tensor(of_ranks, dtype=torch.int32, device="cpu").view(torch.float32).max()
+        # torch's `max` returns NaN if any value is NaN.
+        return gather_norms(self.ranks, norm, f"norms of gradients in step {step}").max()
 
     def exchange(
         self,
@@ -124,20 +122,18 @@ class CompressedMomenta:
         groups = self.wrapped_optimizer.read()
         for each in new:
             beta1 = {slot: group["betas"][0] for slot, group in _grouped(each, groups)}
-            gradients.replace(each, functools.partial(self._exchange_unit, what, each.unit, beta1, factor))
+            with gradients.replacing(each) as (buffer, scale):
+                self._add_to_momenta(each.unit, beta1, factor(scale), buffer)
+                values = [buffer.values[slot.start : slot.stop] for slot in beta1]
+                errors = [self._error_of(each.unit, slot) for slot in beta1]
+                compressed_mean(self.ranks, what, values, errors, kind=_KIND)
         # Errors may be tensors on a drive: they are written before the step ends.
         write_out()
 
-    def _exchange_unit(
-        self,
-        what: str,
-        unit: Unit,
-        beta1: Mapping[Slot, float],
-        factor: Callable[[float], torch.Tensor | None],
-        buffer: GradientBuffer,
-        scale: float,
+    def _add_to_momenta(
+        self, unit: Unit, beta1: Mapping[Slot, float], multiplier: torch.Tensor | None, buffer: GradientBuffer
     ) -> None:
-        multiplier = factor(scale)
+        """The gradients of these parameters become this rank's new momenta."""
         for chunk in self.chunks[unit.index]:
             slices = [param_slice for param_slice in chunk.slices if param_slice.slot in beta1]
             if not slices:
@@ -162,8 +158,6 @@ class CompressedMomenta:
                     torch.lerp(momentum, gradient, 1 - beta1[param_slice.slot], out=gradient)
             finally:
                 lease.discard()
-        values = [buffer.values[slot.start : slot.stop] for slot in beta1]
-        compressed_mean(self.ranks, what, values, [self._error_of(unit, slot) for slot in beta1], kind=_KIND)
 
     def _error_of(self, unit: Unit, slot: Slot) -> ErrorFeedback:
         key, count = (unit.index, slot.index), self._step_of(unit, slot)

@@ -22,7 +22,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
-from infinity.config.resolved import UpdateMode
+from infinity.config.resolved import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.host_memory import HeapTrimmer
 from infinity.distributed.meshes import Mesh
@@ -47,23 +47,6 @@ from infinity.updates.stream import UpdateStream
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class StepRules:
-    """How a step goes."""
-
-    gradient_clipping: float
-    """Largest global norm; 0 for no clipping."""
-    update: UpdateMode
-    """When units are updated."""
-    checks_overflow: bool = False
-    """Whether a step whose gradients are not finite updates nothing."""
-
-    @functools.cached_property
-    def updates_in_backward(self) -> bool:
-        """Whether a unit is updated as soon as its gradients are complete."""
-        return self.update == "in_backward"
-
-
 @dataclass(eq=False, repr=False)
 class Stepper:
     """One optimizer step after the other. Gradients come in with `deliver`, and `apply` ends the step.
@@ -71,7 +54,7 @@ class Stepper:
     Args:
         units: all units, by index.
         chunks: of each unit, those that are updated here.
-        rules: how a step goes.
+        config: says when units are updated, and about clipping and overflow.
         device, parameter_cache, gradients, stream, step_groups: whom it works with.
         trimmer: gives memory back between two updates; None: that is not needed.
         exchange: brings the weights that are updated elsewhere.
@@ -83,7 +66,7 @@ class Stepper:
     # All of it is touched under the engine lock only. What is a step's is gone at its end: `_forget`.
     units: Sequence[Unit]
     chunks: Sequence[Sequence[Chunk]]
-    rules: StepRules
+    config: InfinityConfig
     _: KW_ONLY
     device: ComputeDevice
     parameter_cache: ParameterCache
@@ -122,11 +105,12 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self.scaler = self.gradients.scaler
+        self.updates_in_backward = self.config.infinity.update == "in_backward"
+        """Whether a unit is updated as soon as its gradients are complete."""
         self._clock = self.parameter_cache.clock
         self._is_divided = self.exchange.shards.is_divided
         """Whether other ranks update parts of each unit."""
         self._shard_updates = ShardUpdates(self._update_shard)
-        self.exchanges_momenta = self.momenta is not None
 
     @property
     def is_between_steps(self) -> bool:
@@ -141,7 +125,7 @@ class Stepper:
     @property
     def updates_all_in_backward(self) -> bool:
         """Whether no weights are left for the step, where backward was told to update units."""
-        return self.rules.updates_in_backward and not self._is_divided
+        return self.updates_in_backward and not self._is_divided
 
     def follow(self, before: Stepper) -> None:
         """The last step was made by ``before``."""
@@ -153,7 +137,7 @@ class Stepper:
 
     def begin_last(self, step: int, *, updates_now: bool) -> None:
         """The last ``engine.backward`` of a step begins. ``updates_now``: `deliver` may be told to update units."""
-        if not (self.rules.updates_in_backward and self._goes_by_rank):  # else their order depends on how fast each is
+        if not (self.updates_in_backward and self._goes_by_rank):  # else their order depends on how fast each is
             self.stream.expect_again()
         number = 0
         if updates_now and self._is_divided and not self.step_groups.loose.present():
@@ -285,7 +269,7 @@ class Stepper:
         unit.count_update(groups)
         unit.begin_update(job)
         try:
-            if self.rules.updates_in_backward:  # once it is submitted, it may be too late
+            if self.updates_in_backward:  # once it is submitted, it may be too late
                 self.parameter_cache.attach_wanted(unit)
             self.stream.submit(job)
         except BaseException as error:
@@ -351,15 +335,15 @@ class Stepper:
         else:
             self.grad_norm = self.momenta.largest(norm, step)
         # `bool` waits for a GPU: only where the config has overflow checked, as with fp16.
-        self.is_skipped = self.rules.checks_overflow and not bool(torch.isfinite(self.grad_norm))
+        self.is_skipped = self.config.checks_overflow and not bool(torch.isfinite(self.grad_norm))
         if self.is_skipped:
             self.clear()
             self.parameter_cache.pump()
             return
         self.applied_norm = self.grad_norm
         coefficient = None
-        if self.rules.gradient_clipping > 0:
-            coefficient = clip_coefficient(norm, self.rules.gradient_clipping)
+        if self.config.gradient_clipping > 0:
+            coefficient = clip_coefficient(norm, self.config.gradient_clipping)
             self._are_kept_unclipped = keeps  # the update clips what it reads, not what is kept
         if self.momenta is not None and momenta is not None:
             self.momenta.exchange(self.gradients, momenta, functools.partial(self._factor, coefficient), step)
@@ -368,7 +352,7 @@ class Stepper:
             with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
         # A held update waits until its unit is needed, and leaves the new weights in the buffer, which saves a read.
         # With updates in backward, buffers and order follow from those.
-        is_held = self.parameter_cache.fills and not was_in_backward and self.rules.update != "step"
+        is_held = self.parameter_cache.fills and not was_in_backward and self.config.infinity.update != "step"
         self.step_groups.loose.update(groups, self._factor(coefficient, self.scaler.scale))
         for unit in with_gradients:
             self.parameter_cache.prepare_update(unit)
@@ -383,7 +367,7 @@ class Stepper:
             gather_weights(self.parameter_cache, list(dict.fromkeys([*self._updated_shards, *others])))
         # Before waiting for updates: an interrupt there must find a step that is over.
         self._forget()
-        if self.rules.update == "step":
+        if self.config.infinity.update == "step":
             with self._clock.waiting("update"):
                 self.stream.drain()
         if not was_in_backward or self._is_divided:

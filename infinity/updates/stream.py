@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Protocol
 
 import torch
@@ -76,7 +76,7 @@ class Saver(Protocol):
 
 
 class _ExpectedUpdates:
-    """The updates that a step is expected to make: those of the step before. Under `_order`, except for `announce`.
+    """The updates that a step is expected to make: those of the step before. Under `_order`, except for `are_due`.
 
     See [Note: before the gradients].
     """
@@ -84,15 +84,11 @@ class _ExpectedUpdates:
     def __init__(self, records: StateStore) -> None:
         self._records = records
         self.are_due = False
-        """Whether it was announced, and `begin` has not been called since."""
+        """Whether gradients are soon to come: set from any thread, and until `begin`."""
         self._noted: dict[Unit, Sequence[Chunk]] = {}
         """Chunks that were updated since the last `begin`, in order."""
         self.left: dict[Unit, deque[Chunk]] = {}
         """Chunks of the step before that have been neither updated nor read ahead since."""
-
-    def announce(self) -> None:
-        """Gradients are soon to come. From any thread."""
-        self.are_due = True
 
     def on_update(self, unit: Unit, chunks: Sequence[Chunk]) -> None:
         """The update of these chunks begins."""
@@ -119,37 +115,29 @@ class _ExpectedUpdates:
             del self.left[unit]
 
 
+@dataclass(eq=False, repr=False)
 class UpdateStream:
     """Runs update jobs in order, reading ahead as far as working memory allows."""
 
-    def __init__(
-        self,
-        records: StateStore,
-        weights: WeightStore | None,
-        updater: ChunkUpdater,
-        device: ComputeDevice,
-        states: Mapping[tuple[int, int], ParameterState],
-        timeline: Timeline | None = None,
-        num_workers: int = 1,
-    ) -> None:
-        """
-        Args:
-            records: where optimizer state rests.
-            weights: where model weights rest; None when they rest in the flat buffers themselves.
-            updater: updates chunks.
-            device: for copies to and from the device.
-            states: (unit index, slot index) -> the parameter's scalars; the stream owns the values.
-            timeline: where updates are recorded, if anywhere.
-            num_workers: threads, and so chunks that are updated at a time: see [Note: workers].
-        """
-        self._records = records
-        self._weights = weights
-        self._updater = updater
-        self._device = device
-        self._is_apart = not device.uses_host_memory
+    _records: StateStore
+    """Where optimizer state rests."""
+    _weights: WeightStore | None
+    """Where model weights rest; None when they rest in the flat buffers themselves."""
+    _updater: ChunkUpdater
+    """Updates chunks."""
+    _device: ComputeDevice
+    """For copies to and from the device."""
+    _states: Mapping[tuple[int, int], ParameterState]
+    """(unit index, slot index) -> the parameter's scalars; the stream owns the values."""
+    _timeline: Timeline | None = None
+    """Where updates are recorded, if anywhere."""
+    num_workers: InitVar[int] = 1
+    """Threads, and so chunks that are updated at a time: see [Note: workers]."""
+
+    def __post_init__(self, num_workers: int) -> None:
+        self._is_apart = not self._device.uses_host_memory
         """Whether the device has memory of its own, and works while the host goes on."""
-        self._fetches_coefficients = self._is_apart and not records.is_on_device
-        self._states = states
+        self._fetches_coefficients = self._is_apart and not self._records.is_on_device
         self._pending: dict[UpdateJob, None] = {}
         """Jobs that have not ended, in the order of their submission. A dict changes in one step, also if
         interrupted."""
@@ -167,7 +155,6 @@ class UpdateStream:
         """When a worker was updating, from and to, as far as it has not been counted."""
         self._busy_seconds, self._counted_until = 0.0, 0.0
         """The seconds of `busy_seconds` counted so far, and the end of the last span counted."""
-        self._timeline = timeline
         self._saver: Saver | None = None
         self._order = threading.Lock()
         """Held by the worker that starts, takes or retires chunks; nobody touches what follows without."""
@@ -184,9 +171,9 @@ class UpdateStream:
         self._num_submitted, self._num_begun = 0, 0
         """Jobs so far, the first number under `_lock` and the second under `_order`. While they are equal, there is none to
         be taken."""
-        self._expected = _ExpectedUpdates(records)
+        self._expected = _ExpectedUpdates(self._records)
         # Records on the device need no staging buffers, so nothing is read ahead: two per worker, see `_update_all`.
-        self._most_ahead = 2 * num_workers if records.is_on_device else max(_MOST_AHEAD, 2 * num_workers)
+        self._most_ahead = 2 * num_workers if self._records.is_on_device else max(_MOST_AHEAD, 2 * num_workers)
         self._num_running = num_workers
         """Workers that have not ended. Under `_lock`."""
         self._threads = [
@@ -213,7 +200,7 @@ class UpdateStream:
     def expect_again(self) -> None:
         """Read the records that were updated since the last call, in that order, while no update waits."""
         if not self._records.is_on_device:
-            self._expected.announce()
+            self._expected.are_due = True
             self._work.ring()
 
     def has(self, job: UpdateJob) -> bool:
@@ -352,10 +339,9 @@ class UpdateStream:
         # thread are ended, or they would compete with the model's.
         if self._updater.mixes_elements:  # bits of a norm depend on the number of threads
             use_threads(job.num_threads)
-            self._updater.update(job, chunk, workspace)
+        self._updater.update(job, chunk, workspace)
+        if self._updater.mixes_elements:
             end_openmp_workers()
-        else:
-            self._updater.update(job, chunk, workspace)
         # The update wrote an fp32 main weight; the model weight is its cast. (With a remainder both were written.)
         if not workspace.needs_weight:
             workspace.cast_main()

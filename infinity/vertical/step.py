@@ -119,7 +119,7 @@ class VerticalStep:
             self._on.activation_bytes,
         )
         self._tied = TiedParts(self.checkpoints, self._options.tied)
-        self._updates_in_backward = self._on.stepper.rules.updates_in_backward and self._options.updates
+        self._updates_in_backward = self._on.stepper.updates_in_backward and self._options.updates
         self._updates_now = self._updates_in_backward and not self.is_trial
         self._vertical_forward = VerticalForward(self._on.coordinator.parameter_cache, interception.unit_indices)
         self._sums = UnitSums(self._on.stepper, self._on.device, self._updates_now, self._options.step)

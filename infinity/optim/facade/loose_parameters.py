@@ -49,7 +49,7 @@ class LooseParameters:
                 # A new tensor: as for the model's parameters, clipping does not show in `p.grad`.
                 gradient = gradient.detach() * coefficient.to(gradient.device)
             # Made late: hardly any run adds parameters.
-            self._executor = self._executor or OptimizerExecutor(self._wrapped_optimizer.optimizer)
+            self._executor = self._executor or self._wrapped_optimizer.executor()
             with torch.no_grad():
                 # `detach`: the executor's leaf shares the memory, so the step writes to the parameter itself.
                 (state,) = self._executor.run(

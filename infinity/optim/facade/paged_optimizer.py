@@ -13,13 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from infinity.optim.facade.lazy_state import (
-    AssignedTensors,
-    LazyEntry,
-    LazyState,
-    ReadOnlyTensor,
-    unprotected,
-)
+from infinity.optim.facade.lazy_state import AssignedTensors, LazyEntry, LazyState, ReadOnlyTensor, unprotected
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.facade.state_loader import StateLoader, check_entry
 from infinity.optim.main_weights import PENDING, with_main_weight, without_main_weight
@@ -255,16 +249,14 @@ class PagedOptimizer(Optimizer):
             # Tiles of which only some have state cannot be one entry: such a parameter gets none.
             if num_with_state == len(parts) or (has_main and not num_with_state):
                 read = partial(self._read_whole, param, has_main=has_main)
-                (state if num_with_state else pending)[key] = LazyEntry(read, self._clock, self._fqn(param))
+                tiled = self._wrapped_optimizer.tiled.of(param)
+                fqn = self._wrapped_optimizer.fqn(param) if tiled is None else tiled.fqn
+                (state if num_with_state else pending)[key] = LazyEntry(read, self._clock, fqn)
         others: Mapping[Any, Any] = self._loose.state  # whatever else a class keeps is there, too
         for other, entry in others.items():
             if not isinstance(other, Tensor) or other in keys:
                 state[keys[other] if isinstance(other, Tensor) else other] = entry
         return state, pending
-
-    def _fqn(self, param: Tensor) -> str:
-        tiled = self._wrapped_optimizer.tiled.of(param)
-        return self._wrapped_optimizer.fqn(param) if tiled is None else tiled.fqn
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what the `state_dict()` of this optimizer, or of the plain torch one it stands for, returned.

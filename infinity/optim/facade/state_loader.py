@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
-from infinity.optim.executor import OptimizerExecutor, hyperparameters, one_element
+from infinity.optim.executor import hyperparameters, one_element
 from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.main_weights import PENDING, without_main_weight
 from infinity.optim.probe import StateSchema
@@ -59,7 +59,7 @@ class StateLoader:
         self._wrapped_optimizer = wrapped_optimizer
         self._updater = updater
         self._tiled = wrapped_optimizer.tiled
-        self._executor = OptimizerExecutor(wrapped_optimizer.optimizer)
+        self._executor = wrapped_optimizer.executor()
         self._index_of = {
             id(param): index for index, group in enumerate(wrapped_optimizer.param_groups) for param in group["params"]
         }

@@ -11,8 +11,8 @@ import torch
 
 from infinity.errors import CheckpointError
 from infinity.loading.quantized_files import check_method, plain_tensors
+from infinity.packed.blocks import LEVELS
 from infinity.packed.formats import packed_format
-from infinity.packed.nf4_levels import LEVELS
 from tests.quantized import fp8_e4m3
 
 _PATH = Path("files")

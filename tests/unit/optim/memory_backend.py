@@ -78,7 +78,7 @@ class MemoryBackend:
                 tensors = None if kept is None else {name: kept[name].view(-1) for name in names}
                 scalars = {name: value for name, value in (kept or {}).items() if name not in names}
                 made, scalars = self._updater.update(
-                    self._wrapped_optimizer.snapshots()[index],
+                    self._wrapped_optimizer.read().values[index],
                     param.detach().view(-1),
                     param.grad.reshape(-1),
                     tensors,

@@ -125,7 +125,7 @@ def _made(kind: Any, **options: Any) -> tuple[GpuAdam, dict[str, Any]]:
     wrapped_optimizer = _wrapped_optimizer(kind, **options)
     kernel = GpuAdam(is_decoupled=kind is torch.optim.AdamW, device=_CPU)
     assert kernel._prepare()
-    return kernel, wrapped_optimizer.snapshots()[0]
+    return kernel, wrapped_optimizer.read().values[0]
 
 
 @pytest.mark.deep(but=1)
@@ -227,7 +227,7 @@ def test_decay_that_torch_adds_in_another_way_is_left_to_it(
     _compute_as(_Torch(False, first_of=first_of), monkeypatch)
     wrapped_optimizer = _wrapped_optimizer(torch.optim.Adam, weight_decay=0.1)
     kernel = GpuAdam.of(wrapped_optimizer, _CPU)
-    group = wrapped_optimizer.snapshots()[0]
+    group = wrapped_optimizer.read().values[0]
     assert kernel.runs({**group, "weight_decay": 0.0})
     assert kernel.runs({**group, "decoupled_weight_decay": True})
     assert kernel.runs(group) == (first_of is None)

@@ -226,7 +226,7 @@ def test_tensor_hyperparameters_are_taken_at_the_snapshot() -> None:
     lr = torch.tensor(0.5)
     wrapped_optimizer = wrap_optimizer(SGD([param], lr=lr), [("weight", param)], "cpu")
     updater = SliceUpdater(wrapped_optimizer)
-    group = wrapped_optimizer.snapshots()[0]
+    group = wrapped_optimizer.read().values[0]
     lr.fill_(100.0)
     weight = torch.ones(3)
     updater.update(group, weight, torch.ones(3), None, {})

@@ -63,7 +63,7 @@ class _Rig:
         fused = FusedAdam.of(optimizer, torch.device("cpu"), has_remainder=dtype == torch.bfloat16)
         if fused is None:
             pytest.skip("there is no kernel for this processor")
-        self.group: dict[str, Any] = optimizer.snapshots()[0]
+        self.group: dict[str, Any] = optimizer.read().values[0]
         states = {(0, slot.index): ParameterState() for slot in self.unit.layout.slots}
         updater = ChunkUpdater(
             SliceUpdater(optimizer), states, fused=fused, splits_main_weights=dtype == torch.bfloat16

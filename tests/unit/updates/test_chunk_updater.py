@@ -89,7 +89,7 @@ class _Rig:
             updates_all=True,
             numbers=None,
             slots={0},
-            groups={0: self.wrapped_optimizer.snapshots()[0]},
+            groups={0: self.wrapped_optimizer.read().values[0]},
             clip_coefficient=scale,
             advanced={},
         )
@@ -138,7 +138,7 @@ def test_pieces_in_halves_have_the_bits_of_torch(
             for group in (*rig.plain.param_groups, *rig.wrapped_optimizer.param_groups):
                 group["lr"] = group["lr"] * 0.75
             rig.require_equal()
-        runs = rig.updater.fused is not None and rig.updater.fused.runs(rig.wrapped_optimizer.snapshots()[0])
+        runs = rig.updater.fused is not None and rig.updater.fused.runs(rig.wrapped_optimizer.read().values[0])
         assert runs == (is_fused and _machine_has_kernel())
 
 
