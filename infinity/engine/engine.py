@@ -23,7 +23,7 @@ from infinity.config import InfinityConfig
 from infinity.engine.parts import Parts
 from infinity.engine.relayout import MakeParts, Relayout
 from infinity.engine.run_notes import RunNotes
-from infinity.engine.shutdown import Shutdown, leave
+from infinity.engine.shutdown import Shutdown
 from infinity.engine.train_batch import LossFunction, TrainBatch
 from infinity.errors import StepError
 from infinity.loop.batches import ModelCall
@@ -527,24 +527,11 @@ class Engine(Relayout):
                 rest.callback(self._shutdown.abort)  # an interrupt has cut off an attempt to close
             elif restores or self._guard.is_consistent:
                 # If `restores` is True, the user wants the weights, even those between two steps.
-                leave(
-                    self._parts.parameter_map.units,
-                    self.device,
-                    self.flush,
-                    restore,
-                    self._agree_on_room,
-                    is_wanted=restores,
-                    has_unsaved=self.global_steps > self._num_saved_steps,
-                )
+                self._leave_weights(restores, restore)
             else:
                 # In reverse: the save ends first, because after `abort` nobody gets a staging buffer.
                 rest.callback(self._shutdown.abort)
                 rest.callback(self._finish_saving)
-
-    def _agree_on_room(self, has_room: bool) -> bool:
-        if not self._parts.exchange.is_divided:
-            return has_room
-        return all(found for (found,) in self._mesh.data.all_gather_ints("closing the engine", [has_room]))
 
     def _has_states(self) -> bool:
         """Whether the optimizer has states; if that cannot be read, whether a step was made."""

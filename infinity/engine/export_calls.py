@@ -1,4 +1,9 @@
-"""What an engine gives others: weights in files or one after the other, and its memory while another engine generates."""
+"""What an engine gives others: weights in files or one after the other, and its memory while another engine generates.
+
+[Note: weights at the end]
+After a ``with engine:`` block you expect a model with its weights. So the weights are copied back into the model, which
+is an ordinary one again, if there is room for them. If there is no room, and nobody has saved them, a warning says so.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ import torch
 from infinity.checkpoint.safetensors_export import Weights, all_entries, save_pretrained, save_units
 from infinity.checkpoint.safetensors_file import Entry
 from infinity.config.schema.quantities import parse_bytes
+from infinity.device.host_memory import free_bytes
 from infinity.distributed.part_folders import check_apart
 from infinity.engine.loop_settings import LoopSettings
 from infinity.errors import StepError, format_bytes
@@ -25,6 +31,8 @@ from swapper import AlignedRegion
 from swapper.sync.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
+_SHARE = 2
+"""Weights are restored unasked if they take at most 1 / `_SHARE` of the free memory: the script needs some, too."""
 
 
 class ExportCalls(LoopSettings):
@@ -306,6 +314,45 @@ class ExportCalls(LoopSettings):
             self.config.nvme_paths,
             self.config.infinity.progress_bars,
         )
+
+    # --------------------------------------------------------------------------------------------------------- the model
+
+    def _leave_weights(self, is_wanted: bool | None, restore: Callable[[], None]) -> None:
+        """Finish pending updates, and copy the weights back into the model: see [Note: weights at the end].
+
+        Args:
+            is_wanted: True: restore the weights, and raise errors. None: restore them if they take at most half of the
+                free memory. False: do not.
+            restore: makes the model an ordinary one.
+        """
+        if is_wanted:
+            self.flush()
+            restore()
+            return
+        num_bytes, free = sum(unit.num_bytes for unit in self._parts.parameter_map.units), 0
+        if is_wanted is None:
+            free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else free_bytes()
+        has_room = num_bytes <= free // _SHARE
+        try:
+            self.flush()
+            if is_wanted is None:
+                if self._parts.exchange.is_divided:  # then all ranks that have shards of the weights need room
+                    of_ranks = self._mesh.data.all_gather_ints("closing the engine", [has_room])
+                    has_room = all(has_it for (has_it,) in of_ranks)
+                if has_room:
+                    restore()
+        except Exception:  # the states go anyway
+            logger.warning(
+                "an update or write that was still pending failed while the engine was closed", exc_info=True
+            )
+        if is_wanted is None and not has_room and self.global_steps > self._num_saved_steps:
+            logger.warning(
+                "the trained weights are released with the engine: they take %s, which is more than half of the free "
+                "memory (%s). Next time, save them before (engine.save_16bit_model), or call "
+                "engine.close(restore_weights=True)",
+                format_bytes(num_bytes),
+                format_bytes(free),
+            )
 
 
 def check_directory(directory: str | Path | None) -> None:
