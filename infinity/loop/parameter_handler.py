@@ -340,31 +340,24 @@ class ParameterHandler:
     # --------------------------------------------------------------------------------------------------------- gradients
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        with contextlib.nullcontext() if in_backward() else self._coordinator.lock.held("reading a gradient"):
-            return self._gradient_of(parameter)
-
-    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        with contextlib.nullcontext() if in_backward() else self._coordinator.lock.held("setting a gradient"):
-            self._set_gradient(parameter, gradient)
-
-    def _gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The gradient; None without one.
 
         Raises:
             AccessError: an update in backward has consumed it.
             RankError: other ranks do not read theirs.
         """
-        unit, slot = self._parameter_map.locate(parameter)
-        # Frozen in `initialize`: no main gradient exists, so torch's own field is used.
-        if not slot.spec.is_trainable:
-            return plain_grad(parameter)
-        self._coordinator.backwards.before_gradient_access(unit, slot)
-        self._check_not_used_up(unit, slot)
-        # With ZeRO each rank may have a shard of the mean only: this gathers it, on all ranks.
-        self._stepper.gradients.make_whole(unit, slot)
-        if slot not in self._stepper.gradients.slots_with_gradient(unit):
-            return plain_grad(parameter)
-        return self._live.of(unit, slot)
+        with contextlib.nullcontext() if in_backward() else self._coordinator.lock.held("reading a gradient"):
+            unit, slot = self._parameter_map.locate(parameter)
+            # Frozen in `initialize`: no main gradient exists, so torch's own field is used.
+            if not slot.spec.is_trainable:
+                return plain_grad(parameter)
+            self._coordinator.backwards.before_gradient_access(unit, slot)
+            self._check_not_used_up(unit, slot)
+            # With ZeRO each rank may have a shard of the mean only: this gathers it, on all ranks.
+            self._stepper.gradients.make_whole(unit, slot)
+            if slot not in self._stepper.gradients.slots_with_gradient(unit):
+                return plain_grad(parameter)
+            return self._live.of(unit, slot)
 
     def _check_not_used_up(self, unit: Unit, slot: Slot) -> None:
         if (unit.index, slot.index) in self._stepper.used_up:
@@ -373,6 +366,10 @@ class ParameterHandler:
                 reason="its unit was updated in backward, and the gradient was used up",
                 cure='Set "infinity.update": "step" to see or change gradients between backward and step',
             )
+
+    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        with contextlib.nullcontext() if in_backward() else self._coordinator.lock.held("setting a gradient"):
+            self._set_gradient(parameter, gradient)
 
     def _set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Replace the gradient; None drops it.
@@ -395,10 +392,8 @@ class ParameterHandler:
                 )
         self._coordinator.backwards.before_gradient_access(unit, slot, assigns=gradient is not None)
         self._check_not_used_up(unit, slot)
-        is_absent = (
-            slot not in self._stepper.gradients.slots_with_gradient(unit) and not self._stepper.gradients.is_in_parts
-        )
-        if gradient is None and is_absent:
+        main = self._stepper.gradients
+        if gradient is None and slot not in main.slots_with_gradient(unit) and not main.is_in_parts:
             return
         if gradient is not None:
             if self._live.is_same(unit, slot, gradient):
