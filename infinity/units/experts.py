@@ -21,6 +21,7 @@ in ``infinity.units.expert_walk``.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -41,10 +42,7 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]
     # Not cut: parameters under a PEFT wrapper, which adds to the whole tensor, and shared parameters, whose other owner
     # may use them in any way. Hooks on a parameter would have to see one gradient for all experts.
     wrapped = _in_wrappers(model)
-    num_owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            num_owners[id(parameter)] = num_owners.get(id(parameter), 0) + 1
+    num_owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     for prefix, module in model.named_modules():
         if not _has_experts(module) or id(module) in wrapped:
             continue
