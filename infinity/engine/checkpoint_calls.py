@@ -13,6 +13,7 @@ import functools
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -481,6 +482,7 @@ def _step(folder: Path) -> int:
     return int(Checkpoint(folder).training_state()["counters"]["global_steps"])
 
 
+@dataclass(eq=False)
 class _Changing(contextlib.AbstractContextManager[None]):
     """Keeps several ranks together through a load: up to the ``with`` block, an error on one leaves all of them
     unchanged.
@@ -488,11 +490,12 @@ class _Changing(contextlib.AbstractContextManager[None]):
     An error inside the block leaves weights of two trainings, on all ranks. Then the phase guard refuses to train on.
     """
 
-    def __init__(self, guard: PhaseGuard, folder: Path, ranks: Ranks, what: str) -> None:
-        self._guard = guard
-        self._folder = folder
-        self._ranks = ranks
-        self._what = what
+    _guard: PhaseGuard
+    _folder: Path
+    _ranks: Ranks
+    _what: str
+
+    def __post_init__(self) -> None:
         # `load` calls `agree` twice. First when it has looked at the checkpoint: nothing has changed on any rank. Then
         # `__enter__` does, when optimizers have changed and weights have not.
         self._ahead = ["the optimizer", "the model"]

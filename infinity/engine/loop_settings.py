@@ -53,8 +53,7 @@ class LoopSettings(ModuleFacade):
     micro_steps: int = _counter("micro_steps", "Calls of `step` so far.")
     skipped_steps: int = _counter("skipped_steps", "Steps that changed nothing, because gradients were not finite.")
     global_samples: int = _counter(
-        "global_samples",
-        "Samples of all steps so far, by the config's batch size, or else as the engine saw them.",
+        "global_samples", "Samples of all steps so far, by the config's batch size, or else as the engine saw them."
     )
 
     _parts: Parts

@@ -108,9 +108,7 @@ class Parts:
         self.timeline = Timeline(config.infinity.timeline) if config.infinity.timeline is not None else None
         # Before anything is allocated: an "auto" budget is a share of what is free now.
         free_memory = find_free_memory(
-            holds_activations=device.uses_host_memory,
-            num_processes=num_local_processes(),
-            is_unified=device.is_unified,
+            holds_activations=device.uses_host_memory, num_processes=num_local_processes(), is_unified=device.is_unified
         )
         self._divided, config = divide(mesh, config)
         self.plan = make_plan(model, config, wrapped_optimizer, device, free_memory, self._divided)

@@ -57,7 +57,7 @@ class Backwards:
             parameter_map.units,
             parameter_map.num_owners(),
             self._deliver,
-            self._keep,
+            lambda unit, gradients: self._stepper.deliver(unit, self._as_parts(unit, gradients), updates_now=False),
             self._notice,
             lambda: self._counts.global_steps,
             self._live,
@@ -143,9 +143,6 @@ class Backwards:
         self._stepper.deliver(unit, gradients, updates_now=updates_now and is_whole)
         if is_whole:
             main.offer(unit)
-
-    def _keep(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
-        self._stepper.deliver(unit, self._as_parts(unit, gradients), updates_now=False)
 
     def _as_parts(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
         used_up = self._stepper.used_up

@@ -109,7 +109,18 @@ class ExpertCalls:
                 coordinator.backwards.collector.on_module_call(unit, unit.layout.slots)
         try:
             with coordinator.parameter_cache.lock:
-                self._touch(units)
+                is_backward = in_backward()
+                if is_backward:
+                    coordinator.backwards.on_activity()
+                coordinator.clock.pause_compute()
+                for unit in units:
+                    if is_backward:
+                        coordinator.backwards.on_weight_use(unit, is_saved=False)
+                    coordinator.parameter_cache.schedule.touch(unit.index)
+                    coordinator.parameter_cache.make_resident(unit)
+                coordinator.parameter_cache.pump()
+                coordinator.pause()
+                coordinator.clock.resume_compute(units[-1].name)
                 for unit in units:
                     unit.bind()
         except BaseException:
@@ -118,20 +129,6 @@ class ExpertCalls:
                 unit.end_use()
             coordinator.end_forward()
             raise
-
-    def _touch(self, units: Sequence[Unit]) -> None:
-        coordinator, parameter_cache, is_backward = self._coordinator, self._coordinator.parameter_cache, in_backward()
-        if is_backward:
-            coordinator.backwards.on_activity()
-        coordinator.clock.pause_compute()
-        for unit in units:
-            if is_backward:
-                coordinator.backwards.on_weight_use(unit, is_saved=False)
-            parameter_cache.schedule.touch(unit.index)
-            parameter_cache.make_resident(unit)
-        parameter_cache.pump()
-        coordinator.pause()
-        coordinator.clock.resume_compute(units[-1].name)
 
     @untraced
     @outside_modes

@@ -39,7 +39,7 @@ class _HooksOfModule:
     """For the model itself: all hooks."""
     _is_inside: bool
     """Of a block."""
-    _entered: dict[int, list[int | None]] = field(default_factory=dict)
+    entered: dict[int, list[int | None]] = field(default_factory=dict)
     """Thread -> for each running call of the module (it may call itself) the number of units entered; None: it was
     refused."""
 
@@ -52,7 +52,7 @@ class _HooksOfModule:
             for unit in self._units:
                 self._coordinator.backwards.collector.on_partial_gradients(unit, by_script=True)
         is_outermost = self._coordinator.begin_forward(is_root=of_model is not None)
-        entered = self._entered.setdefault(get_ident(), [])
+        entered = self.entered.setdefault(get_ident(), [])
         # After `begin_forward`, which may refuse the call: then `after` finds nothing to leave.
         entered.append(0)
         if of_model is not None and is_outermost:
@@ -80,21 +80,21 @@ class _HooksOfModule:
             try:
                 refuse_in_between("running the model")
             except EngineBusyError:
-                self._entered.setdefault(get_ident(), []).append(None)  # torch calls `after` for this call, too
+                self.entered.setdefault(get_ident(), []).append(None)  # torch calls `after` for this call, too
                 raise
             if not _is_called_by_itself(module):
                 of_model.abandon_calls()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._entered:
+        if not self.entered:
             return  # always_call: an earlier pre-hook of the script has raised, before ours ran
         me = get_ident()  # not before: torch.compile cannot trace it, and is to be refused by name
-        entered = self._entered.get(me)
+        entered = self.entered.get(me)
         if not entered:
             return
         num_entered = entered.pop()
         if not entered:
-            del self._entered[me]
+            del self.entered[me]
         if num_entered is None:
             return
         try:
@@ -102,10 +102,6 @@ class _HooksOfModule:
                 self._coordinator.leave(unit)
         finally:
             self._coordinator.end_forward()
-
-    def forget(self) -> None:
-        """Forget running calls, which an exception has cut off."""
-        self._entered.clear()
 
 
 _CALL = nn.Module._call_impl.__code__
@@ -343,7 +339,7 @@ class ModuleHooks:
     def forget_calls(self) -> None:
         """Forget all running calls, which an exception has cut off."""
         for hooks in self._hooks:
-            hooks.forget()
+            hooks.entered.clear()
 
     def uninstall(self) -> None:
         """Remove the hooks."""

@@ -78,12 +78,6 @@ def unprofiled() -> Any:
     return _unprofiled if _is_profiled() else _nothing
 
 
-def has_transforms() -> bool:
-    """Whether a transform of torch.func runs in this thread. Tensors are wrapped then, and have no memory of their
-    own."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def in_backward() -> bool:
     """Whether the calling thread is inside autograd's backward."""
     return backward_number() != -1
@@ -154,7 +148,8 @@ _R = TypeVar("_R")
 num_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 num_function_modes: Callable[[], int] = _C._len_torch_function_stack
 transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack
-"""The innermost transform of torch.func that runs in this thread, None if none does."""
+"""The innermost transform of torch.func that runs in this thread, None if none does. Under one, tensors are wrapped, and
+have no memory of their own."""
 is_inference: Callable[[], bool] = torch.is_inference_mode_enabled
 is_transformed: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrapped_tensor
 """Whether torch.func has wrapped the tensor. All five are C functions, so a check costs no call of Python."""

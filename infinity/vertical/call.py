@@ -41,7 +41,7 @@ from infinity.activations.caches import without_caches
 from infinity.activations.unsupported import UnsupportedSchedule
 from infinity.device.compute import ComputeDevice
 from infinity.paging.saved_tensors import is_saved_otherwise
-from infinity.torch_internals.names import has_transforms, version_of
+from infinity.torch_internals.names import transform, version_of
 from infinity.units.unit import Unit
 from infinity.vertical.arguments import Tree, is_same
 from infinity.vertical.buffers import BlockBuffers
@@ -196,7 +196,7 @@ class BlockCall:
         return returned, outputs
 
     def _check_surroundings(self) -> None:
-        if has_transforms():
+        if transform() is not None:
             raise UnsupportedSchedule(
                 f"a torch.func transform is active around {self.block.name}, and would not see it recomputed"
             )
