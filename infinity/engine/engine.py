@@ -76,7 +76,7 @@ class Engine(Relayout):
         self._backwards = parts.backwards
         self._consistent = parts.consistent
         self.run_module = ModelCall(self.module, self.config, parts.device.torch_device, parts.reporter.on_micro_batch)
-        self._vertical = VerticalSchedule(parts.vertical, self._backwards, self._guard)
+        self._vertical = VerticalSchedule(parts.vertical)
         self._train_batch = TrainBatch(self, self._vertical, self._reporter)
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.timeline)
         self._backwards.collector.watch(parts.module_hooks.handles_of_others)

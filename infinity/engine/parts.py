@@ -386,7 +386,7 @@ class Parts:
             self.module_hooks,
             self.coordinator,
             stepper,
-            self.clock,
+            self.guard,
             self.device,
             SpillSpace(storage.open_more),
             plan.placement.activation_bytes if self.device.uses_host_memory else None,

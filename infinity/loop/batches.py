@@ -73,11 +73,9 @@ def move(batch: Any, device: torch.device) -> Any:
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
     """The values with the floating-point tensors among them in ``dtype``; containers keep their types."""
-
-    def change(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    return replaced(values, change)
+    return replaced(
+        values, lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+    )
 
 
 def copied(batch: Any) -> Any:

@@ -209,10 +209,8 @@ class ParameterHandler:
             self._coordinator.parameter_cache.remember(unit, slot)
         for view in views:
             place = view.place
-            if place.unit.flat is None:
-                raise RuntimeError(f"unit {place.unit.name} is not resident after a touch")
             # `place` is a recipe: dtype, shape, strides and offset into the unit's flat buffer, wherever that is now.
-            base = place.unit.flat.tensor().view(place.dtype)
+            base = place.unit.memory.view(place.dtype)
             bind_view(view, with_lazy_bits(base.as_strided(place.shape, place.stride, place.offset), place.bits))
 
     def _outlasting(self, value: Any, units: Sequence[Unit]) -> Any:

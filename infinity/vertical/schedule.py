@@ -9,8 +9,6 @@ import torch
 
 from infinity.activations.unsupported import NeverSupportedSchedule, UnsupportedSchedule
 from infinity.errors import EngineClosedError
-from infinity.loop.backward import Backwards
-from infinity.loop.phase import PhaseGuard
 from infinity.paging.saved_tensors import is_saved_otherwise
 from infinity.plan.cost_model import Traffic
 from infinity.vertical import thread_state
@@ -30,11 +28,8 @@ _NUM_IN_MEMORY = 2
 class VerticalSchedule:
     """The vertical schedule of one engine."""
 
-    def __init__(self, context: StepContext, backwards: Backwards, guard: PhaseGuard) -> None:
-        """All arguments are parts of the engine."""
+    def __init__(self, context: StepContext) -> None:
         self._on = context
-        self._backwards = backwards
-        self._guard = guard
         self._selector = context.selector
         self._interception = Interception(context.parameter_map, context.module_hooks, context.blocks)
         self._start: StepStart | None = None
@@ -128,7 +123,7 @@ class VerticalSchedule:
         # Before anything of the step: from here it can be repeated.
         self._start = StepStart(on.parameter_map.model, on.device.torch_device, self._start)
         is_trial = not self._selector.is_proven
-        step = VerticalStep(on, self._backwards, self._guard, self._interception, options, is_trial=is_trial)
+        step = VerticalStep(on, self._interception, options, is_trial=is_trial)
         resumed_bytes = on.stepper.gradients.resumed_bytes
         self._step = step
         try:
