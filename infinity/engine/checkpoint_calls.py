@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving, Trai
 from infinity.distributed.agreement import agree, gather_results, on_rank_0
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.part_folders import check_parts, common_tag, folder_of
-from infinity.engine.export_calls import ExportCalls, check_directory
+from infinity.engine.loop_settings import LoopSettings
 from infinity.errors import CheckpointError, StepError
 from infinity.loop.phase import PhaseGuard
 from infinity.numerics.random_states import random_states, set_random_states
@@ -43,10 +45,10 @@ _OTHER_RANKS = "ranks"
 _MOST_TAGS = 8
 
 
-class CheckpointCalls(ExportCalls):
+class CheckpointCalls(LoopSettings):
     """Part of the engine: checkpoints."""
 
-    _saving: BackgroundSave | None
+    _saving: BackgroundSave | None = None
     _is_saving = False
     """Whether a background save was begun, on some rank, and `wait_for_checkpoint` was not called since."""
     _is_missing_ok = False
@@ -457,6 +459,22 @@ class CheckpointCalls(ExportCalls):
         self._num_saved_steps = self.global_steps
         if with_loss_scale:  # DeepSpeed has it among the optimizer's states
             self._parts.stepper.scaler.load_state(counters["loss_scale"])
+
+
+def check_directory(directory: str | Path | None) -> None:
+    """Refuse an empty directory, or the address of a store, for which a local directory of that name would be made.
+
+    Raises:
+        ValueError: it is one of these.
+    """
+    if not directory or not os.fspath(directory):  # None, as well
+        raise ValueError('the directory is empty. Pass one; "." is the current one')
+    # Path("s3://bucket") becomes "s3:/bucket", hence one slash in the pattern.
+    if re.match(r"[a-z][a-z0-9]+:/", os.fspath(directory)):
+        raise ValueError(
+            f"'{directory}' is an address, not a directory. Pass a local directory, and copy from or to the store "
+            "yourself"
+        )
 
 
 def _cure_of_missing(directory: Path, tag: str | None) -> str:

@@ -1,7 +1,7 @@
 """The engine: the object that a training loop calls.
 
 This file has the loop, the optimizer's step and closing. The classes that `Engine` extends have the other methods, one
-file for each class. `Relayout`: parameters added later. `CheckpointCalls`: checkpoints. `ExportCalls`: exports.
+file for each class. `Relayout`: parameters added later. `ExportCalls`: exports. `CheckpointCalls`: checkpoints.
 `LoopSettings`: counters, sizes and a loader. `ModuleFacade`: the model's own names. Weights and states are read through
 `ConsistentAccess`.
 """
@@ -33,7 +33,6 @@ from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer
 from infinity.optim.scheduler_state import step_arguments
 from infinity.threads.engine_lock import locked, refuse_in_between
-from infinity.vertical.schedule import VerticalSchedule
 from swapper.sync.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,6 @@ class Engine(Relayout):
         # Without groups there is nothing to train, and `_check_optimizer` says so.
         self.optimizer = self._paged if parts.wrapped_optimizer.param_groups else None
         self._has_warned_of_dropping = False
-        self._saving = None
         self._untile: Callable[[], None] = lambda: None
         self._passed: PassedOptimizer | None = None
         self._style = parts.style
@@ -67,16 +65,11 @@ class Engine(Relayout):
         _engines.add(self)
 
     def _connect(self, parts: Parts) -> None:
-        """Use these parts: in the constructor, and again after a relayout."""
-        self._parts = parts
+        super()._connect(parts)
         self._coordinator = parts.coordinator
-        self._stepper = parts.stepper
         self._reporter = parts.reporter
-        self._guard = parts.guard
         self._backwards = parts.backwards
-        self._consistent = parts.consistent
         self.run_module = ModelCall(self.module, self.config, parts.device.torch_device, parts.reporter.on_micro_batch)
-        self._vertical = VerticalSchedule(parts.vertical)
         self._train_batch = TrainBatch(self, self._vertical, self._reporter)
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.timeline)
         self._backwards.collector.watch(parts.module_hooks.handles_of_others)

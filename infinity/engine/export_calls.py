@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from infinity.checkpoint.safetensors_file import Entry
 from infinity.config.schema.quantities import parse_bytes
 from infinity.device.host_memory import free_bytes
 from infinity.distributed.part_folders import check_apart
-from infinity.engine.loop_settings import LoopSettings
+from infinity.engine.checkpoint_calls import CheckpointCalls, check_directory
 from infinity.errors import StepError, format_bytes
 from infinity.loop.phase import Phase
 from infinity.threads.engine_lock import locked
@@ -35,7 +33,7 @@ _SHARE = 2
 """Weights are restored unasked if they take at most 1 / `_SHARE` of the free memory: the script needs some, too."""
 
 
-class ExportCalls(LoopSettings):
+class ExportCalls(CheckpointCalls):
     """Part of the engine: exports.
 
     Each method that saves makes the directory if it is missing. If process or machine goes down, the directory holds the
@@ -45,9 +43,6 @@ class ExportCalls(LoopSettings):
     """
 
     _has_warned_of_adapters = False
-
-    def wait_for_checkpoint(self) -> None:
-        raise NotImplementedError
 
     # ---------------------------------------------------------------------------------- beside an engine that generates
 
@@ -353,19 +348,3 @@ class ExportCalls(LoopSettings):
                 format_bytes(num_bytes),
                 format_bytes(free),
             )
-
-
-def check_directory(directory: str | Path | None) -> None:
-    """Refuse an empty directory, or the address of a store, for which a local directory of that name would be made.
-
-    Raises:
-        ValueError: it is one of these.
-    """
-    if not directory or not os.fspath(directory):  # None, as well
-        raise ValueError('the directory is empty. Pass one; "." is the current one')
-    # Path("s3://bucket") becomes "s3:/bucket", hence one slash in the pattern.
-    if re.match(r"[a-z][a-z0-9]+:/", os.fspath(directory)):
-        raise ValueError(
-            f"'{directory}' is an address, not a directory. Pass a local directory, and copy from or to the store "
-            "yourself"
-        )

@@ -18,11 +18,9 @@ from infinity.engine.run_notes import RunNotes
 from infinity.errors import ConfigError, StepError
 from infinity.gradients.loss_scaler import LossScaler
 from infinity.loop.loader import make_loader
-from infinity.loop.phase import PhaseGuard
 from infinity.metrics import StepReport
 from infinity.metrics.monitors import Monitors
 from infinity.plan.plan import Plan
-from infinity.updates.stepper import Stepper
 from infinity.vertical.schedule import VerticalSchedule
 
 NO_COMM_HOOKS = (
@@ -56,11 +54,6 @@ class LoopSettings(ModuleFacade):
         "global_samples", "Samples of all steps so far, by the config's batch size, or else as the engine saw them."
     )
 
-    _parts: Parts
-    _guard: PhaseGuard
-    _stepper: Stepper
-    _vertical: VerticalSchedule
-
     def __init__(self, config: InfinityConfig, parts: Parts) -> None:
         super().__init__(parts.parameter_map.model)
         self.config = config
@@ -77,6 +70,13 @@ class LoopSettings(ModuleFacade):
         self._num_saved_steps = 0
         self._was_applied = False
         self._notes = RunNotes(None)
+
+    def _connect(self, parts: Parts) -> None:
+        """Use these parts: in the constructor, and again after a relayout."""
+        self._parts = parts
+        self._guard = parts.guard
+        self._stepper = parts.stepper
+        self._vertical = VerticalSchedule(parts.vertical)
 
     @staticmethod
     def _cure_of_absent(name: str) -> str:

@@ -52,6 +52,8 @@ SpectralParametrization = _SpectralNorm
 __all__ = ["DeviceContext"]
 
 
+make_subclass: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
+"""Makes a tensor of that class over the memory of the given one."""
 functional_call: Any = torch.nn.utils.stateless._functional_call
 """The implementation of ``torch.func.functional_call``. A frame of it on the stack means that a model has other
 parameters for this call."""
@@ -95,11 +97,6 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     """Have ``callback`` called when the innermost running backward ends."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
-
-
-def make_subclass(kind: type, tensor: torch.Tensor) -> Any:
-    """A tensor of that class over the memory of ``tensor``."""
-    return torch.Tensor._make_subclass(kind, tensor)
 
 
 def num_owners(storage: torch.UntypedStorage) -> int:
