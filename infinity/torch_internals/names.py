@@ -214,11 +214,8 @@ def outside_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        has_modes, has_transform, has_inference = (
-            num_dispatch_modes() or num_function_modes(),
-            transform() is not None,
-            is_inference(),
-        )
+        has_modes = num_dispatch_modes() or num_function_modes()
+        has_transform, has_inference = transform() is not None, is_inference()
         if not (has_modes or has_transform or has_inference):
             return function(*args, **kwargs)
         with contextlib.ExitStack() as outside:
