@@ -208,48 +208,42 @@ class ParameterCoordinator:
         elif self.lock.owner != get_ident():
             self.lock.check("forward")
         try:
-            self._begin_own_forward()
+            if self._depth == 0 and not in_backward():
+                # A backward that an exception cut off ends here at the latest.
+                self.backwards.close()
+                self._preconditions.begin_forward()
+                self.copies.warn_of_written()
+                self.parameter_cache.unbind_unused()
+                # Hooks that an interrupted forward left up: see [Note: interrupted hooks] in
+                # infinity.paging.saved_tensors.
+                self.saving.clear_top()
+                self.parameter_cache.begin_micro_batch(is_training=torch.is_grad_enabled())
+                self.saving.push()
+                self.clock.begin_compute("forward")
+            elif self._depth == 0:
+                # Depth 0 in backward: a checkpoint computes this module once more.
+                self.saving.push_in_recomputation()
+            self._depth += 1
         except BaseException:
             if self._depth == 0:
                 self._unlock_forward()
             raise
         return self._depth == 1
 
-    def _begin_own_forward(self) -> None:
-        if self._depth == 0 and not in_backward():
-            # A backward that an exception cut off ends here at the latest.
-            self.backwards.close()
-            self._preconditions.begin_forward()
-            self.copies.warn_of_written()
-            self.parameter_cache.unbind_unused()
-            # Hooks that an interrupted forward left up: see [Note: interrupted hooks] in infinity.paging.saved_tensors.
-            self.saving.clear_top()
-            self.parameter_cache.begin_micro_batch(is_training=torch.is_grad_enabled())
-            self.saving.push()
-            self.clock.begin_compute("forward")
-        elif self._depth == 0:
-            # Depth 0 in backward: a checkpoint computes this module once more.
-            self.saving.push_in_recomputation()
-        self._depth += 1
-
     def end_forward(self) -> None:
         """A module of the model ends its forward, also by an exception."""
         self._depth -= 1
         if self._depth == 0:
             try:
-                self._end_own_forward()
+                self.saving.pop()
+                if not in_backward():
+                    self.clock.end_compute()
+                    self.parameter_cache.unbind_unused()
+                    # An evaluation ends with its forward. A training micro-batch ends with its backward: `Backwards.end`.
+                    if self.parameter_cache.schedule is self.parameter_cache.eval_schedule:
+                        self.parameter_cache.schedule.commit()
             finally:
                 self._unlock_forward()
-
-    def _end_own_forward(self) -> None:
-        self.saving.pop()
-        if in_backward():
-            return
-        self.clock.end_compute()
-        self.parameter_cache.unbind_unused()
-        # An evaluation ends with its forward. A training micro-batch ends with its backward: `Backwards.end`.
-        if self.parameter_cache.schedule is self.parameter_cache.eval_schedule:
-            self.parameter_cache.schedule.commit()
 
     def _unlock_forward(self) -> None:
         if self._num_locks_of_forward:
