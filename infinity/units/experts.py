@@ -128,10 +128,6 @@ class ExpertTiles(Tiles):
         self._gives_zeros = True
         """Whether the running call still has to give zeros to unused experts."""
 
-    @property
-    def weight_class(self) -> type[TiledWeight]:
-        return ExpertWeight
-
     def experts(self) -> list[Any]:
         """The `Tile` modules, by number of the expert."""
         return list(self.children())

@@ -17,7 +17,7 @@ from torch import nn
 
 from infinity.device.drive_tensors import DriveTensors, drives_of
 from infinity.optim.groups import TiledGroups, TiledParameter
-from infinity.units.experts import ExpertTiles, route
+from infinity.units.experts import ExpertTiles, ExpertWeight, route
 from infinity.units.tiles import TiledWeight, Tiles
 
 # Tiles begin at multiples of 64 elements, so that an element-wise kernel's vector loop has the same iterations on a
@@ -105,7 +105,8 @@ class Tiling:
         # attribute goes into __dict__, so `named_parameters` lists the tiles and not the weight.
         for module, tiled, _ in self._replaced:
             tiles = _tiles_of(module, tiled.child)
-            tiles.weight_class.become(tiled.original, tiles)
+            kind = ExpertWeight if isinstance(tiles, ExpertTiles) else TiledWeight
+            kind.become(tiled.original, tiles)
             module.__dict__[tiled.name] = tiled.original
 
     def undo(self) -> None:
