@@ -189,11 +189,8 @@ class UnitLayout:
                 f"trainable parameters of one unit must share a dtype, got {[str(s.dtype) for s in trainable]}"
             )
         self.trainable: Segment | None = trainable[0] if trainable else None
-
-    @property
-    def trainable_numel(self) -> int:
+        self.trainable_numel = trainable[0].numel if trainable else 0
         """Elements of the trainable segment, padding included; 0 for a frozen unit."""
-        return self.trainable.numel if self.trainable else 0
 
     def chunks(self, chunk_numel: int, split: int = 0, span: tuple[int, int] | None = None) -> tuple[Chunk, ...]:
         """Cut the trainable segment into chunks of at most ``chunk_numel`` elements, none of them across ``split``.

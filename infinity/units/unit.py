@@ -151,6 +151,8 @@ class Unit:
         self.name = name
         self.parameters = list(parameters)
         self.layout = layout
+        self.num_bytes = layout.num_bytes
+        """Bytes of the flat buffer."""
         self.extent: Extent | None = None
         """The weights' bytes on NVMe, from `WeightStore.allocate` on; None if they are stored elsewhere."""
         self.is_persistent = False
@@ -204,11 +206,6 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.index}, {self.name!r}, {len(self.parameters)} parameters, {self.layout.num_bytes} bytes)"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the flat buffer."""
-        return self.layout.num_bytes
 
     @property
     def num_saved_tensors(self) -> int:
