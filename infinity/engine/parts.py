@@ -356,8 +356,9 @@ class Parts:
         copies = UserCopies(
             dict.fromkeys((*self.config.offload_optimizer.nvme_paths, *self.config.offload_param.nvme_paths))
         )
+        activations = self._activations()
         self.coordinator = ParameterCoordinator(
-            parameter_cache, lock, self.backwards, self.preconditions, copies, self._trimmer, self._activations()
+            parameter_map, parameter_cache, lock, self.backwards, self.preconditions, copies, self._trimmer, activations
         )
         self.access = StateAccess(parameter_map, self.coordinator, storage.records, self._states, self.stored)
         self.consistent = ConsistentAccess(

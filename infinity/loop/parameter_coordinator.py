@@ -32,6 +32,7 @@ from infinity.loop.phase import PhaseGuard
 from infinity.loop.vertical_forward import VerticalForward
 from infinity.metrics.reporter import Reporter
 from infinity.paging.parameter_cache import ParameterCache
+from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.saved_tensors import (
     HOOKS_OF_AN_ENGINE,
     PackedByAnother,
@@ -99,6 +100,7 @@ class Preconditions:
 class ParameterCoordinator:
     """Handles page faults and saved tensors: between the hooks and the `ParameterCache`."""
 
+    _parameter_map: ParameterMap
     parameter_cache: ParameterCache
     """Decides which units are in memory."""
     lock: EngineLock
@@ -436,15 +438,8 @@ class ParameterCoordinator:
 
     def _packed(self, tensor: torch.Tensor) -> PackedSavedTensor | None:
         if isinstance(tensor, PagedParameter):  # what a torch.autograd.Function saves that was given the weight itself
-            return next(
-                (
-                    PackedSavedTensor(unit, tensor, slot)
-                    for unit in self.parameter_cache.units
-                    for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
-                    if parameter is tensor
-                ),
-                None,
-            )
+            place = self._parameter_map.places.get(id(tensor))
+            return None if place is None else PackedSavedTensor(place[0], tensor, place[1])
         unit = self.parameter_cache.unit_behind(tensor)
         return None if unit is None or unit.flat is None else PackedSavedTensor(unit, tensor)
 

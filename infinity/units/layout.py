@@ -213,14 +213,9 @@ class UnitLayout:
         chunks = []
         for index, (start, stop) in enumerate(itertools.pairwise([*starts, last])):
             slices = tuple(
-                ParameterSlice(
-                    slot,
-                    max(start, slot.start) - slot.start,
-                    min(stop, slot.stop) - slot.start,
-                    max(start, slot.start) - start,
-                )
+                ParameterSlice(slot, low - slot.start, high - slot.start, low - start)
                 for slot in self.trainable.slots
-                if max(slot.start, start) < min(slot.stop, stop)
+                if (low := max(start, slot.start)) < (high := min(stop, slot.stop))
             )
             chunks.append(Chunk(index, start, stop, slices))
         return tuple(chunks)
