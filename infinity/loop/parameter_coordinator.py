@@ -15,6 +15,7 @@ is above ours. Such views keep the flat buffer alive (see ``FlatBuffer.has_views
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,9 @@ from infinity.units.layout import Slot
 from infinity.units.parameter import PagedParameter
 from infinity.units.unit import Unit
 from infinity.updates.step_groups import StepGroups
+
+# `attrgetter` and `map` below are C code: `leave` runs for each module.
+_num_active = operator.attrgetter("num_active")
 
 
 @dataclass(eq=False)
@@ -310,25 +314,31 @@ class ParameterCoordinator:
 
     # ------------------------------------------------------------------------------------------------------- touching
 
-    def enter(self, unit: Unit) -> None:
-        """A module that uses ``unit`` begins its forward: the unit is bound until the matching `leave`."""
-        if self._vertical is None or not self._vertical.defers(unit):
-            with self.parameter_cache.lock:
-                unit.begin_use()
-                try:
-                    self.touch(unit)
-                    unit.bind()
-                except BaseException:
-                    unit.end_use()
-                    raise
-
-    def leave(self, unit: Unit) -> None:
-        """The module that entered ``unit`` ends its forward."""
-        if self._vertical is not None and self._vertical.defers(unit):
+    def enter(self, *units: Unit) -> None:
+        """A module that uses these units begins its forward: they are bound until the matching `leave`."""
+        if not units or (self._vertical is not None and all(map(self._vertical.defers, units))):
             return
-        unit.end_use()
-        if unit.num_active == 0 and not hooks_are_forbidden():
-            self.parameter_cache.unbind_unused([unit])
+        with self.parameter_cache.lock:
+            for unit in units:
+                unit.begin_use()
+            try:
+                self.touch(*units)
+                for unit in units:
+                    unit.bind()
+            except BaseException:
+                for unit in units:
+                    unit.end_use()
+                raise
+
+    def leave(self, *units: Unit) -> None:
+        """The module that entered these units ends its forward."""
+        if self._vertical is not None and all(map(self._vertical.defers, units)):
+            return
+        for unit in units:
+            unit.end_use()
+        # Without hooks for saved tensors (torch.func), the graph holds the weights themselves, so units stay open.
+        if not all(map(_num_active, units)) and not hooks_are_forbidden():
+            self.parameter_cache.unbind_unused(units)
             if self.is_computing:
                 self.parameter_cache.pump()
 
@@ -336,42 +346,37 @@ class ParameterCoordinator:
     def inside_module(self, units: Sequence[Unit]) -> Iterator[None]:
         """Do inside the ``with`` block what a module's hooks do around its forward. ``units``: those that it enters."""
         self.begin_forward(is_root=False)
-        entered: list[Unit] = []
         try:
-            for unit in units:
-                self.enter(unit)
-                entered.append(unit)
-            yield
-        finally:
+            self.enter(*units)
             try:
-                for unit in reversed(entered):
-                    self.leave(unit)
+                yield
             finally:
-                self.end_forward()
+                self.leave(*units)
+        finally:
+            self.end_forward()
 
-    def touch(self, unit: Unit, *, is_saved: bool = False) -> None:
-        """Page fault: ``unit`` is resident when this returns, and the next units of the prefetch schedule are being
+    def touch(self, *units: Unit, is_saved: bool = False) -> None:
+        """Page fault: the units are resident when this returns, and the next ones of the prefetch schedule are being
         read.
 
-        Call it under the parameter cache's lock, after `Unit.begin_use`: otherwise the unit might make room for the
+        Call it under the parameter cache's lock, after `Unit.begin_use`: otherwise the units might make room for the
         next ones.
         """
-        parameter_cache = self.parameter_cache
-        is_backward = self._vertical is not None and self._vertical.on_touch(unit)
-        if in_backward():
-            self.backwards.on_activity()
-            is_backward = True
+        parameter_cache, moved, is_backward = self.parameter_cache, False, in_backward()
         if is_backward:
-            self.backwards.on_weight_use(unit, is_saved=is_saved)
-        moved = parameter_cache.schedule.touch(unit.index)
-        # Only the first touch in a row counts: while one unit is used, nothing else becomes wanted.
-        if moved:
-            self.clock.pause_compute()
-        parameter_cache.make_resident(unit)
+            self.backwards.on_activity()
+        for unit in units:
+            if (self._vertical is not None and self._vertical.on_touch(unit)) or is_backward:
+                self.backwards.on_weight_use(unit, is_saved=is_saved)
+            # Only the first touch in a row counts: while one unit is used, nothing else becomes wanted.
+            if parameter_cache.schedule.touch(unit.index) and not moved:
+                moved = True
+                self.clock.pause_compute()
+            parameter_cache.make_resident(unit)
         if moved:
             parameter_cache.pump()
             self.pause()
-            self.clock.resume_compute(unit.name)
+            self.clock.resume_compute(units[-1].name)
 
     def route(self, group: int, units: Sequence[int]) -> None:
         """A router has chosen these experts of a layer: start to read their units."""
