@@ -247,7 +247,8 @@ class Backwards:
             assigns: the script assigns a gradient.
 
         Raises:
-            AccessError: inside the backward of a vertical step, where micro-batches have no gradients of their own.
+            AccessError: inside the backward of a vertical step, where micro-batches have no gradients of their own; or an
+                update in backward has consumed it.
             EngineBusyError: a signal handler or finalizer calls this in the midst of a call.
         """
         if self._lock.is_mine:  # else what a handler is shown counts as looked at, while it is being used up
@@ -270,6 +271,12 @@ class Backwards:
             self.collector.deliver_now(unit, slot)
         if assigns:
             self._guard.on_backward()
+        if (unit.index, slot.index) in self._stepper.used_up:
+            raise AccessError.of_gradient(
+                slot.spec.fqn,
+                reason="its unit was updated in backward, and the gradient was used up",
+                cure='Set "infinity.update": "step" to see or change gradients between backward and step',
+            )
 
     def refuse_together(self, what: str) -> None:
         """Raise `NeverSupportedSchedule` on the thread of a micro-batch in a vertical step, which has no gradients of

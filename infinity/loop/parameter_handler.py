@@ -350,20 +350,11 @@ class ParameterHandler:
             if not slot.spec.is_trainable:
                 return plain_grad(parameter)
             self._coordinator.backwards.before_gradient_access(unit, slot)
-            self._check_not_used_up(unit, slot)
             # With ZeRO each rank may have a shard of the mean only: this gathers it, on all ranks.
             self._stepper.gradients.make_whole(unit, slot)
             if slot not in self._stepper.gradients.slots_with_gradient(unit):
                 return plain_grad(parameter)
             return self._live.of(unit, slot)
-
-    def _check_not_used_up(self, unit: Unit, slot: Slot) -> None:
-        if (unit.index, slot.index) in self._stepper.used_up:
-            raise AccessError.of_gradient(
-                slot.spec.fqn,
-                reason="its unit was updated in backward, and the gradient was used up",
-                cure='Set "infinity.update": "step" to see or change gradients between backward and step',
-            )
 
     def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         with contextlib.nullcontext() if in_backward() else self._coordinator.lock.held("setting a gradient"):
@@ -389,7 +380,6 @@ class ParameterHandler:
                     f"gradient of '{slot.spec.fqn}' must have shape {slot.spec.shape}, got {tuple(gradient.shape)}"
                 )
         self._coordinator.backwards.before_gradient_access(unit, slot, assigns=gradient is not None)
-        self._check_not_used_up(unit, slot)
         main = self._stepper.gradients
         if gradient is None and slot not in main.slots_with_gradient(unit) and not main.is_in_parts:
             return
