@@ -435,12 +435,8 @@ class CheckpointCalls(LoopSettings):
         """Everything but tensors: counters, random generators, loader position, scheduler, and modules' extra
         states."""
         # Also what a durable run commits: see `DurableRun._outside`.
-        training_state: dict[str, Any] = {
-            "counters": self.counters(),
-            EXTRA_STATES: extra_states(self.module),
-            **self._own(),
-        }
-        return training_state | state_of_scheduler(self.lr_scheduler)
+        state: dict[str, Any] = {"counters": self.counters(), EXTRA_STATES: extra_states(self.module), **self._own()}
+        return state | state_of_scheduler(self.lr_scheduler)
 
     def _own(self) -> dict[str, Any]:
         """Random generators and loader position of this rank."""

@@ -151,9 +151,8 @@ class ExportCalls(CheckpointCalls):
                 if began != (self._parts, self.global_steps):
                     cure = "Call engine.iter_weights() again, and read it to the end before the next step"
                     raise StepError.order("engine.iter_weights()", "a step was made since the first tensor", cure=cure)
-                copy = self._copy_for_iteration(
-                    entry, dtype, is_last=following is None or following.origin is not entry.origin
-                )
+                is_last = following is None or following.origin is not entry.origin
+                copy = self._copy_for_iteration(entry, dtype, is_last=is_last)
             yield entry.names[0], copy  # without the lock: whoever gets it may use the engine
 
     def _copy_for_iteration(self, entry: Entry, dtype: torch.dtype | None, *, is_last: bool) -> torch.Tensor:

@@ -221,9 +221,7 @@ class ModuleHooks:
         if self._recomputed is not None:
             for block in self._blocks_now().values():
                 if not isinstance(block.__dict__.get("forward"), self._recomputed):
-                    forward = self._recomputed(
-                        block, block.forward, self._coordinator.inside_module, self._entered_by(block)
-                    )
+                    forward = self._recomputed(block, self._coordinator.inside_module, self._entered_by(block))
                     self._forwards.put(block, "forward", forward)
         self._compiled = self._compilation()
         self.covered = inside_compiled(self._model)
