@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -128,8 +128,7 @@ class LoopSettings(ModuleFacade):
             )
             raise StepError.order(call, problem, cure=cure)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, ``loss.backward()`` does not average gradients with other processes: the next backward outside, or the
         step, does.
 
@@ -138,8 +137,7 @@ class LoopSettings(ModuleFacade):
         Raises:
             StepError: it is inside such a block already.
         """
-        with self.counts.no_sync():
-            yield
+        return self.counts.no_sync()
 
     # --------------------------------------------------------------------------------------------------- what it shows
 
