@@ -18,13 +18,13 @@ from infinity.checkpoint.stored_weights import StoredWeights
 from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import zeros_on
-from infinity.device.host_memory import HeapTrimmer, find_free_memory, process_bytes
+from infinity.device.host_memory import HeapTrimmer, process_bytes
 from infinity.distributed.collective_thread import CollectiveThread
 from infinity.distributed.meshes import Mesh
-from infinity.distributed.world import num_local_processes, world
+from infinity.distributed.world import world
 from infinity.engine.consistent_access import ConsistentAccess
 from infinity.engine.durable_run import durable_run_of
-from infinity.engine.planned import divide, exchanges_momenta, make_plan
+from infinity.engine.planned import exchanges_momenta, make_plan
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import wait_for_collected
 from infinity.gradients.gradient_exchange import GradientExchange
@@ -107,12 +107,7 @@ class Parts:
         self.mesh, self.wrapped_optimizer, self.device = mesh, wrapped_optimizer, device
         self.durable, config = durable_run_of(config, undo)
         self.timeline = Timeline(config.infinity.timeline) if config.infinity.timeline is not None else None
-        # Before anything is allocated: an "auto" budget is a share of what is free now.
-        free_memory = find_free_memory(
-            holds_activations=device.uses_host_memory, num_processes=num_local_processes(), is_unified=device.is_unified
-        )
-        shards, config = divide(mesh, config)
-        self.plan = make_plan(model, config, wrapped_optimizer, device, free_memory, mesh.data, shards)
+        self.plan = make_plan(model, config, wrapped_optimizer, device, mesh)
         self.config, self.updater = self.plan.config, self.plan.updater
         if self.durable is not None:
             self.durable.check(self.plan, wrapped_optimizer, model)

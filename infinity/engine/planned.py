@@ -12,10 +12,10 @@ from torch import nn
 from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import on_drive
-from infinity.device.host_memory import FreeMemory
+from infinity.device.host_memory import find_free_memory
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.meshes import Mesh
-from infinity.distributed.world import world
+from infinity.distributed.world import num_local_processes, world
 from infinity.errors import BudgetTooSmallError, ConfigError
 from infinity.machine.here import bandwidth_of
 from infinity.optim.classes import OneBitAdam
@@ -52,7 +52,7 @@ class Planned(PlanInputs):
         return self.config.infinity.main_weights == "remainder"
 
 
-def divide(mesh: Mesh, config: InfinityConfig) -> tuple[Shards, InfinityConfig]:
+def _divided(mesh: Mesh, config: InfinityConfig) -> tuple[Shards, InfinityConfig]:
     """Say which shard of states and weights this rank has. The returned config may update later than the given one."""
     ranks = mesh.data
     shards = Shards(ranks.index, ranks.num) if config.zero_stage > 0 else Shards()
@@ -63,19 +63,19 @@ def divide(mesh: Mesh, config: InfinityConfig) -> tuple[Shards, InfinityConfig]:
 
 
 def make_plan(
-    model: nn.Module,
-    config: InfinityConfig,
-    wrapped_optimizer: WrappedOptimizer,
-    device: ComputeDevice,
-    free_memory: FreeMemory,
-    ranks: Ranks,
-    shards: Shards,
+    model: nn.Module, config: InfinityConfig, wrapped_optimizer: WrappedOptimizer, device: ComputeDevice, mesh: Mesh
 ) -> Planned:
     """Place weights, states and gradients. All ranks call this at the same point.
 
     Raises:
         BudgetTooSmallError, ConfigError: the config asks for something that is not possible here.
     """
+    # Before anything is allocated: an "auto" budget is a share of what is free now.
+    free_memory = find_free_memory(
+        holds_activations=device.uses_host_memory, num_processes=num_local_processes(), is_unified=device.is_unified
+    )
+    shards, config = _divided(mesh, config)
+    ranks = mesh.data
     # Stages 1 and 2 divide states only. Stage 3 divides the weights as well.
     has_parts = config.zero_stage == 3 and shards.is_divided
     free_bytes = device.free_bytes(model)
