@@ -111,7 +111,7 @@ class LoopSettings(ModuleFacade):
         self.counts.set_boundary(is_boundary)
 
     def _check_usable(self) -> None:
-        self._parts.preconditions.check_usable()
+        self._parts.coordinator.preconditions.check_usable()
 
     def _check_not_gathered(self, call: str) -> None:
         if self._parts.coordinator.num_gathered:

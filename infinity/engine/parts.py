@@ -346,18 +346,18 @@ class Parts:
             self.stream.raise_error,
             storage.raise_pending,
         )
-        self.preconditions = Preconditions(checks, self.guard, self.backwards, self.groups, self.reporter)
+        preconditions = Preconditions(checks, self.guard, self.backwards, self.groups, self.reporter)
         # dict.fromkeys removes duplicates and keeps the order.
         copies = UserCopies(
             dict.fromkeys((*self.config.offload_optimizer.nvme_paths, *self.config.offload_param.nvme_paths))
         )
         activations = self._activations()
         self.coordinator = ParameterCoordinator(
-            parameter_map, parameter_cache, lock, self.backwards, self.preconditions, copies, self._trimmer, activations
+            parameter_map, parameter_cache, lock, self.backwards, preconditions, copies, self._trimmer, activations
         )
         self.access = StateAccess(parameter_map, self.coordinator, storage.records, self._states, self.stored)
         self.consistent = ConsistentAccess(
-            self.coordinator, self.access, self.stored, self.stream, storage, self.preconditions, self.mesh.data
+            self.coordinator, self.access, self.stored, self.stream, storage, self.mesh.data
         )
         blocks = tuple(find_blocks(parameter_map.model, self.config.infinity.units))
         recomputed = RecomputedForward if self.config.infinity.activation_checkpointing else None
@@ -369,7 +369,6 @@ class Parts:
             plan.plan(plan.placement, plan.reason_against, room_bytes, bandwidth_of(self.config))
         )
         self.vertical = StepContext(
-            parameter_map,
             self.module_hooks,
             self.coordinator,
             stepper,

@@ -104,14 +104,15 @@ class Preconditions:
 class ParameterCoordinator:
     """Handles page faults and saved tensors: between the hooks and the `ParameterCache`."""
 
-    _parameter_map: ParameterMap
+    parameter_map: ParameterMap
     parameter_cache: ParameterCache
     """Decides which units are in memory."""
     lock: EngineLock
     """Held by each call that uses the model or its weights. It guards all fields here."""
     backwards: Backwards
     """Passes gradients to their updates."""
-    _preconditions: Preconditions
+    preconditions: Preconditions
+    """Run before the model is used."""
     copies: UserCopies
     """Makes the copies that ``state_dict`` returns."""
     _trimmer: HeapTrimmer | None = None
@@ -178,7 +179,7 @@ class ParameterCoordinator:
         """Before weights are read outside forward and backward. Raises if they may not be read now."""
         if self.lock.is_nested:
             refuse_in_between("reading weights")
-        self._preconditions.check_consistent()
+        self.preconditions.check_consistent()
 
     def begin_state_dict(self) -> None:
         """Pre-hook of ``state_dict()``, which must see weights of one step: see `end_state_dict`."""
@@ -217,7 +218,7 @@ class ParameterCoordinator:
             if self._depth == 0 and not in_backward():
                 # A backward that an exception cut off ends here at the latest.
                 self.backwards.close()
-                self._preconditions.begin_forward()
+                self.preconditions.begin_forward()
                 self.copies.warn_of_written()
                 self.parameter_cache.unbind_unused()
                 # Hooks that an interrupted forward left up: see [Note: interrupted hooks] in
@@ -443,7 +444,7 @@ class ParameterCoordinator:
 
     def _packed(self, tensor: torch.Tensor) -> PackedSavedTensor | None:
         if isinstance(tensor, PagedParameter):  # what a torch.autograd.Function saves that was given the weight itself
-            place = self._parameter_map.places.get(id(tensor))
+            place = self.parameter_map.places.get(id(tensor))
             return None if place is None else PackedSavedTensor(place[0], tensor, place[1])
         unit = self.parameter_cache.unit_behind(tensor)
         return None if unit is None or unit.flat is None else PackedSavedTensor(unit, tensor)

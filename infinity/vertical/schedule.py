@@ -31,7 +31,8 @@ class VerticalSchedule:
     def __init__(self, context: StepContext) -> None:
         self._on = context
         self._selector = context.selector
-        self._interception = Interception(context.parameter_map, context.module_hooks, context.blocks)
+        self._map = context.coordinator.parameter_map
+        self._interception = Interception(self._map, context.module_hooks, context.blocks)
         self._start: StepStart | None = None
         self._step: VerticalStep | None = None
         """The step under way."""
@@ -61,7 +62,7 @@ class VerticalSchedule:
         )
 
     def _hooks_of_the_user(self) -> str | None:
-        for unit in self._on.parameter_map.units:
+        for unit in self._map.units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 # One hook is the engine's own; a second one is the user's.
                 if slot.spec.is_trainable and len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
@@ -104,15 +105,14 @@ class VerticalSchedule:
         """Trainable parameters outside of blocks that exactly two modules share, such as a tied embedding."""
         # Their gradients are joined micro-batch by micro-batch: see [Note: parts] in `infinity.vertical.sums`. One part
         # per micro-batch waits as an activation checkpoint, so two of them have to fit into host memory.
-        on, hooks = self._on, self._on.parameter_map
-        capacity_bytes = on.activation_bytes if on.device.uses_host_memory else None
+        capacity_bytes = self._on.activation_bytes if self._on.device.uses_host_memory else None
         found: list[Key] = []
-        for unit in hooks.units if capacity_bytes is not None else ():
+        for unit in self._map.units if capacity_bytes is not None else ():
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 fits = _NUM_IN_MEMORY * parameter.numel() * parameter.itemsize <= (capacity_bytes or 0)
                 if slot.spec.is_trainable and fits and unit.index not in self._interception.unit_indices:
                     found.append((unit.index, slot.index))
-        owners = hooks.num_owners()
+        owners = self._map.num_owners()
         return [key for key in found if owners.get(key) == 2]
 
     def _run(
@@ -121,7 +121,7 @@ class VerticalSchedule:
         on = self._on
         on.module_hooks.follow_compilation()
         # Before anything of the step: from here it can be repeated.
-        self._start = StepStart(on.parameter_map.model, on.device.torch_device, self._start)
+        self._start = StepStart(self._map.model, on.device.torch_device, self._start)
         is_trial = not self._selector.is_proven
         step = VerticalStep(on, self._interception, options, is_trial=is_trial)
         resumed_bytes = on.stepper.gradients.resumed_bytes

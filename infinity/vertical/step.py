@@ -29,7 +29,6 @@ from infinity.loop.module_hooks import ModuleHooks
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.loop.phase import Phase, PhaseGuard
 from infinity.loop.vertical_forward import VerticalForward, present
-from infinity.paging.parameter_map import ParameterMap
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
@@ -47,7 +46,6 @@ from infinity.vertical.thread_state import RandomState
 class StepContext:
     """The parts of an engine that vertical steps work with."""
 
-    parameter_map: ParameterMap
     module_hooks: ModuleHooks
     coordinator: ParameterCoordinator
     stepper: Stepper
@@ -117,7 +115,7 @@ class VerticalStep:
         self._updates_now = self._updates_in_backward and not self.is_trial
         self._vertical_forward = VerticalForward(coordinator.parameter_cache, interception.unit_indices)
         self._sums = UnitSums(self._on.stepper, self._on.device, self._updates_now, self._options.step)
-        self._units = {unit.index: unit for unit in self._on.parameter_map.units}
+        self._units = coordinator.parameter_map.units
 
     # -------------------------------------------------------------------------------------------------------- the step
 
