@@ -29,7 +29,8 @@ class _HooksOfModule:
     """The hooks of one module."""
 
     _coordinator: ParameterCoordinator
-    _units: list[Unit]
+    _unit: Unit | None
+    """The unit that a call enters."""
     _owned: list[tuple[Unit, list[Slot]]]
     _looked_at: list[Unit]
     """Units whose parameters the module reads before it calls its children, in evaluation: see `_with_fast_path`."""
@@ -39,31 +40,29 @@ class _HooksOfModule:
     """For the model itself: all hooks."""
     _is_inside: bool
     """Of a block."""
-    entered: dict[int, list[int | None]] = field(default_factory=dict)
-    """Thread -> for each running call of the module (it may call itself) the number of units entered; None: it was
+    entered: dict[int, list[bool | None]] = field(default_factory=dict)
+    """Thread -> for each running call of the module (it may call itself) whether it has entered the unit; None: it was
     refused."""
 
     def before(self, module: nn.Module, args: Any) -> None:
-        of_model = self._of_model
+        of_model, unit = self._of_model, self._unit
         if of_model is not None:
             self._before_root(module, of_model)
         # A script calls a module inside a block by itself: gradients of the block's parameters may then come in parts.
-        if self._is_inside and not self._coordinator.is_computing and torch.is_grad_enabled():
-            for unit in self._units:
-                self._coordinator.backwards.collector.on_partial_gradients(unit, by_script=True)
+        if self._is_inside and unit is not None and not self._coordinator.is_computing and torch.is_grad_enabled():
+            self._coordinator.backwards.collector.on_partial_gradients(unit, by_script=True)
         is_outermost = self._coordinator.begin_forward(is_root=of_model is not None)
         entered = self.entered.setdefault(get_ident(), [])
         # After `begin_forward`, which may refuse the call: then `after` finds nothing to leave.
-        entered.append(0)
+        entered.append(False)
         if of_model is not None and is_outermost:
             of_model.follow_compilation()
         if self._coordinator.is_training_forward:
-            for unit, slots in self._owned:
-                self._coordinator.backwards.collector.on_module_call(unit, slots)
-        for number, unit in enumerate(self._units, start=1):
+            for owner, slots in self._owned:
+                self._coordinator.backwards.collector.on_module_call(owner, slots)
+        if unit is not None:
             self._coordinator.enter(unit)
-            # Counted one by one: `after` leaves those that were entered if the next one fails.
-            entered[-1] = number
+            entered[-1] = True
         evaluates = not module.training and not torch.is_grad_enabled()
         if self._looked_at and evaluates and self._coordinator.parameter_cache.has_room(self._looked_at):
             # Opening them is enough: in a forward they stay bound after `held`, until unused units are closed.
@@ -92,14 +91,14 @@ class _HooksOfModule:
         entered = self.entered.get(me)
         if not entered:
             return
-        num_entered = entered.pop()
+        has_entered = entered.pop()
         if not entered:
             del self.entered[me]
-        if num_entered is None:
+        if has_entered is None:
             return
         try:
-            for unit in reversed(self._units[:num_entered]):
-                self._coordinator.leave(unit)
+            if has_entered and self._unit is not None:
+                self._coordinator.leave(self._unit)
         finally:
             self._coordinator.end_forward()
 
@@ -250,7 +249,8 @@ class ModuleHooks:
         own = [] if is_inside else self._own_slots(module)
         first = self._units_in(_with_fast_path(module))
         of_model = self if is_root else None
-        hooks = _HooksOfModule(self._coordinator, self._entered_by(module), own, first, keep_alive, of_model, is_inside)
+        unit = next(iter(self._entered_by(module)), None)
+        hooks = _HooksOfModule(self._coordinator, unit, own, first, keep_alive, of_model, is_inside)
         self._hooks.append(hooks)
         handles = self._handles if is_root else self._call_handles
         before = _BoundHook(hooks.before, comes_before=True)
