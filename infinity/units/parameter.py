@@ -500,6 +500,14 @@ def set_plain_data(tensor: torch.Tensor, values: torch.Tensor) -> None:
         _DATA_FIELD.__set__(tensor, values)
 
 
+def alias(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor over the parameter's data, with a version of its own: see [Note: seen by version]."""
+    # Not made as a view: a view holds its base tensor, and through that the flat buffer's memory.
+    made = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    set_plain_data(made, plain_data(parameter))
+    return made
+
+
 AUTOGRAD_FIELD: Any = torch.Tensor.grad
 """The gradient that autograd has: `plain_grad` and `set_plain_grad` read and write it."""
 
