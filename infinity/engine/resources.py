@@ -22,17 +22,8 @@ from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.state_store import PagedStateStore, ResidentStateStore, StateStore
 from infinity.tiers.user_copies import PutAside
 from infinity.tiers.weight_store import WeightStore
-from swapper import (
-    BackendUnavailableError,
-    BusyTimes,
-    RunDirectory,
-    StagingPool,
-    Swapper,
-    TransferRecord,
-    Versions,
-    VolumeError,
-)
-from swapper.errors import VolumeTooSmallError, limit_cure
+from swapper import BusyTimes, RunDirectory, StagingPool, Swapper, TransferRecord, Versions
+from swapper.errors import BackendUnavailableError, VolumeError, VolumeTooSmallError, limit_cure
 from swapper.volumes.directory import Directory
 
 logger = logging.getLogger(__name__)
