@@ -69,7 +69,7 @@ class Engine(Relayout):
         self._coordinator = parts.coordinator
         self._reporter = parts.reporter
         self._backwards = parts.backwards
-        self.run_module = ModelCall(self.module, self.config, parts.device.torch_device, parts.reporter.on_micro_batch)
+        self.run_module = ModelCall(self.module, self.config, parts.device.torch_device, parts.reporter)
         self._train_batch = TrainBatch(self, self._vertical, self._reporter)
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.timeline)
         self._backwards.collector.watch(parts.module_hooks.handles_of_others)
