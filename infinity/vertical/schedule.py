@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -72,22 +73,13 @@ class VerticalSchedule:
         return None
 
     def run(
-        self,
-        compute_losses: Sequence[Callable[[], torch.Tensor]],
-        step: int,
-        *,
-        divisor: int | None = None,
-        updates: bool = True,
-        keeps_bits: bool = False,
+        self, compute_losses: Sequence[Callable[[], torch.Tensor]], options: StepOptions
     ) -> list[torch.Tensor] | str:
         """Run forward and backward of all micro-batches.
 
         Args:
             compute_losses: one function per micro-batch, which runs the model and returns the loss.
-            step: the number of the step.
-            divisor: of each loss; None: the number of losses.
-            updates: whether a unit may be updated before all gradients of the step have come.
-            keeps_bits: whether results must have the bits of one micro-batch after the other.
+            options: all but the tied parameters, which are looked for here.
 
         Returns:
             The losses, detached. Or the reason why the step must go in the ordinary order. Then the model and the
@@ -95,11 +87,10 @@ class VerticalSchedule:
         """
         with self._on.coordinator.lock.held("engine.train_batch()"):
             # Looked for again in each trial: the model may have been changed since.
-            if keeps_bits and not self._selector.is_proven:
+            if options.keeps_bits and not self._selector.is_proven:
                 self._tied = self._find_tied()
-            tied = self._tied if keeps_bits else ()
-            options = StepOptions(step, divisor or len(compute_losses), updates, keeps_bits, tied)
-            return self._run(compute_losses, options)
+            tied = self._tied if options.keeps_bits else ()
+            return self._run(compute_losses, replace(options, tied=tied))
 
     def _find_tied(self) -> list[Key]:
         """Trainable parameters outside of blocks that exactly two modules share, such as a tied embedding."""
