@@ -12,7 +12,7 @@ from infinity import Engine
 
 def state_of(engine: Engine, parameter: torch.Tensor) -> dict[str, Any]:
     """Copies of the main weight ("weight": fp32, on the CPU) and the optimizer's state, in the parameter's shape."""
-    keeper = engine._consistent
+    keeper = engine._parts.consistent
     return {**keeper.gather_state(parameter), "weight": keeper.gather_main_weight(parameter)}
 
 

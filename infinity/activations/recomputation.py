@@ -26,19 +26,19 @@ class RecomputedForward(InPlaceOfMethod):
     def __init__(
         self,
         module: nn.Module,
-        forward: Callable[..., Any],
         inside_module: Callable[[Sequence[Unit]], AbstractContextManager[None]],
         units: Sequence[Unit],
     ) -> None:
         """
         Args:
             module: the block.
-            forward: its forward without checkpointing.
             inside_module: `ParameterCoordinator.inside_module`; holds the units while forward runs again.
             units: those that the block's hooks enter.
         """
+        forward = module.forward
         super().__init__(module, "forward", forward)
         self.forward = forward
+        """That of the block without checkpointing."""
         self._inside_module = inside_module
         self._units = list(units)
         self._layer = layer_of(module)

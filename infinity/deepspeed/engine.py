@@ -19,8 +19,8 @@ from infinity.deepspeed.contents.timers import ThroughputTimer, Timers
 from infinity.distributed.agreement import gather_results
 from infinity.distributed.part_folders import folder_of
 from infinity.distributed.process_groups import local_rank
+from infinity.engine.checkpoint_calls import check_directory
 from infinity.engine.engine import Engine
-from infinity.engine.export_calls import check_directory
 from infinity.engine.loop_settings import NO_COMM_HOOKS
 from infinity.engine.parts import Parts
 from infinity.errors import StepError

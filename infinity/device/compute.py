@@ -423,9 +423,7 @@ def _register_with_driver(torch_device: torch.device, address: int, num_bytes: i
 
 def device_for(torch_device: torch.device) -> ComputeDevice:
     """The compute device of a torch device: CPU or CUDA."""
-    if torch_device.type == "cuda":
-        return CudaDevice(torch_device)
-    return ComputeDevice(torch_device)
+    return CudaDevice(torch_device) if torch_device.type == "cuda" else ComputeDevice(torch_device)
 
 
 def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import time
 import weakref
 
-import torch
-
 from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
 
 _PAUSE_SECONDS = 0.001
@@ -24,6 +22,8 @@ class FlatPool:
 
     def __init__(self, device: ComputeDevice, capacity_bytes: int) -> None:
         self._device = device
+        self.torch_device = device.torch_device
+        """Where its memory is."""
         self._free: list[FlatBuffer] = []
         self._in_use: dict[weakref.ref[FlatBuffer], int] = {}
         """Bytes of each buffer in use: less than its size after `release_front`. Weak references, because an interrupt
@@ -32,11 +32,6 @@ class FlatPool:
         """See [Note: quarantine]."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
-
-    @property
-    def torch_device(self) -> torch.device:
-        """Where its memory is."""
-        return self._device.torch_device
 
     @property
     def free_bytes(self) -> int:

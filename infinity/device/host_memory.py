@@ -124,23 +124,15 @@ def memory_limits() -> list[MemoryLimit]:
         # Lines are "number:controllers:path". Version 1: "9:memory:/docker/abc". Version 2: "0::/user.slice/job.scope".
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            root, limit_name, usage_name, cache_key = (
-                _CGROUP_V1,
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
+            root, names = _CGROUP_V1, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         elif not controllers:
-            root, limit_name, usage_name, cache_key = _CGROUP_V2, "memory.max", "memory.current", "inactive_file"
+            root, names = _CGROUP_V2, ("memory.max", "memory.current", "inactive_file")
         else:
             continue
         folder = root / path.lstrip("/")
         # Each group up to the root may have a limit, and the tightest one counts.
-        while folder.is_relative_to(root):
-            limit = _limit(folder, limit_name, usage_name, cache_key)
-            if limit is not None:
-                found.append(limit)
-            folder = folder.parent
+        groups = [group for group in (folder, *folder.parents) if group.is_relative_to(root)]
+        found += [limit for group in groups if (limit := _limit(group, *names)) is not None]
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import TypeVar
 
 from torch import nn
@@ -59,9 +58,8 @@ def build(
     )
     # Undo runs in reverse: hooks go first, then buffers and parameters become ordinary again, then the optimizer gets
     # its states back. All of that is read from the engine's storage, so the engine is closed last. It does not exist
-    # yet when its close is pushed, hence the list.
-    built: list[EngineClass] = []
-    undo.callback(_close, built)
+    # yet, hence a stack for its close.
+    built = undo.enter_context(contextlib.ExitStack())
     undo.callback(wrapped_optimizer.restore_states, parts.access.state)
     undo.callback(originals.restore)  # what is paged out comes back, as far as it can be read
     undo.callback(restore_buffers, buffers_of(model))
@@ -71,14 +69,9 @@ def build(
         engine = engine_class(parts.config, parts)
     else:
         engine.relay(parts)
-    built.append(engine)
+    built.callback(engine.close, restore_weights=False)
     buffers.apply(device.torch_device)
     parts.module_hooks.handles_of_others.append(buffers.explain_failures())
     # The originals were freed unit by unit, and the heap keeps their memory in gaps.
     trim_heap()
     return engine, originals
-
-
-def _close(engines: Sequence[Engine]) -> None:
-    for engine in engines:
-        engine.close(restore_weights=False)

@@ -11,8 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +28,7 @@ from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving, Trai
 from infinity.distributed.agreement import agree, gather_results, on_rank_0
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.part_folders import check_parts, common_tag, folder_of
-from infinity.engine.export_calls import ExportCalls, check_directory
+from infinity.engine.loop_settings import LoopSettings
 from infinity.errors import CheckpointError, StepError
 from infinity.loop.phase import PhaseGuard
 from infinity.numerics.random_states import random_states, set_random_states
@@ -42,10 +45,10 @@ _OTHER_RANKS = "ranks"
 _MOST_TAGS = 8
 
 
-class CheckpointCalls(ExportCalls):
+class CheckpointCalls(LoopSettings):
     """Part of the engine: checkpoints."""
 
-    _saving: BackgroundSave | None
+    _saving: BackgroundSave | None = None
     _is_saving = False
     """Whether a background save was begun, on some rank, and `wait_for_checkpoint` was not called since."""
     _is_missing_ok = False
@@ -432,12 +435,8 @@ class CheckpointCalls(ExportCalls):
         """Everything but tensors: counters, random generators, loader position, scheduler, and modules' extra
         states."""
         # Also what a durable run commits: see `DurableRun._outside`.
-        training_state: dict[str, Any] = {
-            "counters": self.counters(),
-            EXTRA_STATES: extra_states(self.module),
-            **self._own(),
-        }
-        return training_state | state_of_scheduler(self.lr_scheduler)
+        state: dict[str, Any] = {"counters": self.counters(), EXTRA_STATES: extra_states(self.module), **self._own()}
+        return state | state_of_scheduler(self.lr_scheduler)
 
     def _own(self) -> dict[str, Any]:
         """Random generators and loader position of this rank."""
@@ -456,6 +455,22 @@ class CheckpointCalls(ExportCalls):
         self._num_saved_steps = self.global_steps
         if with_loss_scale:  # DeepSpeed has it among the optimizer's states
             self._parts.stepper.scaler.load_state(counters["loss_scale"])
+
+
+def check_directory(directory: str | Path | None) -> None:
+    """Refuse an empty directory, or the address of a store, for which a local directory of that name would be made.
+
+    Raises:
+        ValueError: it is one of these.
+    """
+    if not directory or not os.fspath(directory):  # None, as well
+        raise ValueError('the directory is empty. Pass one; "." is the current one')
+    # Path("s3://bucket") becomes "s3:/bucket", hence one slash in the pattern.
+    if re.match(r"[a-z][a-z0-9]+:/", os.fspath(directory)):
+        raise ValueError(
+            f"'{directory}' is an address, not a directory. Pass a local directory, and copy from or to the store "
+            "yourself"
+        )
 
 
 def _cure_of_missing(directory: Path, tag: str | None) -> str:
@@ -481,6 +496,7 @@ def _step(folder: Path) -> int:
     return int(Checkpoint(folder).training_state()["counters"]["global_steps"])
 
 
+@dataclass(eq=False)
 class _Changing(contextlib.AbstractContextManager[None]):
     """Keeps several ranks together through a load: up to the ``with`` block, an error on one leaves all of them
     unchanged.
@@ -488,11 +504,12 @@ class _Changing(contextlib.AbstractContextManager[None]):
     An error inside the block leaves weights of two trainings, on all ranks. Then the phase guard refuses to train on.
     """
 
-    def __init__(self, guard: PhaseGuard, folder: Path, ranks: Ranks, what: str) -> None:
-        self._guard = guard
-        self._folder = folder
-        self._ranks = ranks
-        self._what = what
+    _guard: PhaseGuard
+    _folder: Path
+    _ranks: Ranks
+    _what: str
+
+    def __post_init__(self) -> None:
         # `load` calls `agree` twice. First when it has looked at the checkpoint: nothing has changed on any rank. Then
         # `__enter__` does, when optimizers have changed and weights have not.
         self._ahead = ["the optimizer", "the model"]

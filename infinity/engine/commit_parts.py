@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.engine.planned import Planned
 from infinity.errors import ModelError, listed
 from infinity.numerics.plain_data import pack
+from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.units.buffers import write_buffer
 
 _MOST_SHOWN = 4  # differences that an error lists
@@ -32,7 +34,7 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
     had, has = found["buffers"], wanted["buffers"]
     # 0 stands for a missing buffer, because None is one that the module holds as None.
     problems += [f"buffer '{fqn}' is not the model's" for fqn in {**had, **has} if had.get(fqn, 0) != has.get(fqn, 0)]
-    # In the order of the list that `check_same_layout` makes. The last one is only there for packed weights.
+    # In the order of the list that `layout_of` makes. The last one is only there for packed weights.
     words = ("unit", "shape", "strides", "dtype", "trainable", "states", "frozen_dtype")
     for fqn in new:
         if fqn in old and old[fqn] != new[fqn]:
@@ -51,6 +53,34 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
             f"the durable run in '{where}' belongs to another training: {listed(problems, '; ', _MOST_SHOWN)}",
             cure="Make model, optimizer and config as they were, or name another infinity.durable_path",
         )
+
+
+def layout_of(plan: Planned, wrapped_optimizer: WrappedOptimizer, model: nn.Module) -> dict[str, Any]:
+    """What must be the same to resume from a commit, as JSON: see `check_layout`."""
+    form = plan.request.record_format
+    parameters = {
+        slot.spec.fqn: [
+            unit.name,
+            list(slot.spec.shape),
+            list(slot.spec.stride),
+            str(slot.spec.dtype),
+            slot.spec.is_trainable,
+            list(plan.names[unit.index]) if slot.spec.is_trainable else [],
+            *([] if slot.spec.packed is None else [slot.spec.packed]),
+        ]
+        for unit in plan.units
+        for slot in unit.layout.slots
+    }
+    return {
+        "parameters": parameters,
+        "records": [str(form.weight_dtype), form.main.value, form.states.value],
+        "optimizer": wrapped_optimizer.name,
+        "groups": [
+            [wrapped_optimizer.fqn(parameter) for parameter in group["params"]]
+            for group in wrapped_optimizer.param_groups
+        ],
+        "buffers": persistent_buffers_of(model),
+    }
 
 
 def packed(training_state: Mapping[str, Any]) -> bytes:

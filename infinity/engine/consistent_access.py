@@ -14,7 +14,7 @@ from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.stored_weights import StoredWeights
 from infinity.distributed.collectives import Ranks
 from infinity.engine.resources import EngineResources
-from infinity.loop.parameter_coordinator import ParameterCoordinator, Preconditions
+from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.threads.engine_lock import locked
 from infinity.updates.stream import UpdateStream
 
@@ -34,14 +34,13 @@ class ConsistentAccess:
     _stored: StoredWeights
     _stream: UpdateStream
     _storage: EngineResources
-    _preconditions: Preconditions
     data_ranks: Ranks
     num_loads: int = 0
 
     @locked
     def flush(self) -> None:
         """See `Engine.flush`."""
-        self._preconditions.check_consistent()
+        self._coordinator.preconditions.check_consistent()
         # First the updates, which write; then what the user has written into gathered weights, on top of them; then the
         # drives. Afterwards buffers may be taken note of, since all has arrived.
         clock, parameter_cache = self._coordinator.clock, self._coordinator.parameter_cache

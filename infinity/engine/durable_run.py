@@ -26,24 +26,28 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from infinity.checkpoint.training_state_checks import check_counters, check_groups, check_states
 from infinity.config.resolved import DurableSection, InfinityConfig
 from infinity.distributed.agreement import agree, gather_results
 from infinity.distributed.collectives import Ranks
+from infinity.distributed.world import world
 from infinity.engine import commit_parts
+from infinity.engine.planned import Planned
 from infinity.engine.resources import EngineResources
 from infinity.errors import InfinityError, ModelError, StepError, StorageError
 from infinity.numerics.plain_data import UNREADABLE, unpack
 from infinity.numerics.random_states import check_random_states, set_random_states
 from infinity.optim.scheduler_state import scheduler_with
+from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.paging.parameter_cache import ParameterCache
 from infinity.tiers.state_store import PagedStateStore
 from infinity.units.extra_states import EXTRA_STATES, set_extra_states
-from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from infinity.updates.stream import UpdateStream
 from infinity.version import __version__
@@ -165,32 +169,31 @@ class DurableRun:
         section = dataclasses.replace(config.infinity, staging_buffer_bytes=self._header["page_bytes"])
         return dataclasses.replace(config, infinity=section)
 
-    def check(self, layout: Mapping[str, Any], staging_buffer_bytes: int, shard: tuple[int, int]) -> None:
+    def check(self, plan: Planned, wrapped_optimizer: WrappedOptimizer, model: nn.Module) -> None:
         """Check that the newest commit is of this training. Nothing has been written yet.
-
-        Args:
-            layout: all that must be the same to resume from a commit, as JSON.
-            staging_buffer_bytes: size of the buffers, on which the records' layout depends.
-            shard: (index, number) of this process's shard of the states.
 
         Raises:
             ModelError: it is of another training; the message lists the differences.
         """
-        self._layout = {**layout, "processes": self._ranks.num, "share": list(shard)}
-        self._staging_buffer_bytes = staging_buffer_bytes
+        shard = [plan.shards.index, plan.shards.num]
+        layout = commit_parts.layout_of(plan, wrapped_optimizer, model)
+        self._layout = {**layout, "processes": self._ranks.num, "share": shard}
+        # The layout of records depends on the size of the buffers.
+        self._staging_buffer_bytes = plan.placement.staging_buffer_bytes
+        self._units = plan.units
         if self._header is not None:
             with self._reading():
                 self._check_header(self._header, shard)
 
-    def _check_header(self, header: Mapping[str, Any], shard: tuple[int, int]) -> None:
+    def _check_header(self, header: Mapping[str, Any], shard: list[int]) -> None:
         num_before = header["layout"]["processes"]
         if num_before != self._ranks.num:
             raise ModelError(
                 f"the durable run in '{self._path.parent}' is of {num_before} processes, not {self._ranks.num}",
                 cure=f"Start {num_before}, or name another infinity.durable_path and load a checkpoint there: any number can",
             )
-        before = header["layout"].get("share", [*shard])
-        if before != [*shard]:
+        before = header["layout"].get("share", shard)
+        if before != shard:
             raise ModelError(
                 f"the durable run in '{self._path.parent}' divides states among {before[1]} processes, not {shard[1]}",
                 cure="Set zero_optimization.stage and the mesh as they were, or name another "
@@ -207,11 +210,9 @@ class DurableRun:
     def connect(
         self,
         storage: EngineResources,
-        units: Sequence[Unit],
         states: Mapping[tuple[int, int], ParameterState],
         parameter_cache: ParameterCache,
         stream: UpdateStream,
-        waiting: Callable[[str], Any],
     ) -> None:
         """Connect the parts whose contents are committed. Protect present commits, and restore the newest one's bytes.
 
@@ -223,8 +224,7 @@ class DurableRun:
             raise RuntimeError("a durable run without versions of its states")
         # Set here, not in the constructor: storage is opened for a plan, and the plan needs `adapted`.
         self._versions, self._records = storage.versions, storage.records
-        self._units, self._states, self._parameter_cache, self._waiting = units, states, parameter_cache, waiting
-        self._stream = stream
+        self._states, self._parameter_cache, self._stream = states, parameter_cache, stream
         if self._header is not None:
             if self._header["places"] != self._places():
                 raise ModelError(
@@ -293,7 +293,7 @@ class DurableRun:
         if self._is_consistent:
             return
         try:
-            with self._waiting("commit"):
+            with self._parameter_cache.clock.waiting("commit"):
                 # The commit waits for all updates. A deferred one would wait until its unit is needed.
                 self._stream.release_all()
                 self._versions.wait()
@@ -532,6 +532,17 @@ class DurableRun:
         return StorageError(
             self._path, f"holds a durable run {problem}: {error}", cure=cure, key="infinity.durable_path"
         )
+
+
+def durable_run_of(config: InfinityConfig, undo: contextlib.ExitStack) -> tuple[DurableRun | None, InfinityConfig]:
+    """The durable run, if the config asks for one; and the config with the run's sizes."""
+    if config.infinity.durable is None:
+        return None, config
+    section = config.infinity.durable.of_rank(world().index, world().num)
+    durable = DurableRun(config, section, world())
+    undo.callback(durable.directory.close)
+    infinity = dataclasses.replace(config.infinity, durable=section)
+    return durable, durable.adapted(dataclasses.replace(config, infinity=infinity))
 
 
 def _header_of(head: bytes) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The engine: the object that a training loop calls.
 
 This file has the loop, the optimizer's step and closing. The classes that `Engine` extends have the other methods, one
-file for each class. `Relayout`: parameters added later. `CheckpointCalls`: checkpoints. `ExportCalls`: exports.
+file for each class. `Relayout`: parameters added later. `ExportCalls`: exports. `CheckpointCalls`: checkpoints.
 `LoopSettings`: counters, sizes and a loader. `ModuleFacade`: the model's own names. Weights and states are read through
 `ConsistentAccess`.
 """
@@ -23,7 +23,7 @@ from infinity.config import InfinityConfig
 from infinity.engine.parts import Parts
 from infinity.engine.relayout import MakeParts, Relayout
 from infinity.engine.run_notes import RunNotes
-from infinity.engine.shutdown import Shutdown, leave
+from infinity.engine.shutdown import Shutdown
 from infinity.engine.train_batch import LossFunction, TrainBatch
 from infinity.errors import StepError
 from infinity.loop.batches import ModelCall
@@ -33,7 +33,6 @@ from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer
 from infinity.optim.scheduler_state import step_arguments
 from infinity.threads.engine_lock import locked, refuse_in_between
-from infinity.vertical.schedule import VerticalSchedule
 from swapper.sync.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,6 @@ class Engine(Relayout):
         # Without groups there is nothing to train, and `_check_optimizer` says so.
         self.optimizer = self._paged if parts.wrapped_optimizer.param_groups else None
         self._has_warned_of_dropping = False
-        self._saving = None
         self._untile: Callable[[], None] = lambda: None
         self._passed: PassedOptimizer | None = None
         self._style = parts.style
@@ -67,16 +65,11 @@ class Engine(Relayout):
         _engines.add(self)
 
     def _connect(self, parts: Parts) -> None:
-        """Use these parts: in the constructor, and again after a relayout."""
-        self._parts = parts
+        super()._connect(parts)
         self._coordinator = parts.coordinator
-        self._stepper = parts.stepper
         self._reporter = parts.reporter
-        self._guard = parts.guard
         self._backwards = parts.backwards
-        self._consistent = parts.consistent
-        self.run_module = ModelCall(self.module, self.config, parts.device.torch_device, parts.reporter.on_micro_batch)
-        self._vertical = VerticalSchedule(parts.vertical, self._backwards, self._guard)
+        self.run_module = ModelCall(self.module, self.config, parts.device.torch_device, parts.reporter)
         self._train_batch = TrainBatch(self, self._vertical, self._reporter)
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.timeline)
         self._backwards.collector.watch(parts.module_hooks.handles_of_others)
@@ -527,24 +520,11 @@ class Engine(Relayout):
                 rest.callback(self._shutdown.abort)  # an interrupt has cut off an attempt to close
             elif restores or self._guard.is_consistent:
                 # If `restores` is True, the user wants the weights, even those between two steps.
-                leave(
-                    self._parts.parameter_map.units,
-                    self.device,
-                    self.flush,
-                    restore,
-                    self._agree_on_room,
-                    is_wanted=restores,
-                    has_unsaved=self.global_steps > self._num_saved_steps,
-                )
+                self._leave_weights(restores, restore)
             else:
                 # In reverse: the save ends first, because after `abort` nobody gets a staging buffer.
                 rest.callback(self._shutdown.abort)
                 rest.callback(self._finish_saving)
-
-    def _agree_on_room(self, has_room: bool) -> bool:
-        if not self._parts.exchange.is_divided:
-            return has_room
-        return all(found for (found,) in self._mesh.data.all_gather_ints("closing the engine", [has_room]))
 
     def _has_states(self) -> bool:
         """Whether the optimizer has states; if that cannot be read, whether a step was made."""

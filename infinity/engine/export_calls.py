@@ -1,12 +1,15 @@
-"""What an engine gives others: weights in files or one after the other, and its memory while another engine generates."""
+"""What an engine gives others: weights in files or one after the other, and its memory while another engine generates.
+
+[Note: weights at the end]
+After a ``with engine:`` block you expect a model with its weights. So the weights are copied back into the model, which
+is an ordinary one again, if there is room for them. If there is no room, and nobody has saved them, a warning says so.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import logging
-import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,8 +18,9 @@ import torch
 from infinity.checkpoint.safetensors_export import Weights, all_entries, save_pretrained, save_units
 from infinity.checkpoint.safetensors_file import Entry
 from infinity.config.schema.quantities import parse_bytes
+from infinity.device.host_memory import free_bytes
 from infinity.distributed.part_folders import check_apart
-from infinity.engine.loop_settings import LoopSettings
+from infinity.engine.checkpoint_calls import CheckpointCalls, check_directory
 from infinity.errors import StepError, format_bytes
 from infinity.loop.phase import Phase
 from infinity.threads.engine_lock import locked
@@ -25,9 +29,11 @@ from swapper import AlignedRegion
 from swapper.sync.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
+_SHARE = 2
+"""Weights are restored unasked if they take at most 1 / `_SHARE` of the free memory: the script needs some, too."""
 
 
-class ExportCalls(LoopSettings):
+class ExportCalls(CheckpointCalls):
     """Part of the engine: exports.
 
     Each method that saves makes the directory if it is missing. If process or machine goes down, the directory holds the
@@ -37,9 +43,6 @@ class ExportCalls(LoopSettings):
     """
 
     _has_warned_of_adapters = False
-
-    def wait_for_checkpoint(self) -> None:
-        raise NotImplementedError
 
     # ---------------------------------------------------------------------------------- beside an engine that generates
 
@@ -148,9 +151,8 @@ class ExportCalls(LoopSettings):
                 if began != (self._parts, self.global_steps):
                     cure = "Call engine.iter_weights() again, and read it to the end before the next step"
                     raise StepError.order("engine.iter_weights()", "a step was made since the first tensor", cure=cure)
-                copy = self._copy_for_iteration(
-                    entry, dtype, is_last=following is None or following.origin is not entry.origin
-                )
+                is_last = following is None or following.origin is not entry.origin
+                copy = self._copy_for_iteration(entry, dtype, is_last=is_last)
             yield entry.names[0], copy  # without the lock: whoever gets it may use the engine
 
     def _copy_for_iteration(self, entry: Entry, dtype: torch.dtype | None, *, is_last: bool) -> torch.Tensor:
@@ -307,18 +309,41 @@ class ExportCalls(LoopSettings):
             self.config.infinity.progress_bars,
         )
 
+    # --------------------------------------------------------------------------------------------------------- the model
 
-def check_directory(directory: str | Path | None) -> None:
-    """Refuse an empty directory, or the address of a store, for which a local directory of that name would be made.
+    def _leave_weights(self, is_wanted: bool | None, restore: Callable[[], None]) -> None:
+        """Finish pending updates, and copy the weights back into the model: see [Note: weights at the end].
 
-    Raises:
-        ValueError: it is one of these.
-    """
-    if not directory or not os.fspath(directory):  # None, as well
-        raise ValueError('the directory is empty. Pass one; "." is the current one')
-    # Path("s3://bucket") becomes "s3:/bucket", hence one slash in the pattern.
-    if re.match(r"[a-z][a-z0-9]+:/", os.fspath(directory)):
-        raise ValueError(
-            f"'{directory}' is an address, not a directory. Pass a local directory, and copy from or to the store "
-            "yourself"
-        )
+        Args:
+            is_wanted: True: restore the weights, and raise errors. None: restore them if they take at most half of the
+                free memory. False: do not.
+            restore: makes the model an ordinary one.
+        """
+        if is_wanted:
+            self.flush()
+            restore()
+            return
+        num_bytes, free = sum(unit.num_bytes for unit in self._parts.parameter_map.units), 0
+        if is_wanted is None:
+            free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else free_bytes()
+        has_room = num_bytes <= free // _SHARE
+        try:
+            self.flush()
+            if is_wanted is None:
+                if self._parts.exchange.is_divided:  # then all ranks that have shards of the weights need room
+                    of_ranks = self._mesh.data.all_gather_ints("closing the engine", [has_room])
+                    has_room = all(has_it for (has_it,) in of_ranks)
+                if has_room:
+                    restore()
+        except Exception:  # the states go anyway
+            logger.warning(
+                "an update or write that was still pending failed while the engine was closed", exc_info=True
+            )
+        if is_wanted is None and not has_room and self.global_steps > self._num_saved_steps:
+            logger.warning(
+                "the trained weights are released with the engine: they take %s, which is more than half of the free "
+                "memory (%s). Next time, save them before (engine.save_16bit_model), or call "
+                "engine.close(restore_weights=True)",
+                format_bytes(num_bytes),
+                format_bytes(free),
+            )

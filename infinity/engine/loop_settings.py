@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,11 +18,9 @@ from infinity.engine.run_notes import RunNotes
 from infinity.errors import ConfigError, StepError
 from infinity.gradients.loss_scaler import LossScaler
 from infinity.loop.loader import make_loader
-from infinity.loop.phase import PhaseGuard
 from infinity.metrics import StepReport
 from infinity.metrics.monitors import Monitors
 from infinity.plan.plan import Plan
-from infinity.updates.stepper import Stepper
 from infinity.vertical.schedule import VerticalSchedule
 
 NO_COMM_HOOKS = (
@@ -53,14 +51,8 @@ class LoopSettings(ModuleFacade):
     micro_steps: int = _counter("micro_steps", "Calls of `step` so far.")
     skipped_steps: int = _counter("skipped_steps", "Steps that changed nothing, because gradients were not finite.")
     global_samples: int = _counter(
-        "global_samples",
-        "Samples of all steps so far, by the config's batch size, or else as the engine saw them.",
+        "global_samples", "Samples of all steps so far, by the config's batch size, or else as the engine saw them."
     )
-
-    _parts: Parts
-    _guard: PhaseGuard
-    _stepper: Stepper
-    _vertical: VerticalSchedule
 
     def __init__(self, config: InfinityConfig, parts: Parts) -> None:
         super().__init__(parts.parameter_map.model)
@@ -78,6 +70,13 @@ class LoopSettings(ModuleFacade):
         self._num_saved_steps = 0
         self._was_applied = False
         self._notes = RunNotes(None)
+
+    def _connect(self, parts: Parts) -> None:
+        """Use these parts: in the constructor, and again after a relayout."""
+        self._parts = parts
+        self._guard = parts.guard
+        self._stepper = parts.stepper
+        self._vertical = VerticalSchedule(parts.vertical)
 
     @staticmethod
     def _cure_of_absent(name: str) -> str:
@@ -112,7 +111,7 @@ class LoopSettings(ModuleFacade):
         self.counts.set_boundary(is_boundary)
 
     def _check_usable(self) -> None:
-        self._parts.preconditions.check_usable()
+        self._parts.coordinator.preconditions.check_usable()
 
     def _check_not_gathered(self, call: str) -> None:
         if self._parts.coordinator.num_gathered:
@@ -129,8 +128,7 @@ class LoopSettings(ModuleFacade):
             )
             raise StepError.order(call, problem, cure=cure)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, ``loss.backward()`` does not average gradients with other processes: the next backward outside, or the
         step, does.
 
@@ -139,8 +137,7 @@ class LoopSettings(ModuleFacade):
         Raises:
             StepError: it is inside such a block already.
         """
-        with self.counts.no_sync():
-            yield
+        return self.counts.no_sync()
 
     # --------------------------------------------------------------------------------------------------- what it shows
 

@@ -18,12 +18,13 @@ from infinity.checkpoint.stored_weights import StoredWeights
 from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import zeros_on
-from infinity.device.host_memory import HeapTrimmer, find_free_memory, process_bytes
+from infinity.device.host_memory import HeapTrimmer, process_bytes
 from infinity.distributed.collective_thread import CollectiveThread
 from infinity.distributed.meshes import Mesh
-from infinity.distributed.world import num_local_processes, world
+from infinity.distributed.world import world
 from infinity.engine.consistent_access import ConsistentAccess
-from infinity.engine.planned import check_same_layout, divide, durable_run_of, exchanges_momenta, make_plan
+from infinity.engine.durable_run import durable_run_of
+from infinity.engine.planned import exchanges_momenta, make_plan
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import wait_for_collected
 from infinity.gradients.gradient_exchange import GradientExchange
@@ -106,17 +107,10 @@ class Parts:
         self.mesh, self.wrapped_optimizer, self.device = mesh, wrapped_optimizer, device
         self.durable, config = durable_run_of(config, undo)
         self.timeline = Timeline(config.infinity.timeline) if config.infinity.timeline is not None else None
-        # Before anything is allocated: an "auto" budget is a share of what is free now.
-        free_memory = find_free_memory(
-            holds_activations=device.uses_host_memory,
-            num_processes=num_local_processes(),
-            is_unified=device.is_unified,
-        )
-        self._divided, config = divide(model, mesh, config)
-        self.plan = make_plan(model, config, wrapped_optimizer, device, free_memory, self._divided)
+        self.plan = make_plan(model, config, wrapped_optimizer, device, mesh)
         self.config, self.updater = self.plan.config, self.plan.updater
         if self.durable is not None:
-            check_same_layout(self.durable, self.plan, wrapped_optimizer, model, self._divided)
+            self.durable.check(self.plan, wrapped_optimizer, model)
         wait_for_collected()  # space of an engine that became garbage a moment ago
         self._open_storage(undo)
         self._make_weights(model)
@@ -132,19 +126,11 @@ class Parts:
 
     def _open_storage(self, undo: contextlib.ExitStack) -> None:
         """Memory, files, and the clock that measures waiting for them."""
-        plan, divided = self.plan, self._divided
-        self.storage = EngineResources(
-            self.config,
-            self.device,
-            plan.placement,
-            plan.request,
-            plan.sizes,
-            None if self.durable is None else self.durable.directory,
-            divided.shards if divided.has_parts_of_weights else None,
-            self._thread_for("weights") if divided.has_parts_of_weights else None,
-        )
+        run = None if self.durable is None else self.durable.directory
+        gathers = self._thread_for("weights") if self.plan.divides_weights else None
+        self.storage = EngineResources(self.plan, self.device, run, gathers)
         undo.callback(self.storage.close)
-        self.exchange = WeightExchange(self.mesh.data, divided.shards, self.storage.weights, self.device)
+        self.exchange = WeightExchange(self.mesh.data, self.plan.shards, self.storage.weights, self.device)
         self.clock = StepClock(self.device, self.timeline)
 
     def _thread_for(self, purpose: str) -> CollectiveThread:
@@ -243,9 +229,7 @@ class Parts:
         self.stream = self._make_stream()
         undo.callback(self.stream.close)
         if self.durable is not None:
-            self.durable.connect(
-                storage, plan.units, self._states, self._parameter_cache, self.stream, self.clock.waiting
-            )
+            self.durable.connect(storage, self._states, self._parameter_cache, self.stream)
         # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
         on_drives = resting_bytes(plan.sizes, plan.request, plan.placement)["nvme"]
         spills = any(on_drives.values()) or config.infinity.activations == "nvme"
@@ -278,7 +262,7 @@ class Parts:
 
     def _make_momenta(self) -> CompressedMomenta | None:
         """The momenta that 1-bit Adam exchanges in place of gradients; None for other optimizers."""
-        if not exchanges_momenta(self.plan, self._divided, self.wrapped_optimizer, is_durable=self.durable is not None):
+        if not exchanges_momenta(self.plan, self.mesh, self.wrapped_optimizer, is_durable=self.durable is not None):
             return None
         return CompressedMomenta(
             self.plan.units,
@@ -292,10 +276,10 @@ class Parts:
         )
 
     def _make_gradients(self, momenta: CompressedMomenta | None) -> ReducedGradients:
-        plan, config, storage, divided = self.plan, self.config, self.storage, self._divided
+        plan, config, storage = self.plan, self.config, self.storage
         exchange: GradientExchange | None = None
-        if divided.shards.is_divided:
-            exchange = GradientExchange(self._thread_for("gradients"), divided.shards, config.communication_dtype)
+        if plan.shards.is_divided:
+            exchange = GradientExchange(self._thread_for("gradients"), plan.shards, config.communication_dtype)
         dtype = torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32
         store = ReducedGradients(
             plan.units,
@@ -362,17 +346,18 @@ class Parts:
             self.stream.raise_error,
             storage.raise_pending,
         )
-        self.preconditions = Preconditions(checks, self.guard, self.backwards, self.groups, self.reporter)
+        preconditions = Preconditions(checks, self.guard, self.backwards, self.groups, self.reporter)
         # dict.fromkeys removes duplicates and keeps the order.
         copies = UserCopies(
             dict.fromkeys((*self.config.offload_optimizer.nvme_paths, *self.config.offload_param.nvme_paths))
         )
+        activations = self._activations()
         self.coordinator = ParameterCoordinator(
-            parameter_cache, lock, self.backwards, self.preconditions, copies, self._trimmer, self._activations()
+            parameter_map, parameter_cache, lock, self.backwards, preconditions, copies, self._trimmer, activations
         )
         self.access = StateAccess(parameter_map, self.coordinator, storage.records, self._states, self.stored)
         self.consistent = ConsistentAccess(
-            self.coordinator, self.access, self.stored, self.stream, storage, self.preconditions, self.mesh.data
+            self.coordinator, self.access, self.stored, self.stream, storage, self.mesh.data
         )
         blocks = tuple(find_blocks(parameter_map.model, self.config.infinity.units))
         recomputed = RecomputedForward if self.config.infinity.activation_checkpointing else None
@@ -384,11 +369,10 @@ class Parts:
             plan.plan(plan.placement, plan.reason_against, room_bytes, bandwidth_of(self.config))
         )
         self.vertical = StepContext(
-            parameter_map,
             self.module_hooks,
             self.coordinator,
             stepper,
-            self.clock,
+            self.guard,
             self.device,
             SpillSpace(storage.open_more),
             plan.placement.activation_bytes if self.device.uses_host_memory else None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -13,12 +12,10 @@ from torch import nn
 from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import on_drive
-from infinity.device.host_memory import FreeMemory
+from infinity.device.host_memory import find_free_memory
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.meshes import Mesh
-from infinity.distributed.world import world
-from infinity.engine.commit_parts import persistent_buffers_of
-from infinity.engine.durable_run import DurableRun
+from infinity.distributed.world import num_local_processes, world
 from infinity.errors import BudgetTooSmallError, ConfigError
 from infinity.machine.here import bandwidth_of
 from infinity.optim.classes import OneBitAdam
@@ -33,16 +30,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Divided:
-    """How ZeRO divides states and weights among processes, and which shard is this process's."""
-
-    mesh: Mesh
-    shards: Shards
-    has_parts_of_weights: bool
-    """Whether weights that do not stay in memory are divided among ranks, as in stage 3."""
-
-
-@dataclass(frozen=True)
 class Planned(PlanInputs):
     """The plan that an engine is built from: where weights, states and gradients are stored."""
 
@@ -54,6 +41,10 @@ class Planned(PlanInputs):
     NVMe."""
     chunks: list[tuple[Chunk, ...]]
     """For each unit, the chunks whose records this process keeps."""
+    shards: Shards
+    """Which part of the states is this process's."""
+    divides_weights: bool
+    """Whether weights that do not stay in memory are divided among ranks, as in stage 3."""
 
     @property
     def has_remainder(self) -> bool:
@@ -61,55 +52,40 @@ class Planned(PlanInputs):
         return self.config.infinity.main_weights == "remainder"
 
 
-def durable_run_of(config: InfinityConfig, undo: contextlib.ExitStack) -> tuple[DurableRun | None, InfinityConfig]:
-    """The durable run, if the config asks for one; and the config with the run's sizes."""
-    if config.infinity.durable is None:
-        return None, config
-    section = config.infinity.durable.of_rank(world().index, world().num)
-    durable = DurableRun(config, section, world())
-    undo.callback(durable.directory.close)
-    return durable, durable.adapted(replace(config, infinity=replace(config.infinity, durable=section)))
-
-
-def divide(model: nn.Module, mesh: Mesh, config: InfinityConfig) -> tuple[Divided, InfinityConfig]:
-    """Say which shard of states and weights this rank has. The returned config may update later than the given one.
-
-    Raises:
-        ConfigError: ``infinity.frozen_dtype`` has a pattern that matches nothing.
-    """
+def _divided(mesh: Mesh, config: InfinityConfig) -> tuple[Shards, InfinityConfig]:
+    """Say which shard of states and weights this rank has. The returned config may update later than the given one."""
     ranks = mesh.data
     shards = Shards(ranks.index, ranks.num) if config.zero_stage > 0 else Shards()
     needs_all = mesh.is_divided or (ranks.num > 1 and not shards.is_divided)
     if needs_all and config.infinity.update == "in_backward":  # no part is to be updated before all have met
         config = replace(config, infinity=replace(config.infinity, update="step" if ranks.num > 1 else "deferred"))
-    # Stages 1 and 2 divide states only. Stage 3 divides the weights as well.
-    has_parts = config.zero_stage == 3 and shards.is_divided
-    if has_parts and packed_weights(model, config.infinity.frozen_dtype, config.compute_dtype):
-        # A shard would cut through blocks that share a scale.
-        has_parts = False
-        logger.warning(
-            "%s packs weights, so each process keeps all weights, as with zero_optimization.stage 2. Optimizer states "
-            "and gradients are divided. To divide the weights as well, remove %s from the config",
-            KEY,
-            KEY,
-        )
-    return Divided(mesh, shards, has_parts), config
+    return shards, config
 
 
 def make_plan(
-    model: nn.Module,
-    config: InfinityConfig,
-    wrapped_optimizer: WrappedOptimizer,
-    device: ComputeDevice,
-    free_memory: FreeMemory,
-    divided: Divided,
+    model: nn.Module, config: InfinityConfig, wrapped_optimizer: WrappedOptimizer, device: ComputeDevice, mesh: Mesh
 ) -> Planned:
     """Place weights, states and gradients. All ranks call this at the same point.
 
     Raises:
         BudgetTooSmallError, ConfigError: the config asks for something that is not possible here.
     """
-    ranks, has_parts = divided.mesh.data, divided.has_parts_of_weights
+    # Before anything is allocated: an "auto" budget is a share of what is free now.
+    free_memory = find_free_memory(
+        holds_activations=device.uses_host_memory, num_processes=num_local_processes(), is_unified=device.is_unified
+    )
+    shards, config = _divided(mesh, config)
+    ranks = mesh.data
+    # Stages 1 and 2 divide states only. Stage 3 divides the weights as well.
+    has_parts = config.zero_stage == 3 and shards.is_divided
+    if has_parts and packed_weights(model, config.infinity.frozen_dtype, config.compute_dtype):
+        has_parts = False  # a shard would cut through blocks that share a scale
+        logger.warning(
+            "%s packs weights, so each process keeps all weights, as with zero_optimization.stage 2. Optimizer states "
+            "and gradients are divided. To divide the weights as well, remove %s from the config",
+            KEY,
+            KEY,
+        )
     free_bytes = device.free_bytes(model)
     # The smallest of all ranks, so that all of them keep the same units whole on their devices.
     if has_parts and free_bytes is not None:
@@ -119,7 +95,7 @@ def make_plan(
         model,
         wrapped_optimizer=wrapped_optimizer,
         free_memory=free_memory,
-        shards=divided.shards,
+        shards=shards,
         divides_weights=has_parts,
         is_alone=world().num == 1,
         uses_host_memory=device.uses_host_memory,
@@ -150,7 +126,15 @@ def make_plan(
         unit.layout.chunks(placement.chunk_numel, split, span)
         for unit, split, span in zip(inputs.units, splits, inputs.spans, strict=True)
     ]
-    return Planned(**vars(inputs), placement=placement, reason_against=reason_against, splits=splits, chunks=chunks)
+    return Planned(
+        **vars(inputs),
+        placement=placement,
+        reason_against=reason_against,
+        splits=splits,
+        chunks=chunks,
+        shards=shards,
+        divides_weights=has_parts,
+    )
 
 
 def _warn_of_nothing_packed(inputs: PlanInputs) -> None:
@@ -219,56 +203,23 @@ def _agreed(
     return placement, reason_against
 
 
-def check_same_layout(
-    durable: DurableRun, plan: Planned, wrapped_optimizer: WrappedOptimizer, model: nn.Module, divided: Divided
-) -> None:
-    """Raise if the durable run was begun with another model, or another layout."""
-    form = plan.request.record_format
-    parameters = {
-        slot.spec.fqn: [
-            unit.name,
-            list(slot.spec.shape),
-            list(slot.spec.stride),
-            str(slot.spec.dtype),
-            slot.spec.is_trainable,
-            list(plan.names[unit.index]) if slot.spec.is_trainable else [],
-            *([] if slot.spec.packed is None else [slot.spec.packed]),
-        ]
-        for unit in plan.units
-        for slot in unit.layout.slots
-    }
-    layout = {
-        "parameters": parameters,
-        "records": [str(form.weight_dtype), form.main.value, form.states.value],
-        "optimizer": wrapped_optimizer.name,
-        "groups": [
-            [wrapped_optimizer.fqn(parameter) for parameter in group["params"]]
-            for group in wrapped_optimizer.param_groups
-        ],
-        "buffers": persistent_buffers_of(model),
-    }
-    durable.check(layout, plan.placement.staging_buffer_bytes, (divided.shards.index, divided.shards.num))
-
-
-def exchanges_momenta(
-    plan: Planned, divided: Divided, wrapped_optimizer: WrappedOptimizer, *, is_durable: bool
-) -> bool:
+def exchanges_momenta(plan: Planned, mesh: Mesh, wrapped_optimizer: WrappedOptimizer, *, is_durable: bool) -> bool:
     """Whether momenta are exchanged in place of gradients, as 1-bit Adam does where each rank has all of them.
 
     Raises:
         ConfigError: processes have parts of the model, or the run is durable.
     """
-    if not isinstance(wrapped_optimizer.optimizer, OneBitAdam) or divided.mesh.data.num == 1:
+    if not isinstance(wrapped_optimizer.optimizer, OneBitAdam) or mesh.data.num == 1:
         return False
-    if divided.mesh.is_divided:
+    if mesh.is_divided:
         raise ConfigError.value(
             "optimizer.type",
             "OneBitAdam",
-            f"processes have {divided.mesh.parts.num} parts of the model, and after the warm-up 1-bit Adam clips by each "
+            f"processes have {mesh.parts.num} parts of the model, and after the warm-up 1-bit Adam clips by each "
             "one's norm",
             cure='Take "Adam", or let each process have the whole model',
         )
-    if divided.shards.is_divided:
+    if plan.shards.is_divided:
         logger.warning(
             "OneBitAdam with ZeRO's stage %d: momenta are not compressed, for each rank has a part of them. After "
             "freeze_step, whole gradients are averaged in fp32 as before, and the variance stays as it is. Set "

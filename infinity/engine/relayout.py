@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.engine.checkpoint_calls import CheckpointCalls
+from infinity.engine.export_calls import ExportCalls
 from infinity.engine.parts import Parts
 from infinity.errors import ModelError, StepError
 from infinity.loop.phase import Phase
@@ -44,7 +44,7 @@ class _Contents:
 MakeParts = Callable[[contextlib.ExitStack, Any, Parts], tuple[Any, Originals]]
 
 
-class Relayout(CheckpointCalls):
+class Relayout(ExportCalls):
     """Part of the engine."""
 
     _make_parts: MakeParts
@@ -53,9 +53,6 @@ class Relayout(CheckpointCalls):
     def loose(self) -> LooseParameters:
         """Parameters in the groups that no engine holds. The wrapped optimizer updates them as plain torch does."""
         return self._parts.groups.loose
-
-    def _connect(self, parts: Parts) -> None:
-        raise NotImplementedError
 
     def _release_parts(self, rest: contextlib.ExitStack) -> None:
         raise NotImplementedError

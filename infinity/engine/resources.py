@@ -6,34 +6,24 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from infinity.config.resolved import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
 from infinity.distributed.collective_thread import CollectiveThread
+from infinity.engine.planned import Planned
 from infinity.errors import BudgetTooSmallError, EngineClosedError, StorageError
 from infinity.gradients.unit_grads import Arrivals
 from infinity.machine.here import room_bytes
 from infinity.metrics.reporter import DriveCounters
-from infinity.plan.placement import HOST_KEY, Placement
-from infinity.plan.sizes import Request, UnitSize
-from infinity.plan.volumes import TierKey, Volumes, spilled_bytes
+from infinity.plan.placement import HOST_KEY
+from infinity.plan.volumes import TierKey, spilled_bytes
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.state_store import PagedStateStore, ResidentStateStore, StateStore
 from infinity.tiers.user_copies import PutAside
 from infinity.tiers.weight_store import WeightStore
-from infinity.units.shards import Shards
-from swapper import (
-    BackendUnavailableError,
-    BusyTimes,
-    RunDirectory,
-    StagingPool,
-    Swapper,
-    TransferRecord,
-    Versions,
-    VolumeError,
-)
-from swapper.errors import VolumeTooSmallError, limit_cure
+from swapper import BusyTimes, RunDirectory, StagingPool, Swapper, TransferRecord, Versions
+from swapper.errors import BackendUnavailableError, VolumeError, VolumeTooSmallError, limit_cure
 from swapper.volumes.directory import Directory
 
 logger = logging.getLogger(__name__)
@@ -41,58 +31,38 @@ logger = logging.getLogger(__name__)
 _IN_MEMORY: TierKey = ("shards", ())  # of the swapper that serves other ranks from host memory
 
 
+@dataclass(eq=False)
 class EngineResources:
-    """Opens all files and memory that the placement asks for. Nothing is written before all of it is open."""
+    """Opens all files and memory that the placement asks for. Nothing is written before all of it is open.
 
-    def __init__(
-        self,
-        config: InfinityConfig,
-        device: ComputeDevice,
-        placement: Placement,
-        request: Request,
-        sizes: Sequence[UnitSize],
-        run: RunDirectory | None,
-        shards: Shards | None,
-        gathers: CollectiveThread | None,
-    ) -> None:
-        """
-        Args:
-            config: tiers, directories and I/O settings.
-            device: the compute device.
-            placement: the division of the budget.
-            request: what the placement was made for.
-            sizes: all units.
-            run: directory of the durable run; closed with the rest.
-            shards: stage 3: this rank's shard of weights that do not stay in memory whole. None: weights are not divided.
-            gathers: the thread that gathers those.
+    Raises:
+        StorageError: a directory cannot be used, or is too small. Nothing is left behind.
+    """
 
-        Raises:
-            StorageError: a directory cannot be used, or is too small. Nothing is left behind.
-        """
-        self._config = config
-        self.device = device
-        self._placement = placement
-        self._request = request
-        self._sizes = list(sizes)
-        self._run = run
-        self._shards = shards
-        self._gathers = gathers
-        self.is_closed = False
-        self.versions: Versions | None = None
-        """The commits of a durable run; None without one."""
+    _plan: Planned
+    device: ComputeDevice
+    _run: RunDirectory | None
+    """Directory of the durable run; closed with the rest."""
+    _gathers: CollectiveThread | None
+    """The thread that gathers weights; None: they are not divided."""
+    is_closed = False
+    versions: Versions | None = None
+    """The commits of a durable run; None without one."""
+    _upload_pool: StagingPool | None = None
+    """Through which weights go to the device."""
+
+    def __post_init__(self) -> None:
+        plan, placement = self._plan, self._plan.placement
         self._swappers: dict[TierKey, Swapper] = {}
         self._more: list[Swapper] = []
         self._staging_pools: list[StagingPool] = []
-        self._upload_pool: StagingPool | None = None
-        """That of them through which weights go to the device."""
         self._busy = BusyTimes()
-        self._volumes = Volumes.of(config, sizes, request, placement)
-        self._spill_key = self._volumes.spill_key
+        self._volumes = plan.volumes(placement)
         # Other ranks fetch shards through a swapper. Those in host memory need one as well, which moves bytes without a
         # drive. It has 4096 bytes at least, as a swapper cannot be empty.
-        if shards is not None and placement.hosted_units:
-            num_bytes = sum(sizes[index].stored_weight_bytes for index in placement.hosted_units) or 4096
-            self._swappers[_IN_MEMORY] = Swapper.in_memory(num_bytes, config.io)
+        if self._gathers is not None and placement.hosted_units:
+            num_bytes = sum(plan.sizes[index].stored_weight_bytes for index in placement.hosted_units) or 4096
+            self._swappers[_IN_MEMORY] = Swapper.in_memory(num_bytes, plan.config.io)
         try:
             self._check_room()
             for key, num_bytes in self._volumes.num_bytes.items():
@@ -100,10 +70,10 @@ class EngineResources:
             self.weights, self.records = self._build()
             # Capacities from the placement, for units' weights, for gradients, and for gradients on their way from a
             # GPU. Who finds a pool full evicts a unit, spills gradients, or waits for the first arrival.
-            self.pool = FlatPool(device, placement.weights_bytes)
-            gradients_on = device if placement.gradients_on_device else ComputeDevice()
+            self.pool = FlatPool(self.device, placement.weights_bytes)
+            gradients_on = self.device if placement.gradients_on_device else ComputeDevice()
             self.gradient_pool = FlatPool(gradients_on, placement.gradient_bytes)
-            self.arrivals = Arrivals(device, placement.landing_bytes)
+            self.arrivals = Arrivals(self.device, placement.landing_bytes)
         except BaseException:
             self._close_swappers()
             raise
@@ -126,7 +96,7 @@ class EngineResources:
 
     def _open(self, key: TierKey, num_bytes: int) -> Swapper:
         tier, directories = key
-        settings = self._config.io
+        settings = self._plan.config.io
         capacity = max(num_bytes, 4096)  # even if nothing is to rest there: a directory that cannot be used is told
         try:
             if tier == "durable" and self._run is not None:
@@ -145,11 +115,7 @@ class EngineResources:
             if tier == "durable" and kept is not None and isinstance(error, VolumeTooSmallError):
                 fewer = dataclasses.replace(kept, room_bytes=error.free_bytes).cure()
                 cure = f"{cure}. Or keep fewer: {fewer}" if fewer else cure
-            raise StorageError(
-                _names(directories),
-                f"cannot hold the states: {error}",
-                cure=cure,
-            ) from error
+            raise StorageError(_names(directories), f"cannot hold the states: {error}", cure=cure) from error
         except BackendUnavailableError as error:
             raise StorageError(
                 _names(directories),
@@ -159,38 +125,35 @@ class EngineResources:
             ) from error
 
     def _build(self) -> tuple[WeightStore | None, StateStore]:
-        placement, device = self._placement, self.device
+        plan, placement, device = self._plan, self._plan.placement, self.device
         param_key, state_key = self._volumes.param_key, self._volumes.state_key
-        deadline = self._config.io.deadline_seconds
         weights: WeightStore | None = None
         # Otherwise all weights stay in flat buffers, and nothing is ever fetched.
-        if len(placement.resident_units) < len(self._sizes):
-            staging_pool = None
+        if len(placement.resident_units) < len(plan.units):
             # Only a GPU needs them: on the CPU reads go straight into the flat buffer.
             if placement.num_upload_buffers:
-                staging_pool = StagingPool(
-                    placement.upload_buffer_bytes, placement.num_upload_buffers, device.pin, deadline_seconds=deadline
+                self._upload_pool = self._staging_pool(
+                    placement.upload_buffer_bytes, placement.num_upload_buffers, param_key
                 )
-                self._staging_pools.append(staging_pool)
-                self._upload_pool = staging_pool
-                if param_key in self._swappers:
-                    staging_pool.register_with(self._swappers[param_key].register_memory)
             on_nvme = self._swappers.get(param_key)
-            if self._shards is not None and self._gathers is not None and staging_pool is not None:
+            if self._gathers is not None and self._upload_pool is not None:
                 in_memory = self._swappers.get(_IN_MEMORY)
-                weights = DividedWeights(on_nvme, in_memory, device, self._shards, self._gathers, staging_pool)
+                weights = DividedWeights(on_nvme, in_memory, device, plan.shards, self._gathers, self._upload_pool)
             else:
-                weights = WeightStore(on_nvme, device, staging_pool)
+                weights = WeightStore(on_nvme, device, self._upload_pool)
         # Optimizer states in GPU memory: updates run there, and no record is ever moved.
         if state_key[0] == "none" and not device.uses_host_memory:
-            return weights, ResidentStateStore(device.torch_device, self._request.record_format)
-        staging_pool = StagingPool(
-            placement.staging_buffer_bytes, placement.num_staging_buffers, device.pin, deadline_seconds=deadline
-        )
-        self._staging_pools.append(staging_pool)
-        if state_key in self._swappers:
-            staging_pool.register_with(self._swappers[state_key].register_memory)
-        return weights, PagedStateStore(self._swappers.get(state_key), staging_pool, self._request.record_format)
+            return weights, ResidentStateStore(device.torch_device, plan.request.record_format)
+        staging_pool = self._staging_pool(placement.staging_buffer_bytes, placement.num_staging_buffers, state_key)
+        return weights, PagedStateStore(self._swappers.get(state_key), staging_pool, plan.request.record_format)
+
+    def _staging_pool(self, buffer_bytes: int, num_buffers: int, key: TierKey) -> StagingPool:
+        deadline = self._plan.config.io.deadline_seconds
+        pool = StagingPool(buffer_bytes, num_buffers, self.device.pin, deadline_seconds=deadline)
+        self._staging_pools.append(pool)
+        if key in self._swappers:
+            pool.register_with(self._swappers[key].register_memory)
+        return pool
 
     def spill_swapper(self) -> Swapper:
         """The swapper for spilled gradients.
@@ -201,15 +164,16 @@ class EngineResources:
         return self._swappers[self._key_of_spills()]
 
     def _key_of_spills(self) -> TierKey:
-        if self._spill_key is None:
+        if self._volumes.spill_key is None:
+            plan, budget_bytes = self._plan, self._plan.request.budget_bytes
             raise BudgetTooSmallError(
                 HOST_KEY,
-                budget_bytes=self._request.budget_bytes,
-                minimum_bytes=self._request.budget_bytes + spilled_bytes(self._sizes, self._request, self._placement),
+                budget_bytes=budget_bytes,
+                minimum_bytes=budget_bytes + spilled_bytes(plan.sizes, plan.request, plan.placement),
                 reason="All gradients have to wait in RAM for optimizer.step(), because the config names no drive for "
                 "them",
             )
-        return self._spill_key
+        return self._volumes.spill_key
 
     def open_more(self, num_bytes: int) -> Swapper:
         """Open another volume in the directories to which gradients are spilled.
@@ -328,7 +292,7 @@ class EngineResources:
                 logger.warning("closing a swapper failed", exc_info=True)
 
     def _close_swappers(self) -> None:
-        self._end_commit(self._config.io.deadline_seconds)
+        self._end_commit(self._plan.config.io.deadline_seconds)
         if self._gathers is not None:
             self._gathers.stop()
         self._close_all()

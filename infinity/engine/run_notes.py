@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,11 +22,8 @@ class RunNotes(RunLog):
 
     # Calls get the engine: a reference to it here would keep an engine alive that nobody closed.
 
-    def __init__(self, directory: Path | None) -> None:
-        """``directory``: of the log; None: nothing is written."""
-        super().__init__(directory)
-        self._plan: Plan | None = None
-        self._num_steps = 0
+    _plan: Plan | None = None
+    _num_steps = 0
 
     def start(self, engine: Any) -> None:
         """Write the first lines: config, machine and plan."""

@@ -1,9 +1,5 @@
 """Ends threads and releases files when an engine is closed or collected, or when the interpreter ends.
 
-[Note: weights at the end]
-After a ``with engine:`` block you expect a model with its weights. So the weights are copied back into the model, which
-is an ordinary one again, if there is room for them. If there is no room, and nobody has saved them, a warning says so.
-
 [Note: reaping]
 An engine that nobody closed may become garbage on any thread at any moment. That thread may be one that the shutdown
 joins, or hold a lock that it takes. So the finalizer only puts an order into a queue, and a thread that waits for it
@@ -25,15 +21,10 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 
-import torch
-
-from infinity.device.host_memory import free_bytes
 from infinity.engine.resources import EngineResources
-from infinity.errors import format_bytes
 from infinity.metrics.timeline import Timeline
-from infinity.units.unit import Unit
 from infinity.updates.stream import UpdateStream
 from swapper.sync.limits import start_threads
 
@@ -43,30 +34,22 @@ _EXIT_SECONDS = 2.0
 """How long to wait for drives when nothing depends on them any more."""
 _REAP_SECONDS = 10.0
 """How long to wait for the reaper thread, which itself waits `_EXIT_SECONDS` for drives."""
-_SHARE = 2
-"""Weights are restored unasked if they take at most 1 / `_SHARE` of the free memory: the script needs some, too."""
 
 
+@dataclass(eq=False)
 class Shutdown:
-    """Ends an engine's background work once: at `close`, as garbage or at exit, see [Note: reaping].
+    """Ends an engine's background work once: at `close`, as garbage or at exit, see [Note: reaping]."""
 
-    Attributes:
-        is_over: It has been shut down by `now`.
-    """
+    owner: InitVar[object]
+    """The engine; its collection starts the shutdown. No reference to it is kept here."""
+    _stream: UpdateStream
+    _storage: EngineResources
+    _timeline: Timeline | None
+    is_over = False
+    """Whether `now` has shut it down."""
 
-    def __init__(
-        self,
-        owner: object,
-        stream: UpdateStream,
-        storage: EngineResources,
-        timeline: Timeline | None,
-    ) -> None:
-        """``owner``: the engine; its collection starts the shutdown. No reference to it is kept here."""
-        self._stream = stream
-        self._storage = storage
-        self._timeline = timeline
+    def __post_init__(self, owner: object) -> None:
         self._pid = os.getpid()
-        self.is_over = False
         # SimpleQueue.put is reentrant, so a finalizer may call it on a thread that is inside `put`. True: shut down;
         # False: end the thread.
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -149,54 +132,6 @@ _open: list[Shutdown] = []
 """Shutdowns that have not run, oldest engine first."""
 _due: list[Shutdown] = []
 """Those of collected engines that have not run."""
-
-
-def leave(
-    units: Sequence[Unit],
-    device: torch.device,
-    flush: Callable[[], None],
-    restore: Callable[[], None],
-    agree: Callable[[bool], bool],
-    *,
-    is_wanted: bool | None,
-    has_unsaved: bool,
-) -> None:
-    """Finish pending updates, and copy the weights back into the model: see [Note: weights at the end].
-
-    Args:
-        units: all.
-        device: where the model computes, and gets its weights back.
-        flush: finishes pending updates and writes.
-        restore: makes the model an ordinary one.
-        agree: whether all ranks that have shards of the weights have room.
-        is_wanted: True: restore the weights, and raise errors. None: restore them if they take at most half of the free
-            memory. False: do not.
-        has_unsaved: whether there were steps since the weights were saved.
-    """
-    if is_wanted:
-        flush()
-        restore()
-        return
-    num_bytes, free = sum(unit.num_bytes for unit in units), 0
-    if is_wanted is None:
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
-    has_room = num_bytes <= free // _SHARE
-    try:
-        flush()
-        if is_wanted is None:
-            has_room = agree(has_room)
-            if has_room:
-                restore()
-    except Exception:  # the states go anyway
-        logger.warning("an update or write that was still pending failed while the engine was closed", exc_info=True)
-    if is_wanted is None and not has_room and has_unsaved:
-        logger.warning(
-            "the trained weights are released with the engine: they take %s, which is more than half of the free "
-            "memory (%s). Next time, save them before (engine.save_16bit_model), or call "
-            "engine.close(restore_weights=True)",
-            format_bytes(num_bytes),
-            format_bytes(free),
-        )
 
 
 def wait_for_collected() -> None:

@@ -13,6 +13,7 @@ from infinity.loop.batches import call_with, copied, loss_of, move
 from infinity.loop.loader import OwnBatches
 from infinity.metrics.reporter import Reporter
 from infinity.vertical.schedule import VerticalSchedule
+from infinity.vertical.step import StepOptions
 from swapper.sync.interrupts import uninterrupted
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -50,7 +51,8 @@ class TrainBatch:
                 # All of them are in memory at once, and a loader may reuse its buffers for the next batch.
                 taken.append(copied(batch) if num_micro_batches > 1 else batch)
             # A list of losses, or in words why this step cannot go vertically; then nothing has changed.
-            found = self._vertical.run([self._run_of(batch, loss_fn) for batch in taken], loop.global_steps)
+            options = StepOptions(loop.global_steps, num_micro_batches)
+            found = self._vertical.run([self._run_of(batch, loss_fn) for batch in taken], options)
             if isinstance(found, list):
                 with uninterrupted():
                     self._on_vertical_step(found)
@@ -74,9 +76,8 @@ class TrainBatch:
         self, compute_losses: Sequence[Callable[[], torch.Tensor]], *, updates: bool
     ) -> list[torch.Tensor] | str:
         """See `Engine.backward_together`; ``updates``: whether a unit may be updated before `Engine.step`."""
-        found = self._vertical.obstacle() or self._vertical.run(
-            compute_losses, self._loop.global_steps, divisor=1, updates=updates, keeps_bits=True
-        )
+        options = StepOptions(self._loop.global_steps, 1, updates, keeps_bits=True)
+        found = self._vertical.obstacle() or self._vertical.run(compute_losses, options)
         if isinstance(found, str):
             self.on_ordinary_step(found)
         else:

@@ -57,7 +57,7 @@ class Backwards:
             parameter_map.units,
             parameter_map.num_owners(),
             self._deliver,
-            self._deliver_for_later,
+            lambda unit, gradients: self._stepper.deliver(unit, self._as_parts(unit, gradients), updates_now=False),
             self._on_first_gradient,
             lambda: self._counts.global_steps,
             self._live,
@@ -143,9 +143,6 @@ class Backwards:
         self._stepper.deliver(unit, gradients, updates_now=updates_now and is_whole)
         if is_whole:
             main.offer(unit)
-
-    def _deliver_for_later(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
-        self._stepper.deliver(unit, self._as_parts(unit, gradients), updates_now=False)
 
     def _as_parts(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
         used_up = self._stepper.used_up
@@ -250,7 +247,8 @@ class Backwards:
             assigns: the script assigns a gradient.
 
         Raises:
-            AccessError: inside the backward of a vertical step, where micro-batches have no gradients of their own.
+            AccessError: inside the backward of a vertical step, where micro-batches have no gradients of their own; or an
+                update in backward has consumed it.
             EngineBusyError: a signal handler or finalizer calls this in the midst of a call.
         """
         if self._lock.is_mine:  # else what a handler is shown counts as looked at, while it is being used up
@@ -273,6 +271,12 @@ class Backwards:
             self.collector.deliver_now(unit, slot)
         if assigns:
             self._guard.on_backward()
+        if (unit.index, slot.index) in self._stepper.used_up:
+            raise AccessError.of_gradient(
+                slot.spec.fqn,
+                reason="its unit was updated in backward, and the gradient was used up",
+                cure='Set "infinity.update": "step" to see or change gradients between backward and step',
+            )
 
     def refuse_together(self, what: str) -> None:
         """Raise `NeverSupportedSchedule` on the thread of a micro-batch in a vertical step, which has no gradients of

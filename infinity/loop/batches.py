@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from copy import copy as shallow_copy
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from infinity.config import InfinityConfig
 from infinity.errors import StepError
+from infinity.metrics.reporter import Reporter
 from infinity.torch_internals.operations import leaves, replaced
 
 
@@ -73,11 +74,9 @@ def move(batch: Any, device: torch.device) -> Any:
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
     """The values with the floating-point tensors among them in ``dtype``; containers keep their types."""
-
-    def change(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    return replaced(values, change)
+    return replaced(
+        values, lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+    )
 
 
 def copied(batch: Any) -> Any:
@@ -104,22 +103,16 @@ def copied(batch: Any) -> Any:
 class ModelCall:
     """Calls the model under the config's autocast, with its arguments cast if the config says so."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        config: InfinityConfig,
-        device: torch.device,
-        on_micro_batch: Callable[[int, int | None], None],
-    ) -> None:
+    def __init__(self, module: nn.Module, config: InfinityConfig, device: torch.device, reporter: Reporter) -> None:
         """
         Args:
             module: the model.
             config: casts, and autocast.
             device: where it computes.
-            on_micro_batch: called with samples and tokens of each micro-batch that is trained with, see `size_of`.
+            reporter: is told of samples and tokens of each micro-batch that is trained with, see `size_of`.
         """
         self._module = module
-        self._on_micro_batch = on_micro_batch
+        self._reporter = reporter
         self._autocast_dtype = config.autocast_dtype
         self._input_dtype = config.compute_dtype if config.casts_inputs else None
         self._device_type = device.type
@@ -128,7 +121,7 @@ class ModelCall:
         """What the model returns."""
         # Samples count towards throughput only where they are trained with.
         if torch.is_grad_enabled() and self._module.training and (size := size_of((args, kwargs))) is not None:
-            self._on_micro_batch(*size)
+            self._reporter.on_micro_batch(*size)
         if self._input_dtype is not None:
             args, kwargs = cast((args, kwargs), self._input_dtype)
         if self._autocast_dtype is None:

@@ -16,8 +16,7 @@ from torch import nn
 from infinity.errors import ModelError
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.paging.rank_weights import sum_over_ranks
-from infinity.paging.saved_tensors import hooks_are_forbidden
-from infinity.torch_internals.names import in_backward, outside_modes, untraced
+from infinity.torch_internals.names import outside_modes, untraced
 from infinity.units.experts import ExpertTiles, walk_along
 from infinity.units.unit import Unit
 
@@ -102,46 +101,19 @@ class ExpertCalls:
     def _enter(self, units: Sequence[Unit]) -> None:
         coordinator = self._coordinator
         coordinator.begin_forward(is_root=False)
-        notes_calls = coordinator.is_training_forward
-        for unit in units:
-            unit.begin_use()
-            if notes_calls:
-                coordinator.backwards.collector.on_module_call(unit, unit.layout.slots)
         try:
-            with coordinator.parameter_cache.lock:
-                self._touch(units)
+            if coordinator.is_training_forward:
                 for unit in units:
-                    unit.bind()
+                    coordinator.backwards.collector.on_module_call(unit, unit.layout.slots)
+            coordinator.enter(*units)
         except BaseException:
-            for unit in units:
-                # All of them: `begin_use` was called for each before anything could fail.
-                unit.end_use()
             coordinator.end_forward()
             raise
-
-    def _touch(self, units: Sequence[Unit]) -> None:
-        coordinator, parameter_cache, is_backward = self._coordinator, self._coordinator.parameter_cache, in_backward()
-        if is_backward:
-            coordinator.backwards.on_activity()
-        coordinator.clock.pause_compute()
-        for unit in units:
-            if is_backward:
-                coordinator.backwards.on_weight_use(unit, is_saved=False)
-            parameter_cache.schedule.touch(unit.index)
-            parameter_cache.make_resident(unit)
-        parameter_cache.pump()
-        coordinator.pause()
-        coordinator.clock.resume_compute(units[-1].name)
 
     @untraced
     @outside_modes
     def _leave(self, units: Sequence[Unit]) -> None:
         try:
-            for unit in units:
-                unit.end_use()
-            # Without hooks for saved tensors (torch.func), the graph holds the weights themselves, so units stay open.
-            if not hooks_are_forbidden():
-                self._coordinator.parameter_cache.unbind_unused(units)
-                self._coordinator.parameter_cache.pump()
+            self._coordinator.leave(*units)
         finally:
             self._coordinator.end_forward()

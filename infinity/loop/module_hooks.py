@@ -29,7 +29,8 @@ class _HooksOfModule:
     """The hooks of one module."""
 
     _coordinator: ParameterCoordinator
-    _units: list[Unit]
+    _unit: Unit | None
+    """The unit that a call enters."""
     _owned: list[tuple[Unit, list[Slot]]]
     _looked_at: list[Unit]
     """Units whose parameters the module reads before it calls its children, in evaluation: see `_with_fast_path`."""
@@ -39,31 +40,29 @@ class _HooksOfModule:
     """For the model itself: all hooks."""
     _is_inside: bool
     """Of a block."""
-    _entered: dict[int, list[int | None]] = field(default_factory=dict)
-    """Thread -> for each running call of the module (it may call itself) the number of units entered; None: it was
+    entered: dict[int, list[bool | None]] = field(default_factory=dict)
+    """Thread -> for each running call of the module (it may call itself) whether it has entered the unit; None: it was
     refused."""
 
     def before(self, module: nn.Module, args: Any) -> None:
-        of_model = self._of_model
+        of_model, unit = self._of_model, self._unit
         if of_model is not None:
             self._before_root(module, of_model)
         # A script calls a module inside a block by itself: gradients of the block's parameters may then come in parts.
-        if self._is_inside and not self._coordinator.is_computing and torch.is_grad_enabled():
-            for unit in self._units:
-                self._coordinator.backwards.collector.on_partial_gradients(unit, by_script=True)
+        if self._is_inside and unit is not None and not self._coordinator.is_computing and torch.is_grad_enabled():
+            self._coordinator.backwards.collector.on_partial_gradients(unit, by_script=True)
         is_outermost = self._coordinator.begin_forward(is_root=of_model is not None)
-        entered = self._entered.setdefault(get_ident(), [])
+        entered = self.entered.setdefault(get_ident(), [])
         # After `begin_forward`, which may refuse the call: then `after` finds nothing to leave.
-        entered.append(0)
+        entered.append(False)
         if of_model is not None and is_outermost:
             of_model.follow_compilation()
         if self._coordinator.is_training_forward:
-            for unit, slots in self._owned:
-                self._coordinator.backwards.collector.on_module_call(unit, slots)
-        for number, unit in enumerate(self._units, start=1):
+            for owner, slots in self._owned:
+                self._coordinator.backwards.collector.on_module_call(owner, slots)
+        if unit is not None:
             self._coordinator.enter(unit)
-            # Counted one by one: `after` leaves those that were entered if the next one fails.
-            entered[-1] = number
+            entered[-1] = True
         evaluates = not module.training and not torch.is_grad_enabled()
         if self._looked_at and evaluates and self._coordinator.parameter_cache.has_room(self._looked_at):
             # Opening them is enough: in a forward they stay bound after `held`, until unused units are closed.
@@ -80,32 +79,28 @@ class _HooksOfModule:
             try:
                 refuse_in_between("running the model")
             except EngineBusyError:
-                self._entered.setdefault(get_ident(), []).append(None)  # torch calls `after` for this call, too
+                self.entered.setdefault(get_ident(), []).append(None)  # torch calls `after` for this call, too
                 raise
             if not _is_called_by_itself(module):
                 of_model.abandon_calls()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._entered:
+        if not self.entered:
             return  # always_call: an earlier pre-hook of the script has raised, before ours ran
         me = get_ident()  # not before: torch.compile cannot trace it, and is to be refused by name
-        entered = self._entered.get(me)
+        entered = self.entered.get(me)
         if not entered:
             return
-        num_entered = entered.pop()
+        has_entered = entered.pop()
         if not entered:
-            del self._entered[me]
-        if num_entered is None:
+            del self.entered[me]
+        if has_entered is None:
             return
         try:
-            for unit in reversed(self._units[:num_entered]):
-                self._coordinator.leave(unit)
+            if has_entered and self._unit is not None:
+                self._coordinator.leave(self._unit)
         finally:
             self._coordinator.end_forward()
-
-    def forget(self) -> None:
-        """Forget running calls, which an exception has cut off."""
-        self._entered.clear()
 
 
 _CALL = nn.Module._call_impl.__code__
@@ -225,9 +220,7 @@ class ModuleHooks:
         if self._recomputed is not None:
             for block in self._blocks_now().values():
                 if not isinstance(block.__dict__.get("forward"), self._recomputed):
-                    forward = self._recomputed(
-                        block, block.forward, self._coordinator.inside_module, self._entered_by(block)
-                    )
+                    forward = self._recomputed(block, self._coordinator.inside_module, self._entered_by(block))
                     self._forwards.put(block, "forward", forward)
         self._compiled = self._compilation()
         self.covered = inside_compiled(self._model)
@@ -256,7 +249,8 @@ class ModuleHooks:
         own = [] if is_inside else self._own_slots(module)
         first = self._units_in(_with_fast_path(module))
         of_model = self if is_root else None
-        hooks = _HooksOfModule(self._coordinator, self._entered_by(module), own, first, keep_alive, of_model, is_inside)
+        unit = next(iter(self._entered_by(module)), None)
+        hooks = _HooksOfModule(self._coordinator, unit, own, first, keep_alive, of_model, is_inside)
         self._hooks.append(hooks)
         handles = self._handles if is_root else self._call_handles
         before = _BoundHook(hooks.before, comes_before=True)
@@ -343,7 +337,7 @@ class ModuleHooks:
     def forget_calls(self) -> None:
         """Forget all running calls, which an exception has cut off."""
         for hooks in self._hooks:
-            hooks.forget()
+            hooks.entered.clear()
 
     def uninstall(self) -> None:
         """Remove the hooks."""

@@ -15,6 +15,7 @@ is above ours. Such views keep the flat buffer alive (see ``FlatBuffer.has_views
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from infinity.loop.phase import PhaseGuard
 from infinity.loop.vertical_forward import VerticalForward
 from infinity.metrics.reporter import Reporter
 from infinity.paging.parameter_cache import ParameterCache
+from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.saved_tensors import (
     HOOKS_OF_AN_ENGINE,
     PackedByAnother,
@@ -59,6 +61,9 @@ from infinity.units.layout import Slot
 from infinity.units.parameter import PagedParameter
 from infinity.units.unit import Unit
 from infinity.updates.step_groups import StepGroups
+
+# `attrgetter` and `map` below are C code: `leave` runs for each module.
+_num_active = operator.attrgetter("num_active")
 
 
 @dataclass(eq=False)
@@ -99,13 +104,15 @@ class Preconditions:
 class ParameterCoordinator:
     """Handles page faults and saved tensors: between the hooks and the `ParameterCache`."""
 
+    parameter_map: ParameterMap
     parameter_cache: ParameterCache
     """Decides which units are in memory."""
     lock: EngineLock
     """Held by each call that uses the model or its weights. It guards all fields here."""
     backwards: Backwards
     """Passes gradients to their updates."""
-    _preconditions: Preconditions
+    preconditions: Preconditions
+    """Run before the model is used."""
     copies: UserCopies
     """Makes the copies that ``state_dict`` returns."""
     _trimmer: HeapTrimmer | None = None
@@ -172,7 +179,7 @@ class ParameterCoordinator:
         """Before weights are read outside forward and backward. Raises if they may not be read now."""
         if self.lock.is_nested:
             refuse_in_between("reading weights")
-        self._preconditions.check_consistent()
+        self.preconditions.check_consistent()
 
     def begin_state_dict(self) -> None:
         """Pre-hook of ``state_dict()``, which must see weights of one step: see `end_state_dict`."""
@@ -208,48 +215,42 @@ class ParameterCoordinator:
         elif self.lock.owner != get_ident():
             self.lock.check("forward")
         try:
-            self._begin_own_forward()
+            if self._depth == 0 and not in_backward():
+                # A backward that an exception cut off ends here at the latest.
+                self.backwards.close()
+                self.preconditions.begin_forward()
+                self.copies.warn_of_written()
+                self.parameter_cache.unbind_unused()
+                # Hooks that an interrupted forward left up: see [Note: interrupted hooks] in
+                # infinity.paging.saved_tensors.
+                self.saving.clear_top()
+                self.parameter_cache.begin_micro_batch(is_training=torch.is_grad_enabled())
+                self.saving.push()
+                self.clock.begin_compute("forward")
+            elif self._depth == 0:
+                # Depth 0 in backward: a checkpoint computes this module once more.
+                self.saving.push_in_recomputation()
+            self._depth += 1
         except BaseException:
             if self._depth == 0:
                 self._unlock_forward()
             raise
         return self._depth == 1
 
-    def _begin_own_forward(self) -> None:
-        if self._depth == 0 and not in_backward():
-            # A backward that an exception cut off ends here at the latest.
-            self.backwards.close()
-            self._preconditions.begin_forward()
-            self.copies.warn_of_written()
-            self.parameter_cache.unbind_unused()
-            # Hooks that an interrupted forward left up: see [Note: interrupted hooks] in infinity.paging.saved_tensors.
-            self.saving.clear_top()
-            self.parameter_cache.begin_micro_batch(is_training=torch.is_grad_enabled())
-            self.saving.push()
-            self.clock.begin_compute("forward")
-        elif self._depth == 0:
-            # Depth 0 in backward: a checkpoint computes this module once more.
-            self.saving.push_in_recomputation()
-        self._depth += 1
-
     def end_forward(self) -> None:
         """A module of the model ends its forward, also by an exception."""
         self._depth -= 1
         if self._depth == 0:
             try:
-                self._end_own_forward()
+                self.saving.pop()
+                if not in_backward():
+                    self.clock.end_compute()
+                    self.parameter_cache.unbind_unused()
+                    # An evaluation ends with its forward. A training micro-batch ends with its backward: `Backwards.end`.
+                    if self.parameter_cache.schedule is self.parameter_cache.eval_schedule:
+                        self.parameter_cache.schedule.commit()
             finally:
                 self._unlock_forward()
-
-    def _end_own_forward(self) -> None:
-        self.saving.pop()
-        if in_backward():
-            return
-        self.clock.end_compute()
-        self.parameter_cache.unbind_unused()
-        # An evaluation ends with its forward. A training micro-batch ends with its backward: `Backwards.end`.
-        if self.parameter_cache.schedule is self.parameter_cache.eval_schedule:
-            self.parameter_cache.schedule.commit()
 
     def _unlock_forward(self) -> None:
         if self._num_locks_of_forward:
@@ -314,25 +315,31 @@ class ParameterCoordinator:
 
     # ------------------------------------------------------------------------------------------------------- touching
 
-    def enter(self, unit: Unit) -> None:
-        """A module that uses ``unit`` begins its forward: the unit is bound until the matching `leave`."""
-        if self._vertical is None or not self._vertical.defers(unit):
-            with self.parameter_cache.lock:
-                unit.begin_use()
-                try:
-                    self.touch(unit)
-                    unit.bind()
-                except BaseException:
-                    unit.end_use()
-                    raise
-
-    def leave(self, unit: Unit) -> None:
-        """The module that entered ``unit`` ends its forward."""
-        if self._vertical is not None and self._vertical.defers(unit):
+    def enter(self, *units: Unit) -> None:
+        """A module that uses these units begins its forward: they are bound until the matching `leave`."""
+        if not units or (self._vertical is not None and all(map(self._vertical.defers, units))):
             return
-        unit.end_use()
-        if unit.num_active == 0 and not hooks_are_forbidden():
-            self.parameter_cache.unbind_unused([unit])
+        with self.parameter_cache.lock:
+            for unit in units:
+                unit.begin_use()
+            try:
+                self.touch(*units)
+                for unit in units:
+                    unit.bind()
+            except BaseException:
+                for unit in units:
+                    unit.end_use()
+                raise
+
+    def leave(self, *units: Unit) -> None:
+        """The module that entered these units ends its forward."""
+        if self._vertical is not None and all(map(self._vertical.defers, units)):
+            return
+        for unit in units:
+            unit.end_use()
+        # Without hooks for saved tensors (torch.func), the graph holds the weights themselves, so units stay open.
+        if not all(map(_num_active, units)) and not hooks_are_forbidden():
+            self.parameter_cache.unbind_unused(units)
             if self.is_computing:
                 self.parameter_cache.pump()
 
@@ -340,42 +347,37 @@ class ParameterCoordinator:
     def inside_module(self, units: Sequence[Unit]) -> Iterator[None]:
         """Do inside the ``with`` block what a module's hooks do around its forward. ``units``: those that it enters."""
         self.begin_forward(is_root=False)
-        entered: list[Unit] = []
         try:
-            for unit in units:
-                self.enter(unit)
-                entered.append(unit)
-            yield
-        finally:
+            self.enter(*units)
             try:
-                for unit in reversed(entered):
-                    self.leave(unit)
+                yield
             finally:
-                self.end_forward()
+                self.leave(*units)
+        finally:
+            self.end_forward()
 
-    def touch(self, unit: Unit, *, is_saved: bool = False) -> None:
-        """Page fault: ``unit`` is resident when this returns, and the next units of the prefetch schedule are being
+    def touch(self, *units: Unit, is_saved: bool = False) -> None:
+        """Page fault: the units are resident when this returns, and the next ones of the prefetch schedule are being
         read.
 
-        Call it under the parameter cache's lock, after `Unit.begin_use`: otherwise the unit might make room for the
+        Call it under the parameter cache's lock, after `Unit.begin_use`: otherwise the units might make room for the
         next ones.
         """
-        parameter_cache = self.parameter_cache
-        is_backward = self._vertical is not None and self._vertical.on_touch(unit)
-        if in_backward():
-            self.backwards.on_activity()
-            is_backward = True
+        parameter_cache, moved, is_backward = self.parameter_cache, False, in_backward()
         if is_backward:
-            self.backwards.on_weight_use(unit, is_saved=is_saved)
-        moved = parameter_cache.schedule.touch(unit.index)
-        # Only the first touch in a row counts: while one unit is used, nothing else becomes wanted.
-        if moved:
-            self.clock.pause_compute()
-        parameter_cache.make_resident(unit)
+            self.backwards.on_activity()
+        for unit in units:
+            if (self._vertical is not None and self._vertical.on_touch(unit)) or is_backward:
+                self.backwards.on_weight_use(unit, is_saved=is_saved)
+            # Only the first touch in a row counts: while one unit is used, nothing else becomes wanted.
+            if parameter_cache.schedule.touch(unit.index) and not moved:
+                moved = True
+                self.clock.pause_compute()
+            parameter_cache.make_resident(unit)
         if moved:
             parameter_cache.pump()
             self.pause()
-            self.clock.resume_compute(unit.name)
+            self.clock.resume_compute(units[-1].name)
 
     def route(self, group: int, units: Sequence[int]) -> None:
         """A router has chosen these experts of a layer: start to read their units."""
@@ -442,15 +444,8 @@ class ParameterCoordinator:
 
     def _packed(self, tensor: torch.Tensor) -> PackedSavedTensor | None:
         if isinstance(tensor, PagedParameter):  # what a torch.autograd.Function saves that was given the weight itself
-            return next(
-                (
-                    PackedSavedTensor(unit, tensor, slot)
-                    for unit in self.parameter_cache.units
-                    for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
-                    if parameter is tensor
-                ),
-                None,
-            )
+            place = self.parameter_map.places.get(id(tensor))
+            return None if place is None else PackedSavedTensor(place[0], tensor, place[1])
         unit = self.parameter_cache.unit_behind(tensor)
         return None if unit is None or unit.flat is None else PackedSavedTensor(unit, tensor)
 

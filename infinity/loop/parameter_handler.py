@@ -21,19 +21,8 @@ from infinity.paging.assigned import AssignedData
 from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.saved_tensors import hooks_are_forbidden, keep_saved
 from infinity.threads.engine_lock import is_inside
+from infinity.torch_internals import operations
 from infinity.torch_internals.names import has_memory, in_backward, lazy_bits, outside_modes, with_lazy_bits
-from infinity.torch_internals.operations import (
-    AS_ARRAY,
-    EXPOSING,
-    JOINING,
-    REBINDING,
-    leaves,
-    may_write,
-    name_of,
-    replaced,
-    unit_by_unit,
-    writes_unseen,
-)
 from infinity.units.layout import Slot
 from infinity.units.parameter import (
     HeldTensor,
@@ -97,22 +86,22 @@ class ParameterHandler:
         # torch._foreach_* over all parameters (clip_grad_norm_, EMA) would need all units at once: one call for each
         # unit.
         if len(units) > 1:
-            found = unit_by_unit(
+            found = operations.unit_by_unit(
                 function, args, kwargs, lambda row: frozenset(places[id(t)][0].index for t in row if id(t) in places)
             )
             if found is not None:
                 return found[0]
-        coordinator, name = self._coordinator, name_of(function)
-        if len(units) > 1 and name in JOINING and not coordinator.parameter_cache.has_room(units):
-            args, kwargs = (
-                replaced(a, lambda leaf: leaf.clone() if id(leaf) in places else leaf) for a in (args, kwargs)
+        coordinator, name = self._coordinator, operations.name_of(function)
+        if len(units) > 1 and name in operations.JOINING and not coordinator.parameter_cache.has_room(units):
+            args, kwargs = operations.replaced(
+                (args, kwargs), lambda leaf: leaf.clone() if id(leaf) in places else leaf
             )
             # torch.cat copies its arguments anyway. Here each is copied on its own, so that one unit at a time is
             # needed.
             return function(*args, **kwargs)
         fqn = places[id(tensors[0])][1].spec.fqn
         # `set_` and `resize_` would give the parameter memory that the engine does not see.
-        if function in REBINDING:
+        if function in operations.REBINDING:
             raise AccessError.of_parameter(fqn, operation=name)
         if in_backward():
             # An operation of a custom autograd.Function may be the first event of a backward.
@@ -126,7 +115,7 @@ class ParameterHandler:
             with contextlib.nullcontext() if is_inside() else coordinator.lock.joined():
                 # The address would be wrong as soon as the unit is paged out. While a module or block holds the units,
                 # it is valid.
-                if name in EXPOSING and not all(unit.num_active for unit in units):
+                if name in operations.EXPOSING and not all(unit.num_active for unit in units):
                     raise AccessError.of_parameter(fqn, operation=name, cure=_CURES.get(name))
                 if not coordinator.is_computing:
                     # `state_dict()` calls detach() on each parameter: it gets a copy, which may be in a file.
@@ -150,7 +139,7 @@ class ParameterHandler:
                             what = "moving to the meta device"
                             raise AccessError.of_parameter(fqn, operation=what, cure=_CURES[what])
                         # A view of the weights must not outlive their memory.
-                        return replaced(result, lambda leaf: self._outlasting(leaf, units))
+                        return operations.replaced(result, lambda leaf: self._outlasting(leaf, units))
                 finally:
                     self._unbind(units)
         finally:
@@ -178,22 +167,21 @@ class ParameterHandler:
         """Call the operation, while the units are bound."""
         views = list({id(tensor): tensor for tensor in tensors if isinstance(tensor, PagedView)}.values())
         try:
-            self._begin(views, places.values() if may_write(function, kwargs) else ())
-            if name_of(function) in AS_ARRAY and args:
+            self._begin(views, places.values() if operations.may_write(function, kwargs) else ())
+            if operations.name_of(function) in operations.AS_ARRAY and args:
                 # NumPy would keep looking at memory that the engine gives to another unit.
                 result = function(args[0].detach().clone().requires_grad_(args[0].requires_grad), *args[1:], **kwargs)
                 result.flags.writeable = False  # what is written there would reach no weight
                 return result
-            if hooks_are_forbidden() and not may_write(function, kwargs):
+            if hooks_are_forbidden() and not operations.may_write(function, kwargs):
                 # What is saved is the weight itself, which is about to lose its memory: a view holds it.
-                args, kwargs = (
-                    replaced(tree, lambda leaf: _as_view(leaf) if id(leaf) in places else leaf)
-                    for tree in (args, kwargs)
+                args, kwargs = operations.replaced(
+                    (args, kwargs), lambda leaf: _as_view(leaf) if id(leaf) in places else leaf
                 )
             result = function(*args, **kwargs)
             # Fused optimizers write without counting: the versions of the parameters stay, so the write is noted here.
-            if writes_unseen(function):
-                for leaf in leaves(args[:1]):
+            if operations.writes_unseen(function):
+                for leaf in operations.leaves(args[:1]):
                     if id(leaf) in places:
                         unit, slot = places[id(leaf)]
                         unit.on_write([slot.index])
@@ -209,10 +197,8 @@ class ParameterHandler:
             self._coordinator.parameter_cache.remember(unit, slot)
         for view in views:
             place = view.place
-            if place.unit.flat is None:
-                raise RuntimeError(f"unit {place.unit.name} is not resident after a touch")
             # `place` is a recipe: dtype, shape, strides and offset into the unit's flat buffer, wherever that is now.
-            base = place.unit.flat.tensor().view(place.dtype)
+            base = place.unit.memory.view(place.dtype)
             bind_view(view, with_lazy_bits(base.as_strided(place.shape, place.stride, place.offset), place.lazy_bits))
 
     def _outlasting(self, value: Any, units: Sequence[Unit]) -> Any:
@@ -340,39 +326,27 @@ class ParameterHandler:
     # --------------------------------------------------------------------------------------------------------- gradients
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        with contextlib.nullcontext() if in_backward() else self._coordinator.lock.held("reading a gradient"):
-            return self._gradient_of(parameter)
-
-    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        with contextlib.nullcontext() if in_backward() else self._coordinator.lock.held("setting a gradient"):
-            self._set_gradient(parameter, gradient)
-
-    def _gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The gradient; None without one.
 
         Raises:
             AccessError: an update in backward has consumed it.
             RankError: other ranks do not read theirs.
         """
-        unit, slot = self._parameter_map.locate(parameter)
-        # Frozen in `initialize`: no main gradient exists, so torch's own field is used.
-        if not slot.spec.is_trainable:
-            return plain_grad(parameter)
-        self._coordinator.backwards.before_gradient_access(unit, slot)
-        self._check_not_used_up(unit, slot)
-        # With ZeRO each rank may have a shard of the mean only: this gathers it, on all ranks.
-        self._stepper.gradients.make_whole(unit, slot)
-        if slot not in self._stepper.gradients.slots_with_gradient(unit):
-            return plain_grad(parameter)
-        return self._live.of(unit, slot)
+        with contextlib.nullcontext() if in_backward() else self._coordinator.lock.held("reading a gradient"):
+            unit, slot = self._parameter_map.locate(parameter)
+            # Frozen in `initialize`: no main gradient exists, so torch's own field is used.
+            if not slot.spec.is_trainable:
+                return plain_grad(parameter)
+            self._coordinator.backwards.before_gradient_access(unit, slot)
+            # With ZeRO each rank may have a shard of the mean only: this gathers it, on all ranks.
+            self._stepper.gradients.make_whole(unit, slot)
+            if slot not in self._stepper.gradients.slots_with_gradient(unit):
+                return plain_grad(parameter)
+            return self._live.of(unit, slot)
 
-    def _check_not_used_up(self, unit: Unit, slot: Slot) -> None:
-        if (unit.index, slot.index) in self._stepper.used_up:
-            raise AccessError.of_gradient(
-                slot.spec.fqn,
-                reason="its unit was updated in backward, and the gradient was used up",
-                cure='Set "infinity.update": "step" to see or change gradients between backward and step',
-            )
+    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        with contextlib.nullcontext() if in_backward() else self._coordinator.lock.held("setting a gradient"):
+            self._set_gradient(parameter, gradient)
 
     def _set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Replace the gradient; None drops it.
@@ -394,11 +368,8 @@ class ParameterHandler:
                     f"gradient of '{slot.spec.fqn}' must have shape {slot.spec.shape}, got {tuple(gradient.shape)}"
                 )
         self._coordinator.backwards.before_gradient_access(unit, slot, assigns=gradient is not None)
-        self._check_not_used_up(unit, slot)
-        is_absent = (
-            slot not in self._stepper.gradients.slots_with_gradient(unit) and not self._stepper.gradients.is_in_parts
-        )
-        if gradient is None and is_absent:
+        main = self._stepper.gradients
+        if gradient is None and slot not in main.slots_with_gradient(unit) and not main.is_in_parts:
             return
         if gradient is not None:
             if self._live.is_same(unit, slot, gradient):

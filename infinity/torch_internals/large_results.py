@@ -14,10 +14,6 @@ _CPU = torch.device("cpu")
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
-def _copy(out: torch.Tensor, source: torch.Tensor, **options: Any) -> None:
-    out.copy_(source)
-
-
 def _leave(out: torch.Tensor, *args: Any, **options: Any) -> None:
     """Do nothing: the memory is zeros, and either zeros or any values were asked for."""
 
@@ -26,8 +22,8 @@ def _leave(out: torch.Tensor, *args: Any, **options: Any) -> None:
 # `nn.Module.__init__` calls for its parameters. Results of all other operations exist in ordinary memory first, and are
 # copied (`_moved`).
 _FILLS: dict[Any, Callable[..., object]] = {
-    _aten._to_copy.default: _copy,
-    _aten.clone.default: _copy,
+    _aten._to_copy.default: lambda out, source, **options: out.copy_(source),
+    _aten.clone.default: lambda out, source, **options: out.copy_(source),
     _aten.cat.default: lambda out, tensors, dim=0: torch.cat(tensors, dim, out=out),
     _aten.stack.default: lambda out, tensors, dim=0: torch.stack(tensors, dim, out=out),
     **{

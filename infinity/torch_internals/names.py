@@ -52,6 +52,8 @@ SpectralParametrization = _SpectralNorm
 __all__ = ["DeviceContext"]
 
 
+make_subclass: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
+"""Makes a tensor of that class over the memory of the given one."""
 functional_call: Any = torch.nn.utils.stateless._functional_call
 """The implementation of ``torch.func.functional_call``. A frame of it on the stack means that a model has other
 parameters for this call."""
@@ -78,12 +80,6 @@ def unprofiled() -> Any:
     return _unprofiled if _is_profiled() else _nothing
 
 
-def has_transforms() -> bool:
-    """Whether a transform of torch.func runs in this thread. Tensors are wrapped then, and have no memory of their
-    own."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def in_backward() -> bool:
     """Whether the calling thread is inside autograd's backward."""
     return backward_number() != -1
@@ -101,11 +97,6 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     """Have ``callback`` called when the innermost running backward ends."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
-
-
-def make_subclass(kind: type, tensor: torch.Tensor) -> Any:
-    """A tensor of that class over the memory of ``tensor``."""
-    return torch.Tensor._make_subclass(kind, tensor)
 
 
 def num_owners(storage: torch.UntypedStorage) -> int:
@@ -154,7 +145,8 @@ _R = TypeVar("_R")
 num_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 num_function_modes: Callable[[], int] = _C._len_torch_function_stack
 transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack
-"""The innermost transform of torch.func that runs in this thread, None if none does."""
+"""The innermost transform of torch.func that runs in this thread, None if none does. Under one, tensors are wrapped, and
+have no memory of their own."""
 is_inference: Callable[[], bool] = torch.is_inference_mode_enabled
 is_transformed: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrapped_tensor
 """Whether torch.func has wrapped the tensor. All five are C functions, so a check costs no call of Python."""
@@ -222,11 +214,8 @@ def outside_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        has_modes, has_transform, has_inference = (
-            num_dispatch_modes() or num_function_modes(),
-            transform() is not None,
-            is_inference(),
-        )
+        has_modes = num_dispatch_modes() or num_function_modes()
+        has_transform, has_inference = transform() is not None, is_inference()
         if not (has_modes or has_transform or has_inference):
             return function(*args, **kwargs)
         with contextlib.ExitStack() as outside:

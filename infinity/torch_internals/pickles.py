@@ -475,19 +475,10 @@ def _ordered(_: _Unpickler, pairs: Any = ()) -> dict[Hashable, Any]:
     return {_key(key): value for key, value in pairs}
 
 
-def _numpy_scalar(_: _Unpickler, dtype: Any, data: Any) -> Any:
-    return _array(dtype, (), data)[()]
-
-
 def _encoded(_: _Unpickler, text: str, encoding: str = "latin1") -> bytes:
     if encoding not in ("latin1", "latin-1"):
         raise ValueError("it encodes text by something else than latin1")
     return _text(text).encode("latin1")
-
-
-def _of_type(made: _Unpickler, function: Any, _class: Any, arguments: Any, _state: Any) -> Any:
-    # torch saves a tensor with attributes, or of a subclass, by this function around the usual one.
-    return made._called(function, arguments)
 
 
 def _device(_: _Unpickler, kind: str, index: int | None = None) -> torch.device:
@@ -502,7 +493,10 @@ _KNOWN: dict[str, Callable[..., Any]] = {
     ),
     "torch._utils._rebuild_parameter": lambda made, data, *more: data,
     "torch._utils._rebuild_parameter_with_state": lambda made, data, *more: data,
-    "torch._tensor._rebuild_from_type_v2": _of_type,
+    # torch saves a tensor with attributes, or of a subclass, by this function around the usual one.
+    "torch._tensor._rebuild_from_type_v2": lambda made, function, kind, arguments, state: made._called(
+        function, arguments
+    ),
     "torch.Size": lambda made, sizes=(): _sizes(sizes),
     "torch.device": _device,
     "collections.OrderedDict": _ordered,
@@ -517,7 +511,7 @@ _KNOWN: dict[str, Callable[..., Any]] = {
     "_codecs.encode": _encoded,
     "numpy.dtype": lambda made, code, *flags: _NumpyType("numpy.dtype", (), code=_text(code)),
     "numpy.core.multiarray._reconstruct": lambda made, *arguments: _UnbuiltArray(),
-    "numpy.core.multiarray.scalar": _numpy_scalar,
+    "numpy.core.multiarray.scalar": lambda made, dtype, data: _array(dtype, (), data)[()],
     "numpy.core.numeric._frombuffer": lambda made, data, dtype, shape, order: _array(dtype, shape, data, order),
 }
 """Functions that make numbers and containers, by the name in the file. Arguments: the unpickler, and those in the

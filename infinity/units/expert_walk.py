@@ -20,7 +20,7 @@ order of their creation. So these nodes ask for the weights in one order on all 
 before or after its own node does, which fetches nothing more. The nodes form a chain, from the module's input to its
 output, of numbers that are 0:
 
-    input -> _Begin -> _Visit -> _Visit -> ... -> Attach (with the output) -> output
+    input -> _Visit -> _Visit -> _Visit -> ... -> _Attach (with the output) -> output
 
 A trained expert gets a gradient of zeros from a visit, as it has in torch as a part of the gradient of all experts.
 """
@@ -61,7 +61,7 @@ class Walk:
         """
         self._left.pop(tile, None)
         if torch.is_grad_enabled():
-            self._anchor = _visit(self._anchor, weight, has_tokens, is_saved)
+            self._anchor = visit(self._anchor, weight, has_tokens, is_saved)
 
     def go_to(self, tile: Tile) -> None:
         """This rank is about to use an expert: visit those that other ranks use before it."""
@@ -75,7 +75,8 @@ class Walk:
         """Visit the experts that are left. Returns the module's output, with the chain in its graph."""
         while self._left:
             self._visit(next(iter(self._left)))
-        return _attach(output, self._anchor) if self._anchor.requires_grad else output
+        # A copy: autograd forbids to change a view in place that comes from `attach`, as models may.
+        return attach(output, self._anchor, True) if self._anchor.requires_grad else output
 
 
 def anchor_of(x: torch.Tensor, *, trains: bool) -> torch.Tensor:
@@ -84,31 +85,23 @@ def anchor_of(x: torch.Tensor, *, trains: bool) -> torch.Tensor:
     ``trains``: whether any parameter of the module requires one. The chain must have a gradient wherever a product with
     a weight has one, so that backward asks for the weights on all ranks or on none.
     """
-    if not torch.is_grad_enabled():
-        return torch.zeros((), dtype=torch.float32, device=x.device)
-    if x.requires_grad:
-        begun: torch.Tensor = _begin(x)
+    zero = torch.zeros((), dtype=torch.float32, device=x.device)
+    if torch.is_grad_enabled() and x.requires_grad:
+        begun: torch.Tensor = visit(zero, x, True, False)  # gives ``x`` no gradient
         return begun
-    return torch.zeros((), dtype=torch.float32, device=x.device, requires_grad=trains)
-
-
-class _Begin(torch.autograd.Function):
-    """Returns a zero that depends on ``x``, to which it gives no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None
+    return zero.requires_grad_(trains and torch.is_grad_enabled())
 
 
 class _Visit(torch.autograd.Function):
-    """Returns a zero that depends on ``anchor``; its backward asks for ``weight``, and gives it zeros without tokens."""
+    """Returns a zero that depends on ``anchor`` and ``weight``.
+
+    Its backward asks for the weight if that ``is_saved``, and gives it zeros unless it ``has_tokens``, and so gets a
+    gradient from them.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, weight: torch.Tensor, has_tokens: bool, is_saved: bool) -> torch.Tensor:
+        # A weight that is not saved is neither held nor fetched in backward. Metadata needs no values.
         ctx.save_for_backward(*[weight] * is_saved)
         ctx.form = weight.shape, weight.dtype, weight.device
         ctx.has_tokens = has_tokens
@@ -123,20 +116,19 @@ class _Visit(torch.autograd.Function):
         return gradients[0], zeros, None, None
 
 
-class Attach(torch.autograd.Function):
-    """Returns a copy of ``x``; its backward also sends a zero to ``anchor``."""
+class _Attach(torch.autograd.Function):
+    """Returns a copy or a view of ``x``; its backward also sends a zero to ``anchor``."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, copies: bool) -> torch.Tensor:
         ctx.form = anchor.dtype, anchor.device
-        return x.clone()  # autograd forbids to change a view in place that comes from here, as models may
+        return x.clone() if copies else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         dtype, device = ctx.form
-        return gradients[0], torch.zeros((), dtype=dtype, device=device)
+        return gradients[0], torch.zeros((), dtype=dtype, device=device), None
 
 
-_begin: Any = _Begin.apply
-_visit: Any = _Visit.apply
-_attach: Any = Attach.apply
+visit: Any = _Visit.apply
+attach: Any = _Attach.apply

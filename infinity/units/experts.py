@@ -11,7 +11,7 @@ The model's own code runs and calls its usual kernels, so outputs and gradients 
 and sums are whole tensors.
 
 In torch the gradient of such a parameter is one tensor, with zeros for experts that got no token. An optimizer with
-momentum or weight decay changes those experts as well. So they get zeros here, too (`_Zero`), unless ``touched_only``
+momentum or weight decay changes those experts as well. So they get zeros here, too (`give_zeros`), unless ``touched_only``
 is set. Then they get no gradient, as in a list of modules.
 
 Where ranks gather weights from each other, all of them use the experts that any rank needs: see [Note: experts of ranks]
@@ -21,6 +21,7 @@ in ``infinity.units.expert_walk``.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -31,7 +32,7 @@ from torch import nn
 from infinity.optim.groups import TiledParameter
 from infinity.torch_internals.names import without_torch_function
 from infinity.torch_internals.operations import name_of
-from infinity.units.expert_walk import Attach, Walk, anchor_of
+from infinity.units.expert_walk import Walk, anchor_of, attach, visit
 from infinity.units.parameter import placeholder
 from infinity.units.tiles import TiledWeight, Tiles
 
@@ -41,10 +42,7 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]
     # Not cut: parameters under a PEFT wrapper, which adds to the whole tensor, and shared parameters, whose other owner
     # may use them in any way. Hooks on a parameter would have to see one gradient for all experts.
     wrapped = _in_wrappers(model)
-    num_owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            num_owners[id(parameter)] = num_owners.get(id(parameter), 0) + 1
+    num_owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     for prefix, module in model.named_modules():
         if not _has_experts(module) or id(module) in wrapped:
             continue
@@ -129,10 +127,6 @@ class ExpertTiles(Tiles):
         time."""
         self._gives_zeros = True
         """Whether the running call still has to give zeros to unused experts."""
-
-    @property
-    def weight_class(self) -> type[TiledWeight]:
-        return ExpertWeight
 
     def experts(self) -> list[Any]:
         """The `Tile` modules, by number of the expert."""
@@ -241,7 +235,7 @@ class ExpertTiles(Tiles):
         tile = self.experts()[number]
         if self.walk is not None:
             self.walk.go_to(tile)
-        chosen: torch.Tensor = tile(_only_expert, None)
+        chosen: torch.Tensor = tile(lambda _, weight: weight[0], None)
         if self.walk is not None:
             self.walk.use(tile, chosen, has_tokens=True)
         if not self._gives_zeros:
@@ -256,25 +250,21 @@ class ExpertTiles(Tiles):
         if self.walk is not None or not used:  # a walk has them in its own chain
             return x
         anchor = self.give_zeros(torch.zeros((), dtype=torch.float32, device=x.device), used)
-        return _join(x, anchor) if anchor.requires_grad else x
+        return attach(x, anchor, False) if anchor.requires_grad else x
 
     def give_zeros(self, anchor: torch.Tensor, used: Collection[int]) -> torch.Tensor:
         """Return a zero; when it gets its gradient, so do ``anchor`` and the experts that are not in ``used``."""
-        # The graph: tile 1 -> _zero -> tile 3 -> _zero -> ... -> anchor (0-dim) -> _join -> x. Backward through _join
+        # The graph: tile 1 -> visit -> tile 3 -> visit -> ... -> anchor (0-dim) -> attach -> x. Backward through attach
         # passes x's gradient on, and sends a zero along the chain of anchors, at which each tile gets its zeros.
         if not self.touched_only and torch.is_grad_enabled() and self.tiled.tiles[0].requires_grad:
             for e in self.others(used):
-                anchor = _zero(anchor, self.tiled.tiles[e])
+                anchor = visit(anchor, self.tiled.tiles[e], False, False)
         return anchor
 
     def begin_call(self, counts: list[int] | None = None, x: torch.Tensor | None = None) -> None:
         """Reset the state of a call: when it begins with its routing and its input, and when it ends with None."""
         self.counts, self.x, self.routed = counts, x, None if counts is None else busiest_first(counts)
         self.walk, self.together, self._gives_zeros = None, None, True
-
-    def follow(self, walk: Walk) -> None:
-        """Use the experts of all ranks until the call ends."""
-        self.walk, self.routed = walk, walk.routed
 
     def bring_together(self, together: Together) -> None:
         """Fetch several experts at a time, by ``together``, until the call ends."""
@@ -363,40 +353,6 @@ def _is_index(index: torch.Tensor) -> bool:
     return not index.is_floating_point() and index.dtype not in (torch.bool, torch.uint8)
 
 
-def _only_expert(_: None, weight: torch.Tensor) -> torch.Tensor:
-    """The weight of an expert's tile [1, ...], as weight[e] gives it. A tile calls it with (input, weight)."""
-    return weight[0]
-
-
-class _Zero(torch.autograd.Function):
-    """Returns a zero that depends on ``parameter``, whose gradient is then zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        # Not save_for_backward: that would hold the weight, or fetch its unit again in backward. Metadata needs no
-        # values.
-        ctx.form = parameter.shape, parameter.dtype, parameter.device
-        return torch.zeros_like(anchor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        shape, dtype, device = ctx.form
-        return gradients[0], torch.zeros(shape, dtype=dtype, device=device)
-
-
-class _Join(Attach):
-    """As `Attach`, with a view in place of a copy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        ctx.form = anchor.dtype, anchor.device
-        return x.view_as(x)
-
-
-_zero: Any = _Zero.apply
-_join: Any = _Join.apply
-
-
 # ------------------------------------------------------------------------------------------------------------- routing
 
 
@@ -459,7 +415,7 @@ def walk_along(module: nn.Module, tiles: Sequence[ExpertTiles], counts: Sequence
         anchor = each.give_zeros(anchor, routed)
     walk = Walk(routed, [each.experts() for each in tiles], anchor)
     for each in tiles:
-        each.follow(walk)
+        each.walk, each.routed = walk, walk.routed  # until the call ends
 
 
 def _may_be_routing(value: Any) -> bool:

@@ -82,14 +82,8 @@ class Slot:
     @property
     def is_in_order(self) -> bool:
         """Whether the parameter's elements lie in memory in C order."""
-        # Strides of dimensions of size 1 are ignored, because no element is reached by them: torch gives (1, 5) any
-        # first stride.
-        expected = 1
-        for size, stride in zip(reversed(self.spec.shape), reversed(self.spec.stride), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
+        # torch ignores strides of dimensions of size 1, because no element is reached by them: (1, 5) has any first stride.
+        return torch.empty_strided(self.spec.shape, self.spec.stride, dtype=torch.uint8, device="meta").is_contiguous()
 
 
 def in_slot_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
@@ -195,11 +189,8 @@ class UnitLayout:
                 f"trainable parameters of one unit must share a dtype, got {[str(s.dtype) for s in trainable]}"
             )
         self.trainable: Segment | None = trainable[0] if trainable else None
-
-    @property
-    def trainable_numel(self) -> int:
+        self.trainable_numel = trainable[0].numel if trainable else 0
         """Elements of the trainable segment, padding included; 0 for a frozen unit."""
-        return self.trainable.numel if self.trainable else 0
 
     def chunks(self, chunk_numel: int, split: int = 0, span: tuple[int, int] | None = None) -> tuple[Chunk, ...]:
         """Cut the trainable segment into chunks of at most ``chunk_numel`` elements, none of them across ``split``.
@@ -222,14 +213,9 @@ class UnitLayout:
         chunks = []
         for index, (start, stop) in enumerate(itertools.pairwise([*starts, last])):
             slices = tuple(
-                ParameterSlice(
-                    slot,
-                    max(start, slot.start) - slot.start,
-                    min(stop, slot.stop) - slot.start,
-                    max(start, slot.start) - start,
-                )
+                ParameterSlice(slot, low - slot.start, high - slot.start, low - start)
                 for slot in self.trainable.slots
-                if max(slot.start, start) < min(slot.stop, stop)
+                if (low := max(start, slot.start)) < (high := min(stop, slot.stop))
             )
             chunks.append(Chunk(index, start, stop, slices))
         return tuple(chunks)

@@ -18,6 +18,7 @@ the parameter does. So it shows the present weight, and a write to it is a write
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -183,13 +184,43 @@ class _HeldParameter(nn.Parameter):
         return nn.Parameter.__reduce_ex__(copy, protocol)
 
 
-def _guarded(*arguments: Any) -> Any:
-    return _operate(*arguments)
+@untraced
+def _operate(
+    _: Any, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Run a torch function that was given parameters or views without values: their ``__torch_function__``."""
+    kwargs = kwargs or {}
+    if func in METADATA:
+        with without_torch_function():
+            return func(*args, **kwargs)
+    # For a thread that holds no engine, resident parameters are as unusable as paged ones: another thread's call may
+    # evict them.
+    kinds = (PagedParameter if is_inside() else _HeldParameter, PagedView)
+    tensors: list[Any] = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, kinds)]
+    if not tensors:
+        # A class may change between torch's look at it and this line, when another thread binds the unit.
+        return func(*args, **kwargs)
+    first = tensors[0]
+    host = host_of(first)
+    if host is None:
+        raise _dropped(name_of(func))
+    # A held tensor among the outputs (or their gradients) needs values. Held tensors among the inputs do not.
+    if func in _DIFFERENTIATING and not any(
+        isinstance(leaf, kinds) for leaf in leaves((args[:1], kwargs.get("grad_outputs")))
+    ):
+        return _differentiate(func, args, kwargs)
+    if first is args[0] if args else False:
+        # The placeholder is an expanded element with strides of 0, so strides come from the layout.
+        if func is torch.Tensor.stride and len(args) == 1 and not kwargs:
+            return first.place.stride if isinstance(first, PagedView) else host.slot_of(first).spec.stride
+        if is_conversion_to_the_same(func, args, kwargs, first):
+            return first
+    return host.operate(func, args, kwargs, tensors)
 
 
-# A property that gives torch's "no override" to threads whose call holds an engine, and `_guarded` to all others. A
+# A property that gives torch's "no override" to threads whose call holds an engine, and `_operate` to all others. A
 # thread that trains therefore pays no call of Python for an operation on a bound weight.
-_guard = guard(_guarded)
+_guard = guard(functools.partial(_operate, None))
 
 
 class _Guarded(type(nn.Parameter)):  # type: ignore[misc]  # torch does not export it
@@ -258,12 +289,7 @@ class PagedParameter(_HeldParameter):
         _refuse_new_parameter(self, sys._getframe(1))
         return super().detach()
 
-    @classmethod
-    @untraced
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _operate(func, types, args, kwargs)
+    __torch_function__ = classmethod(_operate)
 
 
 @dataclass(frozen=True)
@@ -287,11 +313,7 @@ class PagedView(torch.Tensor):
 
     place: ViewPlace
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _operate(func, types, args, kwargs)
+    __torch_function__ = classmethod(_operate)
 
     @property
     def data(self) -> torch.Tensor:
@@ -329,40 +351,6 @@ def _is_converted_to_the_same(parameter: nn.Parameter, caller: FrameType) -> boo
     # `_apply` reads the gradient of every parameter. The routers of Switch Transformers and NLLB-MoE convert themselves
     # in each forward. In a vertical step gradients cannot be read then, so the step would be refused for nothing.
     return caller.f_code is _APPLY and caller.f_locals.get("param_applied") is parameter
-
-
-@untraced
-def _operate(
-    func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-) -> Any:
-    """Run a torch function that was given parameters or views without values."""
-    kwargs = kwargs or {}
-    if func in METADATA:
-        with without_torch_function():
-            return func(*args, **kwargs)
-    # For a thread that holds no engine, resident parameters are as unusable as paged ones: another thread's call may
-    # evict them.
-    kinds = (PagedParameter if is_inside() else _HeldParameter, PagedView)
-    tensors: list[Any] = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, kinds)]
-    if not tensors:
-        # A class may change between torch's look at it and this line, when another thread binds the unit.
-        return func(*args, **kwargs)
-    first = tensors[0]
-    host = host_of(first)
-    if host is None:
-        raise _dropped(name_of(func))
-    # A held tensor among the outputs (or their gradients) needs values. Held tensors among the inputs do not.
-    if func in _DIFFERENTIATING and not any(
-        isinstance(leaf, kinds) for leaf in leaves((args[:1], kwargs.get("grad_outputs")))
-    ):
-        return _differentiate(func, args, kwargs)
-    if first is args[0] if args else False:
-        # The placeholder is an expanded element with strides of 0, so strides come from the layout.
-        if func is torch.Tensor.stride and len(args) == 1 and not kwargs:
-            return first.place.stride if isinstance(first, PagedView) else host.slot_of(first).spec.stride
-        if is_conversion_to_the_same(func, args, kwargs, first):
-            return first
-    return host.operate(func, args, kwargs, tensors)
 
 
 def _dropped(operation: str) -> AccessError:
@@ -510,6 +498,14 @@ def set_plain_data(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Give ``tensor`` other memory. Its version does not change."""
     with without_torch_function(), unprofiled():
         _DATA_FIELD.__set__(tensor, values)
+
+
+def alias(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor over the parameter's data, with a version of its own: see [Note: seen by version]."""
+    # Not made as a view: a view holds its base tensor, and through that the flat buffer's memory.
+    made = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    set_plain_data(made, plain_data(parameter))
+    return made
 
 
 AUTOGRAD_FIELD: Any = torch.Tensor.grad

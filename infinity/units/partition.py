@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -108,21 +109,21 @@ def partition(
     for fqn, parameter in module.named_parameters(remove_duplicate=False):
         homes.setdefault(id(parameter), set()).add(block_of(fqn))
 
+    home_of = {key: found.pop() if len(found) == 1 else None for key, found in homes.items()}
+    named = {fqn: parameter for fqn, parameter in module.named_parameters() if takes(parameter)}
+    sizes: Counter[str] = Counter()
+    for parameter in named.values():
+        home = home_of[id(parameter)]
+        if home is not None and id(parameter) not in tiles:
+            sizes[home] += parameter.numel() * item_bytes
+    most_bytes = max([_SMALL_UNIT_BYTES, *sizes.values()])
+
     by_block: dict[str, UnitMembers] = {}
     units: list[UnitMembers] = []
     leftovers: UnitMembers | None = None
     owner_of_last = ""
-    sizes: dict[str, int] = {}
-    named = [(fqn, parameter) for fqn, parameter in module.named_parameters() if takes(parameter)]
-    for fqn, parameter in named:
-        home = block_of(fqn) if len(homes[id(parameter)]) == 1 else None
-        if home is not None and id(parameter) not in tiles:
-            sizes[home] = sizes.get(home, 0) + parameter.numel() * item_bytes
-    largest_block = max(sizes.values(), default=_SMALL_UNIT_BYTES)
-
-    for fqn, parameter in named:
-        num_bytes = parameter.numel() * item_bytes
-        home = block_of(fqn) if len(homes[id(parameter)]) == 1 else None
+    for fqn, parameter in named.items():
+        home, num_bytes = home_of[id(parameter)], parameter.numel() * item_bytes
         if id(parameter) in tiles:
             leftovers = None
             unit = UnitMembers(fqn)
@@ -137,9 +138,7 @@ def partition(
             owner = fqn.rpartition(".")[0]
             # Parameters of one module stay together even if that is too large: weight and bias are used at the same
             # moment.
-            too_large = leftovers is not None and leftovers.num_bytes + num_bytes > max(
-                largest_block, _SMALL_UNIT_BYTES
-            )
+            too_large = leftovers is not None and leftovers.num_bytes + num_bytes > most_bytes
             if leftovers is None or (too_large and owner != owner_of_last):
                 leftovers = UnitMembers(owner or fqn)
                 units.append(leftovers)

@@ -46,11 +46,6 @@ class Tile(nn.Module):
 class Tiles(nn.Module):
     """All tiles of a weight. Tied modules share one instance."""
 
-    @property
-    def weight_class(self) -> type[TiledWeight]:
-        """The class that the weight gets."""
-        return TiledWeight
-
     def __init__(self, tiled: TiledParameter) -> None:
         super().__init__()
         self.tiled = tiled

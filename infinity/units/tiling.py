@@ -17,7 +17,7 @@ from torch import nn
 
 from infinity.device.drive_tensors import DriveTensors, drives_of
 from infinity.optim.groups import TiledGroups, TiledParameter
-from infinity.units.experts import ExpertTiles, route
+from infinity.units.experts import ExpertTiles, ExpertWeight, route
 from infinity.units.tiles import TiledWeight, Tiles
 
 # Tiles begin at multiples of 64 elements, so that an element-wise kernel's vector loop has the same iterations on a
@@ -61,7 +61,8 @@ class Tiling:
             if _can_be_tiled(parameter, places) and not any(id(module) in inside for _, module, _ in places):
                 cuts = _row_cuts(parameter, (above_bytes or 0) // item_bytes)
                 modules = [module for _, module, _ in places]
-                self._put(Tiles, modules, f"{places[0][0]}.weight".removeprefix("."), parameter, cuts)
+                fqn = f"{places[0][0]}.weight".removeprefix(".")
+                self._put(Tiles(_cut(fqn, parameter, cuts, self._new, "weight")), modules)
 
     def cut_experts(self, found: Sequence[tuple[str, nn.Module, Sequence[str]]], *, touched_only: bool) -> None:
         """Put a tile for each expert in place of tensors of all experts (see ``infinity.units.experts``).
@@ -77,41 +78,26 @@ class Tiling:
             for name in names:
                 parameter: Any = module._parameters[name]
                 fqn, cuts = f"{prefix}.{name}".removeprefix("."), tuple(range(len(parameter) + 1))
-                kind = functools.partial(ExpertTiles, touched_only=touched_only)
-                made.append(
-                    self._put(kind, [module], fqn, parameter, cuts, name=name, order=order, has_own_states=touched_only)
-                )
+                tiled = _cut(fqn, parameter, cuts, self._new, name)
+                has_own_states = touched_only and parameter.requires_grad
+                tiled = dataclasses.replace(tiled, by_expert=True, has_own_states=has_own_states)
+                made.append(ExpertTiles(tiled, touched_only=touched_only))
+                self._put(made[-1], [module], order)
             self._handles += route(module, made)
 
-    def _put(
-        self,
-        kind: Callable[[TiledParameter], Tiles],
-        modules: Sequence[nn.Module],
-        fqn: str,
-        parameter: nn.Parameter,
-        cuts: tuple[int, ...],
-        *,
-        name: str = "weight",
-        order: tuple[str, ...] = (),
-        has_own_states: bool = False,
-    ) -> Any:
-        tiled = _cut(fqn, parameter, cuts, self._new, name)
-        if kind is not Tiles:
-            tiled = dataclasses.replace(
-                tiled, by_expert=True, has_own_states=has_own_states and parameter.requires_grad
-            )
+    def _put(self, tiles: Tiles, modules: Sequence[nn.Module], order: tuple[str, ...] = ()) -> None:
+        """Put ``tiles`` in place of a parameter of ``modules``; ``order``: the names of their parameters before."""
+        tiled = tiles.tiled
         self.groups.add(tiled)
-        tiles = kind(tiled)
         for module in modules:
             names = order or tuple(module._parameters)
-            del module._parameters[name]
+            del module._parameters[tiled.name]
             module.add_module(tiled.child, tiles)
             join = functools.partial(_join_state_dict, tiled.child, names)
             self._handles.append(module.register_state_dict_post_hook(join))
             split = functools.partial(_split_state_dict, tiled.child)
             self._handles.append(module.register_load_state_dict_pre_hook(split))
             self._replaced.append((module, tiled, names))
-        return tiles
 
     def show(self) -> None:
         """Give modules the weight without values as their attribute."""
@@ -119,7 +105,8 @@ class Tiling:
         # attribute goes into __dict__, so `named_parameters` lists the tiles and not the weight.
         for module, tiled, _ in self._replaced:
             tiles = _tiles_of(module, tiled.child)
-            tiles.weight_class.become(tiled.original, tiles)
+            kind = ExpertWeight if isinstance(tiles, ExpertTiles) else TiledWeight
+            kind.become(tiled.original, tiles)
             module.__dict__[tiled.name] = tiled.original
 
     def undo(self) -> None:
@@ -178,11 +165,7 @@ def _row_cuts(parameter: nn.Parameter, tile_numel: int) -> tuple[int, ...]:
 
 
 def _cut(
-    fqn: str,
-    parameter: nn.Parameter,
-    cuts: tuple[int, ...],
-    new: Callable[..., torch.Tensor],
-    name: str,
+    fqn: str, parameter: nn.Parameter, cuts: tuple[int, ...], new: Callable[..., torch.Tensor], name: str
 ) -> TiledParameter:
     shape = tuple(parameter.shape)
     data, gradient = parameter.detach(), parameter.grad
@@ -210,7 +193,7 @@ _joined: weakref.WeakKeyDictionary[Tiles, tuple[Callable[[], Any], Callable[[], 
 
 
 def _join_state_dict(
-    child: str, order: Sequence[str], module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any
+    child: str, order: Sequence[str], module: nn.Module, state_dict: Any, prefix: str, *_: Any
 ) -> None:
     # A post hook of the module: its own entries and those of the tiles are in `state_dict`. The tiles' are replaced by
     # one entry with the weight's name, and the module's entries are put into their old order.
@@ -232,25 +215,16 @@ def _join_state_dict(
     state_dict.update(others)
 
 
-def _split_state_dict(
-    child: str,
-    module: nn.Module,
-    state_dict: Any,
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    # The reverse, before torch loads: the entry of the whole weight becomes one entry per tile.
+def _split_state_dict(child: str, module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
+    # The reverse, before torch loads: the entry of the whole weight becomes one entry per tile. The last of the other
+    # arguments is torch's list of errors.
     tiled = _tiles_of(module, child).tiled
     whole = f"{prefix}{tiled.name}"
     value = state_dict.pop(whole, None)
     if value is None:
         return
     if tuple(value.shape) != tiled.shape:
-        errors.append(f"size mismatch for {whole}: {tuple(value.shape)} is given, and {tiled.shape} is needed.")
+        others[-1].append(f"size mismatch for {whole}: {tuple(value.shape)} is given, and {tiled.shape} is needed.")
         value = None
     # After an error the tiles load themselves. Otherwise torch would report each tile as missing, under names that
     # nobody knows.

@@ -16,16 +16,7 @@ from infinity.device.drive_tensors import is_dense
 from infinity.state_machine import moves
 from infinity.torch_internals.names import outside_modes, with_lazy_bits, without_torch_function
 from infinity.units.layout import Chunk, ParameterSpec, Slot, UnitLayout
-from infinity.units.parameter import (
-    PagedView,
-    bind,
-    detach_view,
-    empty,
-    placeholder,
-    plain_data,
-    set_plain_data,
-    unbind,
-)
+from infinity.units.parameter import PagedView, alias, bind, detach_view, empty, placeholder, set_plain_data, unbind
 from swapper import Latch
 
 if TYPE_CHECKING:
@@ -168,6 +159,8 @@ class Unit:
         self.name = name
         self.parameters = list(parameters)
         self.layout = layout
+        self.num_bytes = layout.num_bytes
+        """Bytes of the flat buffer."""
         self.extent: Extent | None = None
         """The weights' bytes on NVMe, from `WeightStore.allocate` on; None if they are stored elsewhere."""
         self.is_persistent = False
@@ -221,11 +214,6 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.index}, {self.name!r}, {len(self.parameters)} parameters, {self.layout.num_bytes} bytes)"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the flat buffer."""
-        return self.layout.num_bytes
 
     @property
     def num_saved_tensors(self) -> int:
@@ -402,10 +390,7 @@ class Unit:
         `parameter`."""
         data_alias = self._data_aliases.get(slot.index)
         if data_alias is None:
-            parameter = self.parameters[slot.index]
-            # Not made as a view: a view holds its base tensor, and through that the flat buffer's memory.
-            data_alias = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            set_plain_data(data_alias, plain_data(parameter))
+            data_alias = alias(self.parameters[slot.index])
             self._alias_counters[slot.index] = data_alias._version
             self._data_aliases[slot.index] = data_alias
         return data_alias

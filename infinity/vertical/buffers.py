@@ -8,7 +8,7 @@ is repeated in the ordinary order.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -49,28 +49,22 @@ class BlockBuffers:
             marks.append(object())
         return marks
 
-    def capture(self) -> BufferValues:
-        """Copy their present values."""
-        return BufferValues([(home, name, buffer, buffer.detach().clone()) for home, name, buffer in self._present()])
+    def capture(self) -> Callable[[], None]:
+        """Copy their present values. Returns a function that puts the same tensors with these values back."""
+        copies = [(home, name, buffer, buffer.detach().clone()) for home, name, buffer in self._present()]
+
+        def restore() -> None:
+            for home, name, buffer, values in copies:
+                _put_back(buffer, values)
+                home[name] = buffer
+
+        return restore
 
     def _present(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         for module in self.modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     yield module._buffers, name, buffer
-
-
-class BufferValues:
-    """Values of buffers at one moment."""
-
-    def __init__(self, entries: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]) -> None:
-        self._entries = entries
-
-    def restore(self) -> None:
-        """Put the same tensors with the same values back into the modules."""
-        for home, name, buffer, values in self._entries:
-            _put_back(buffer, values)
-            home[name] = buffer
 
 
 class StepStart:

@@ -41,10 +41,10 @@ from infinity.activations.caches import without_caches
 from infinity.activations.unsupported import UnsupportedSchedule
 from infinity.device.compute import ComputeDevice
 from infinity.paging.saved_tensors import is_saved_otherwise
-from infinity.torch_internals.names import has_transforms, version_of
+from infinity.torch_internals.names import transform, version_of
 from infinity.units.unit import Unit
 from infinity.vertical.arguments import Tree, is_same
-from infinity.vertical.buffers import BlockBuffers, BufferValues
+from infinity.vertical.buffers import BlockBuffers
 from infinity.vertical.thread_state import RandomState, ThreadState
 
 Edge = tuple[Any, int]
@@ -137,7 +137,7 @@ class BlockCall:
     # changes them.
     _state: ThreadState | None = None
     _random: RandomState | None = None
-    _buffer_values: BufferValues | None = None
+    _restore_buffers: Callable[[], None] | None = None
     _is_forward_over = False
     _is_differentiated = False
     is_over = False
@@ -167,7 +167,7 @@ class BlockCall:
         marks, random = self.block.buffers.marks(), RandomState(self._device.torch_device)
         # Copied only where a write is possible: in a trial always, later in blocks that the trial saw writing.
         if self.is_trial or self.block.buffers.are_written:
-            self._buffer_values = self.block.buffers.capture()
+            self._restore_buffers = self.block.buffers.capture()
         self._state = ThreadState(self._device)
         given, versions = self._enter(tree, sentinel)
         form = tree.build(given)
@@ -184,7 +184,7 @@ class BlockCall:
         if self.block.buffers.marks() != marks:
             self._record_written_buffers()
         else:
-            self._buffer_values = None
+            self._restore_buffers = None
         self._random = None if random.is_unchanged() else random
         outputs = self._leave(tree, given, result)
         returned = result.build(outputs)
@@ -196,7 +196,7 @@ class BlockCall:
         return returned, outputs
 
     def _check_surroundings(self) -> None:
-        if has_transforms():
+        if transform() is not None:
             raise UnsupportedSchedule(
                 f"a torch.func transform is active around {self.block.name}, and would not see it recomputed"
             )
@@ -243,7 +243,7 @@ class BlockCall:
             raise UnsupportedSchedule(
                 f"{self.block.name} writes to its buffers, and would do so again under its own checkpointing"
             )
-        if self._buffer_values is None:
+        if self._restore_buffers is None:
             raise UnsupportedSchedule(f"{self.block.name} begins to write to its buffers")
 
     def _leave(self, tree: Tree, given: Sequence[torch.Tensor], result: Tree) -> list[Any]:
@@ -347,9 +347,9 @@ class BlockCall:
             if self._random is not None:
                 stack.callback(RandomState(self._device.torch_device).restore)
                 self._random.restore()
-            if self._buffer_values is not None:
-                stack.callback(self.block.buffers.capture().restore)
-                self._buffer_values.restore()
+            if self._restore_buffers is not None:
+                stack.callback(self.block.buffers.capture())
+                self._restore_buffers()
             earlier = [None if edge is None else take(edge) for edge in self._edges]
             with recomputing():
                 # A leaf's AccumulateGrad would add both parts to `.grad` by itself, the later one last. At a node in
@@ -387,7 +387,7 @@ class BlockCall:
         self._edges.clear()
         self._gradients = []
         self._sums.clear()
-        self._tree = self._state = self._random = self._buffer_values = None
+        self._tree = self._state = self._random = self._restore_buffers = None
         self.is_over = True
 
 

@@ -290,14 +290,9 @@ class InterBlockGraph:
 
     def clear(self) -> None:
         """Release the graph."""
-        self._inputs.clear()
-        self._marks.clear()
-        self._positions.clear()
-        self._segment_of.clear()
-        self._segments.clear()
-        self._waiting.clear()
-        self._watched.clear()
-        self._hooked.clear()
+        groups = self._inputs, self._marks, self._positions, self._segment_of, self._segments, self._waiting
+        for group in (*groups, self._watched, self._hooked):
+            group.clear()
 
 
 def _behind(starts: Iterable[Any], stops: Callable[[Any], bool]) -> Iterator[Any]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from infinity.activations.unsupported import NeverSupportedSchedule, UnsupportedSchedule
 from infinity.errors import EngineClosedError
-from infinity.loop.backward import Backwards
-from infinity.loop.phase import PhaseGuard
 from infinity.paging.saved_tensors import is_saved_otherwise
 from infinity.plan.cost_model import Traffic
 from infinity.vertical import thread_state
@@ -30,13 +29,11 @@ _NUM_IN_MEMORY = 2
 class VerticalSchedule:
     """The vertical schedule of one engine."""
 
-    def __init__(self, context: StepContext, backwards: Backwards, guard: PhaseGuard) -> None:
-        """All arguments are parts of the engine."""
+    def __init__(self, context: StepContext) -> None:
         self._on = context
-        self._backwards = backwards
-        self._guard = guard
         self._selector = context.selector
-        self._interception = Interception(context.parameter_map, context.module_hooks, context.blocks)
+        self._map = context.coordinator.parameter_map
+        self._interception = Interception(self._map, context.module_hooks, context.blocks)
         self._start: StepStart | None = None
         self._step: VerticalStep | None = None
         """The step under way."""
@@ -66,7 +63,7 @@ class VerticalSchedule:
         )
 
     def _hooks_of_the_user(self) -> str | None:
-        for unit in self._on.parameter_map.units:
+        for unit in self._map.units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 # One hook is the engine's own; a second one is the user's.
                 if slot.spec.is_trainable and len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
@@ -76,22 +73,13 @@ class VerticalSchedule:
         return None
 
     def run(
-        self,
-        compute_losses: Sequence[Callable[[], torch.Tensor]],
-        step: int,
-        *,
-        divisor: int | None = None,
-        updates: bool = True,
-        keeps_bits: bool = False,
+        self, compute_losses: Sequence[Callable[[], torch.Tensor]], options: StepOptions
     ) -> list[torch.Tensor] | str:
         """Run forward and backward of all micro-batches.
 
         Args:
             compute_losses: one function per micro-batch, which runs the model and returns the loss.
-            step: the number of the step.
-            divisor: of each loss; None: the number of losses.
-            updates: whether a unit may be updated before all gradients of the step have come.
-            keeps_bits: whether results must have the bits of one micro-batch after the other.
+            options: all but the tied parameters, which are looked for here.
 
         Returns:
             The losses, detached. Or the reason why the step must go in the ordinary order. Then the model and the
@@ -99,25 +87,23 @@ class VerticalSchedule:
         """
         with self._on.coordinator.lock.held("engine.train_batch()"):
             # Looked for again in each trial: the model may have been changed since.
-            if keeps_bits and not self._selector.is_proven:
+            if options.keeps_bits and not self._selector.is_proven:
                 self._tied = self._find_tied()
-            tied = self._tied if keeps_bits else ()
-            options = StepOptions(step, divisor or len(compute_losses), updates, keeps_bits, tied)
-            return self._run(compute_losses, options)
+            tied = self._tied if options.keeps_bits else ()
+            return self._run(compute_losses, replace(options, tied=tied))
 
     def _find_tied(self) -> list[Key]:
         """Trainable parameters outside of blocks that exactly two modules share, such as a tied embedding."""
         # Their gradients are joined micro-batch by micro-batch: see [Note: parts] in `infinity.vertical.sums`. One part
         # per micro-batch waits as an activation checkpoint, so two of them have to fit into host memory.
-        on, hooks = self._on, self._on.parameter_map
-        capacity_bytes = on.activation_bytes if on.device.uses_host_memory else None
+        capacity_bytes = self._on.activation_bytes if self._on.device.uses_host_memory else None
         found: list[Key] = []
-        for unit in hooks.units if capacity_bytes is not None else ():
+        for unit in self._map.units if capacity_bytes is not None else ():
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 fits = _NUM_IN_MEMORY * parameter.numel() * parameter.itemsize <= (capacity_bytes or 0)
                 if slot.spec.is_trainable and fits and unit.index not in self._interception.unit_indices:
                     found.append((unit.index, slot.index))
-        owners = hooks.num_owners()
+        owners = self._map.num_owners()
         return [key for key in found if owners.get(key) == 2]
 
     def _run(
@@ -126,9 +112,9 @@ class VerticalSchedule:
         on = self._on
         on.module_hooks.follow_compilation()
         # Before anything of the step: from here it can be repeated.
-        self._start = StepStart(on.parameter_map.model, on.device.torch_device, self._start)
+        self._start = StepStart(self._map.model, on.device.torch_device, self._start)
         is_trial = not self._selector.is_proven
-        step = VerticalStep(on, self._backwards, self._guard, self._interception, options, is_trial=is_trial)
+        step = VerticalStep(on, self._interception, options, is_trial=is_trial)
         resumed_bytes = on.stepper.gradients.resumed_bytes
         self._step = step
         try:

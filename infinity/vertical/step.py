@@ -25,13 +25,10 @@ from infinity.activations.spilled import SpillSpace
 from infinity.activations.unsupported import NeverSupportedSchedule, UnsupportedSchedule
 from infinity.device.compute import ComputeDevice
 from infinity.errors import StepError
-from infinity.loop.backward import Backwards
 from infinity.loop.module_hooks import ModuleHooks
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.loop.phase import Phase, PhaseGuard
 from infinity.loop.vertical_forward import VerticalForward, present
-from infinity.metrics.clock import StepClock
-from infinity.paging.parameter_map import ParameterMap
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
@@ -49,11 +46,10 @@ from infinity.vertical.thread_state import RandomState
 class StepContext:
     """The parts of an engine that vertical steps work with."""
 
-    parameter_map: ParameterMap
     module_hooks: ModuleHooks
     coordinator: ParameterCoordinator
     stepper: Stepper
-    clock: StepClock
+    guard: PhaseGuard
     device: ComputeDevice
     space: SpillSpace
     activation_bytes: int | None
@@ -85,8 +81,6 @@ class VerticalStep:
     """One vertical step. All methods but `on_call` run on the training thread."""
 
     _on: StepContext
-    _backwards: Backwards
-    _guard: PhaseGuard
     interception: InitVar[Interception]
     _options: StepOptions
     is_trial: bool
@@ -111,19 +105,17 @@ class VerticalStep:
     """Parameter -> the moment at which its gradient came."""
 
     def __post_init__(self, interception: Interception) -> None:
+        coordinator, self._guard = self._on.coordinator, self._on.guard
+        self._backwards = coordinator.backwards
         self.checkpoints = ActivationCheckpoints(
-            self._on.space,
-            self._on.clock,
-            self._on.coordinator.pack,
-            self._on.coordinator.unpack,
-            self._on.activation_bytes,
+            self._on.space, coordinator.clock, coordinator.pack, coordinator.unpack, self._on.activation_bytes
         )
         self._tied = TiedParts(self.checkpoints, self._options.tied)
         self._updates_in_backward = self._on.stepper.updates_in_backward and self._options.updates
         self._updates_now = self._updates_in_backward and not self.is_trial
-        self._vertical_forward = VerticalForward(self._on.coordinator.parameter_cache, interception.unit_indices)
+        self._vertical_forward = VerticalForward(coordinator.parameter_cache, interception.unit_indices)
         self._sums = UnitSums(self._on.stepper, self._on.device, self._updates_now, self._options.step)
-        self._units = {unit.index: unit for unit in self._on.parameter_map.units}
+        self._units = coordinator.parameter_map.units
 
     # -------------------------------------------------------------------------------------------------------- the step
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from infinity.device.compute import ComputeDevice
-from infinity.torch_internals.names import DeviceContext, dispatch_modes, function_modes, has_transforms
+from infinity.torch_internals.names import DeviceContext, dispatch_modes, function_modes, transform
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def obstacle() -> str | None:
         return "a torch dispatch mode is active, and would not see the other threads"
     if any(not isinstance(mode, DeviceContext) for mode in function_modes()):
         return "a torch function mode is active, and would not see the other threads"
-    if has_transforms():
+    if transform() is not None:
         return "a torch.func transform is active, and would not see the other threads"
     return None
 

@@ -65,7 +65,9 @@ def _steps(engine: Any, batches: Any, num: int) -> list[float]:
 def _contents(engine: Any) -> dict[str, Any]:
     """All that is the same on all ranks."""
     found = weights_of(engine) | states_of(engine)
-    found |= {f"{i} main": engine._consistent.gather_main_weight(p) for i, p in enumerate(engine.module.parameters())}
+    found |= {
+        f"{i} main": engine._parts.consistent.gather_main_weight(p) for i, p in enumerate(engine.module.parameters())
+    }
     return found | {"lr": torch.tensor(engine.get_lr()), "steps": torch.tensor(engine.global_steps)}
 
 

@@ -22,6 +22,7 @@ from infinity.paging.parameter_cache import ParameterCache
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
 from infinity.updates.stream import UpdateStream
+from infinity.vertical.step import StepOptions
 from swapper.scheduling.handle import Handle
 from swapper.scheduling.scheduler import IOScheduler
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch, with_smallest_budget
@@ -96,7 +97,9 @@ def test_a_step_that_was_interrupted_before_updates_can_be_reset(mode: str, mome
             mine = _top_hooks()
             with _ctrl_c(*_BEFORE_STEP[moment]) as came, contextlib.suppress(KeyboardInterrupt):
                 if mode == "vertical":
-                    both.engine._vertical.run([lambda: both.model(**both.batch(77))] * 3, both.engine.global_steps)
+                    both.engine._vertical.run(
+                        [lambda: both.model(**both.batch(77))] * 3, StepOptions(both.engine.global_steps, 3)
+                    )
                 else:
                     both.engine.backward(both.engine(**both.batch(77)))
             both.engine.reset()

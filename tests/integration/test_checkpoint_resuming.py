@@ -97,7 +97,7 @@ _LOOPS = {"loader": _by_loader, "repeating": _by_repeating, "plain": _by_plain_l
 
 
 def _weights(engine: Any) -> list[torch.Tensor]:
-    return [engine._consistent.gather_main_weight(p) for p in engine.module.parameters()]
+    return [engine._parts.consistent.gather_main_weight(p) for p in engine.module.parameters()]
 
 
 @pytest.mark.deep(but=1)

@@ -115,11 +115,11 @@ def test_parts_are_loaded_as_deepspeed_loads_them(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path / "saved", tag="one", load_module_only=True)
         assert engine.global_steps == 0
         assert torch.equal(engine.module.first.weight.clone(), saved["first.weight"])
-        assert not engine._consistent.has_state(engine.module.first.weight)
+        assert not engine._parts.consistent.has_state(engine.module.first.weight)
         engine.load_checkpoint(
             tmp_path / "saved", tag="one", load_optimizer_states=False, load_lr_scheduler_states=False
         )
-        assert engine.global_steps == 2 and not engine._consistent.has_state(engine.module.first.weight)
+        assert engine.global_steps == 2 and not engine._parts.consistent.has_state(engine.module.first.weight)
         assert engine.lr_scheduler.state_dict()["last_epoch"] != 2
         engine.load_checkpoint(tmp_path / "saved", tag="one")
         require_equal(everything(engine), saved)

@@ -247,4 +247,4 @@ def test_parameters_cannot_be_swapped(engine: infinity.Engine) -> None:
     with infinity.GatheredParameters(parameter), pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(parameter, other)
     with pytest.raises(ModelError, match=r"\(8, 8\) is not a parameter of the engine's model"):
-        engine._consistent.has_state(other)
+        engine._parts.consistent.has_state(other)

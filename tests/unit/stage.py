@@ -79,10 +79,14 @@ def make_parameter_cache(
     nothing: Any = SimpleNamespace(
         updated=set(), num_micro_batches=1, global_steps=0, begin_forward=lambda: None, check_consistent=lambda: None
     )
-    parameter_map: Any = SimpleNamespace(units=units, num_owners=dict)
+    # Not a `ParameterMap`: some units here have no parameters.
+    places = {
+        id(p): (unit, slot) for unit in units for slot, p in zip(unit.layout.slots, unit.parameters, strict=False)
+    }
+    parameter_map: Any = SimpleNamespace(units=units, num_owners=dict, places=places)
     lock, guard = EngineLock(), PhaseGuard(nothing, nothing)
     backwards = Backwards(parameter_map, parameter_cache, lock, nothing, guard, nothing, LoopStyle(nothing), nothing)
-    return ParameterCoordinator(parameter_cache, lock, backwards, nothing, UserCopies())
+    return ParameterCoordinator(parameter_map, parameter_cache, lock, backwards, nothing, UserCopies())
 
 
 class PlainHandler(ParameterHandler):

@@ -17,6 +17,7 @@ from infinity.device.flat_pool import FlatPool
 from infinity.gradients.store import GradientStore
 from infinity.updates.job import UpdateJob
 from infinity.updates.stream import UpdateStream
+from infinity.vertical.step import StepOptions
 from swapper import (
     ALIGNMENT,
     AlignedRegion,
@@ -285,7 +286,7 @@ def test_a_wait_that_is_cut_off_anywhere_leaves_nothing_to_others(
 
         def train(step: int) -> None:
             if is_vertical:
-                losses = both.engine._vertical.run([lambda: both.model(**both.batch(step))] * 3, 0)
+                losses = both.engine._vertical.run([lambda: both.model(**both.batch(step))] * 3, StepOptions(0, 3))
                 assert isinstance(losses, list), losses
                 return
             for index in range(both.engine.gradient_accumulation_steps()):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.engine import shutdown
+from infinity.engine import export_calls
 from infinity.errors import InfinityError
 from tests.exactness.lockstep import Lockstep, make_batch
 
@@ -14,7 +14,7 @@ from tests.exactness.lockstep import Lockstep, make_batch
 def test_weights_that_find_no_room_are_told_of_and_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shutdown, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(export_calls, "free_bytes", lambda: 1000)
     (tmp_path / "drive").mkdir()
     for is_saved in (False, True):
         caplog.clear()
