@@ -106,15 +106,13 @@ class Ranks:
         self._group_reference = weakref.ref(group) if group is not None else None
         self.causes = causes
         """Know why a rank has ended: errors name the first cause."""
-        self._main = beside
+        self._is_beside = beside is not None
         self._place = 0
         """How many meetings this rank has been in."""
         self._label = "beginning"
         """Of the last one."""
         self._num_issued = 0
         """Exchanges of other threads that its script has asked for."""
-        self.error: Exception | None = None
-        """What has made ranks part in another thread: they meet no more."""
         self._staging: dict[tuple[str, torch.device], torch.Tensor] = {}
         """Memory for one block of what is sent and received, by name and device."""
         self.sent_bytes: Counter[str] = Counter() if beside is None else beside.sent_bytes
@@ -152,11 +150,6 @@ class Ranks:
         """Whether what they exchange goes through has not been destroyed."""
         return self._group_reference is None or self._group_reference() is not None
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether an error ends this process."""
-        return self.causes is not None and self.causes.has_published
-
     def ask(self, causes: Causes) -> None:
         """Errors name the first cause from now on."""
         self.causes = causes
@@ -176,14 +169,8 @@ class Ranks:
         return self._place, self._num_issued
 
     def _publish_place(self) -> None:
-        if self.causes is not None and self._main is None:
+        if self.causes is not None and not self._is_beside:
             self.causes.places[self.members] = self._place, self._num_issued, self._label
-
-    def fail(self, error: Exception) -> None:
-        """This thread's exchanges are over, and with them those of the script."""
-        self.error = error
-        if self._main is not None:
-            self._main.error = self._main.error or error
 
     def all_gather_ints(
         self,
@@ -435,8 +422,6 @@ class Ranks:
         issued: Place | None = None,
     ) -> None:
         """One of torch's collectives, until its end."""
-        if self.error is not None:
-            raise self.error.with_traceback(None)
         begun = self._begin(what, name, *args, async_op=True)
         if args[0].device.type != "cpu":  # the others have come to the meeting before; the device's stream waits
             begun.wait()
@@ -447,8 +432,6 @@ class Ranks:
             meanwhile()
             Latch().wait(_MEANWHILE_SECONDS)
         while not self._is_over(what, begun):
-            if self.error is not None:
-                raise self.error.with_traceback(None)
             why = None if self.causes is None else self.causes.why_absent(self.members, issued)
             if why is not None:
                 raise RankError(what, f"another rank does not reach this call: {why}", rank=self.number, cure=_CURE)

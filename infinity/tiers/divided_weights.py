@@ -13,6 +13,7 @@ buffer has no views when the unit has come.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from infinity.errors import RankError
 from infinity.tiers.extent_labels import weight_contents
 from infinity.tiers.weight_store import LandedRead, WeightStore, Written, extent_of, landed
 from infinity.units.layout import Chunk
-from infinity.units.shards import Shards
+from infinity.units.shards import Shards, clipped
 from infinity.units.unit import Arrival, Unit
 from swapper import Handle, Latch, NameOf, Priority, StagingBuffer, StagingPool, Swapper, SwapperError
 
@@ -190,25 +191,24 @@ class DividedWeights(WeightStore):
     def _num_bytes(self, unit: Unit) -> int:
         return sum(stop - start for start, stop in self._shards.weight_spans(unit))
 
-    def _places(self, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _places(self, unit: Unit, start: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, int, int]]:
         """Of the bytes [start, stop) of the flat buffer, those that this rank keeps: from, to, and where in the extent."""
         offset = 0
         for first, last in self._shards.weight_spans(unit):
-            low, high = max(first, start), min(last, stop)
+            low, high = clipped((first, last), start, stop)
             if low < high:
                 yield low, high, offset + low - first
             offset += last - first
 
     def _contents(self, unit: Unit) -> NameOf:
-        names = weight_contents(unit.layout)
+        names, places = weight_contents(unit.layout), [*self._places(unit)]
 
         def name_of(start: int, stop: int) -> str:
-            found, offset = [], 0
-            for first, last in self._shards.weight_spans(unit):
-                low, high = max(start, offset), min(stop, offset + last - first)
-                if low < high:
-                    found.append(names(first + low - offset, first + high - offset))
-                offset += last - first
+            found = [
+                names(*clipped((first, last), first + start - offset, first + stop - offset))
+                for first, last, offset in places
+                if start < offset + last - first and offset < stop
+            ]
             return ", ".join(filter(None, found))
 
         return name_of
