@@ -214,9 +214,12 @@ class Ranks:
     ) -> list[bytes]:
         """What each rank comes with, as many bytes on all."""
         sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        found = torch.empty((self.num, len(own)), dtype=torch.uint8, device="cpu")
-        self._run(what, "all_gather_into_tensor", found.view(-1), sent, meanwhile=meanwhile, issued=issued)
-        return [bytes(row.numpy()) for row in found]
+        return [bytes(row.numpy()) for row in self._rows(what, sent, meanwhile=meanwhile, issued=issued)]
+
+    def _rows(self, what: str, own: torch.Tensor, **options: Any) -> torch.Tensor:
+        found = torch.empty((self.num, own.numel()), dtype=own.dtype, device="cpu")
+        self._run(what, "all_gather_into_tensor", found.view(-1), own, **options)
+        return found
 
     def gather(self, what: str, data: bytes) -> list[bytes]:
         """What each rank comes with, which may be of any length: on all of them, in memory."""
@@ -350,10 +353,8 @@ class Ranks:
 
     def all_gather(self, what: str, own: torch.Tensor, *, kind: str) -> torch.Tensor:
         """All get ``own`` (1-D, on the CPU, as long on all) of each rank, as rows."""
-        found = torch.empty((self.num, own.numel()), dtype=own.dtype, device="cpu")
-        self._run(what, "all_gather_into_tensor", found.view(-1), own)
         self._count(kind, own)
-        return found
+        return self._rows(what, own)
 
     def broadcast_from(self, what: str, source: int, tensor: torch.Tensor) -> None:
         """``tensor``, of any dtype, strides and device, becomes that of rank ``source``; written to only where it differs."""
@@ -399,15 +400,15 @@ class Ranks:
 
     def send(self, what: str, tensor: torch.Tensor, to: int) -> None:
         """Another rank gets ``tensor`` (on the CPU, without gaps), which it asks for with `receive`; returns when it has."""
-        self._finish(what, self._begin(what, "isend", tensor, self.members[to]))
+        self._finish(what, "isend", tensor, self.members[to])
 
     def receive(self, what: str, tensor: torch.Tensor, source: int) -> None:
         """Fill ``tensor`` (on the CPU, without gaps) with what another rank gives to `send`."""
-        self._finish(what, self._begin(what, "irecv", tensor, self.members[source]))
+        self._finish(what, "irecv", tensor, self.members[source])
 
-    def _finish(self, what: str, begun: Any) -> None:
+    def _finish(self, what: str, name: str, *args: Any) -> None:
         try:
-            begun.wait()
+            self._begin(what, name, *args).wait()
         except (RuntimeError, ValueError) as error:
             raise self._failed(what, error) from error
 

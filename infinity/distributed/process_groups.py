@@ -12,7 +12,6 @@ import contextlib
 import functools
 import os
 import re
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,7 +22,6 @@ from infinity.distributed.bounded import within
 from infinity.errors import ConfigError, RankError
 from infinity.torch_internals import names
 from infinity.torch_internals.names import forget_default_groups, set_default_gpu
-from swapper.sync.limits import start_threads
 
 ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)
 """torch's names of what is done with several tensors."""
@@ -235,12 +233,9 @@ def destroy_at_exit() -> None:
         destroy_process_group()
         forget_default_groups()
 
-    if not met:
-        return
-    thread = threading.Thread(target=end, name="infinity-group-end", daemon=True)
-    with contextlib.suppress(RuntimeError):  # then it is left as it is
-        start_threads(thread)
-        thread.join(_EXIT_SECONDS)
+    if met:
+        with contextlib.suppress(RuntimeError, TimeoutError):  # then it is left as it is
+            within(_EXIT_SECONDS, end)
 
 
 met: list[int] = []

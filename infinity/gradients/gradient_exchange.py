@@ -29,7 +29,6 @@ from infinity.units.shards import Shards, clipped, runs_of
 from infinity.units.unit import Unit
 from swapper import Latch
 
-IS_NEW, IS_UNSCALED = 1, 2  # flags as integers: ranks exchange them by `all_gather_ints`
 _CLOSE_SECONDS = 5.0  # `close` waits so long for a collective under way; then its memory is given up, as ranks may hang
 
 
@@ -75,6 +74,7 @@ class UnitExchange:
     """Of one unit. The exchange's thread has its memory from `GradientExchange.begin` until it is ``done``.
 
     Attributes:
+        by: who averages it.
         what: for messages.
         grads: whose.
         buffer: all of the unit's gradients that this rank has; None if it gives none.
@@ -90,20 +90,31 @@ class UnitExchange:
         error: why there are no means.
     """
 
+    by: GradientExchange
     what: str
     grads: UnitGrads
-    buffer: GradientBuffer | None
-    present: frozenset[int]
-    new: frozenset[int]
-    is_unscaled: bool
-    unscaling: float
-    flushes_denormals: bool
+    buffer: GradientBuffer | None = None
+    present: frozenset[int] = frozenset()
+    new: frozenset[int] = frozenset()
+    is_unscaled: bool = False
+    unscaling: float = 1.0
+    flushes_denormals: bool = False
     word: int = 0
     found: list[Slot] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
     is_final: bool = False
     error: Exception | None = None
     done: Latch = field(default_factory=Latch)
+
+    def run(self, ranks: Ranks) -> None:
+        """For the thread: average it."""
+        if not self.done.is_set():  # what was queued twice is done already
+            self.by.exchange(ranks, self)
+
+    def finish(self, error: Exception | None) -> None:
+        """For the thread: it is over."""
+        self.error = error
+        self.done.set()
 
 
 class GradientExchange:
@@ -130,7 +141,7 @@ class GradientExchange:
 
     def begin(self, exchange: UnitExchange) -> None:
         """It is the next one, on all ranks. Returns at once."""
-        self._thread.put(_Running(self, exchange))
+        self._thread.put(exchange)
 
     def stop(self) -> None:
         """End the thread, when it waits for nobody. Takes no lock."""
@@ -150,10 +161,9 @@ class GradientExchange:
         # Example, 2 ranks, slots a and b, the same word 7. Rank 0 has new gradients of a and b: [1, 1, 7, 0]; rank 1 of
         # a: [1, 0, 7, 0]. Averaged is the minimum: a. Not final, as the lists differ; b waits for the step.
         slots = each.grads.unit.layout.slots
-        flags = [IS_NEW * (slot.index in each.new) for slot in slots]
-        told = ranks.all_gather_ints(each.what, [*flags, each.word, IS_UNSCALED * each.is_unscaled])
+        flags = [slot.index in each.new for slot in slots]
+        told = ranks.all_gather_ints(each.what, [*flags, each.word, each.is_unscaled])
         *are_new, word, _ = (min(of_ranks) for of_ranks in zip(*told, strict=True))
-        scaling = max(of_rank[-1] for of_rank in told)  # one rank without the scale: all take it out
         each.is_final = word != 0 and all(of_rank[:-1] == [*flags, word] for of_rank in told)
         buffer = each.buffer
         if buffer is None:
@@ -163,7 +173,7 @@ class GradientExchange:
             if self._is_closed:
                 raise EngineClosedError.after_close("averaging gradients")
             flush_denormals(each.flushes_denormals)
-            if scaling == IS_UNSCALED and not each.is_unscaled:
+            if any(of_rank[-1] for of_rank in told) and not each.is_unscaled:  # one without the scale: all take it out
                 for slot in slots:
                     if slot.index in each.present:
                         buffer.view(slot).mul_(each.unscaling)
@@ -189,17 +199,3 @@ class GradientExchange:
         owner = largest[(each.grads.unit.index + slot.index) % len(largest)]
         ranks.collect(each.what, buffer.values, parts, owner)
         return owner
-
-
-@dataclass(frozen=True)
-class _Running:
-    _of: GradientExchange
-    _exchange: UnitExchange
-
-    def run(self, ranks: Ranks) -> None:
-        if not self._exchange.done.is_set():  # what was queued twice is done already
-            self._of.exchange(ranks, self._exchange)
-
-    def finish(self, error: Exception | None) -> None:
-        self._exchange.error = error
-        self._exchange.done.set()
