@@ -13,7 +13,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import swapper.errors
@@ -74,6 +74,17 @@ def gather_results(ranks: Ranks, what: str, function: Callable[[], T]) -> list[T
         cause.add_note(f"It failed on rank {name}, and this is rank {ranks.number}.")
         raise cause from error
     return [value for value, _ in answers]
+
+
+def differing(ranks: Ranks, what: str, own: Mapping[str, str]) -> tuple[str, str] | None:
+    """The first name whose text is not the same on all ranks, and what it is on each; None if all of them are."""
+    of_ranks = gather_results(ranks, what, lambda: dict(own))
+    for name in {name: None for of_rank in of_ranks for name in of_rank}:
+        texts = [of_rank.get(name, "absent") for of_rank in of_ranks]
+        if len({*texts}) > 1:
+            pairs = zip(ranks.members, texts, strict=True)
+            return name, ", ".join(f"{text} on rank {number}" for number, text in pairs)
+    return None
 
 
 def on_rank_0(ranks: Ranks, what: str, function: Callable[[], Any]) -> None:

@@ -81,25 +81,24 @@ class Ranks:
 
     def __init__(
         self,
-        index: int = 0,
-        num: int = 1,
+        number: int = 0,
+        members: Sequence[int] = (0,),
         group: Any = None,
         causes: Causes | None = None,
-        members: Sequence[int] | None = None,
         beside: Ranks | None = None,
     ) -> None:
         """
         Args:
-            index: this process.
-            num: how many there are.
-            group: torch's process group of all of them, which takes tensors on the CPU; None: the default one.
+            number: this process among all, by which messages name it.
+            members: of each of these, its number among all processes.
+            group: torch's process group of these, which takes tensors on the CPU; None: the default one.
             causes: know why a rank has ended.
-            members: of each, its number among all processes; None: these are all.
             beside: the same processes, which exchange other things; what is sent is counted together.
         """
-        self.index = index
-        self.num = num
-        self.members = tuple(range(num) if members is None else members)
+        self.number = number
+        self.members = tuple(members)
+        self.index = self.members.index(number)
+        self.num = len(self.members)
         self.services: dict[str, Any] = {}
         """What others have made for these ranks, once for all who ask, by name."""
         # Weak: torch has the group until the script destroys it, and `has_group` finds that out.
@@ -119,11 +118,6 @@ class Ranks:
         """Bytes of tensors that this rank has sent to the others so far: "gradients", "norms" (parts of gradients for the norm of
         a whole one), "momenta", "weights" (new ones), "fetches" (of units that are gathered), "states". Each copy counts: what
         goes to three ranks counts three times."""
-
-    @property
-    def number(self) -> int:
-        """This process among all, by which messages name it."""
-        return self.members[self.index]
 
     def names(self, indices: Iterable[int]) -> str:
         """The numbers of some of them, for messages."""

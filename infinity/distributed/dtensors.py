@@ -32,29 +32,16 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
+@torch.no_grad()
 def local_part(tensor: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """The memory behind a DTensor, and what makes one like it of other memory."""
-    kind, size, stride = type(tensor.detach()), tensor.size(), tensor.stride()
-    names, made_with = tensor.__tensor_flatten__()
-    name = _memory_of(tensor)
-    others = {each: getattr(tensor, each) for each in names if each != name}  # `made_of` holds no memory
-
-    def made_of(local: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = kind.__tensor_unflatten__({**others, name: local}, made_with, size, stride)
-        return made
-
-    return getattr(tensor, name), made_of
-
-
-def _memory_of(tensor: Any) -> str:
-    """The attribute of a DTensor in which its memory is."""
-    names: list[str] = tensor.__tensor_flatten__()[0]
-    return next(name for name in names if isinstance(getattr(tensor, name), torch.Tensor))
+    """The memory behind a DTensor, and what makes one like it of other memory. Neither is a part of a graph."""
+    return tensor.to_local(), torch.no_grad()(_form_of(tensor).made_of)
 
 
 def _exchange(tensor: Any, local: torch.Tensor) -> None:
     """A DTensor gets other memory."""
-    setattr(tensor, _memory_of(tensor), local)
+    names = tensor.__tensor_flatten__()[0]
+    setattr(tensor, next(name for name in names if isinstance(getattr(tensor, name), torch.Tensor)), local)
 
 
 class _Form(NamedTuple):

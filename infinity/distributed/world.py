@@ -38,17 +38,16 @@ def world() -> Ranks:
     if default not in _worlds:
         takes_host_memory = "gloo" in call_torch("get_backend_config")
         group = None if takes_host_memory else group_of(None)
-        index, num = process_rank(), num_processes()
         # A launcher's store outlives what it starts again, so each group has a part of its own.
-        ranks = Ranks(index, num, group)
+        ranks = Ranks(process_rank(), range(num_processes()), group)
         number = ranks.all_gather_ints("beginning", [secrets.randbits(62)])[0][0]
         store = default_store()
         if store is not None:
             processes = ranks.gather("telling of processes", own_process().encode())
-            causes = Causes(store, f"infinity/{number}", index, [each.decode() for each in processes])
+            causes = Causes(store, f"infinity/{number}", ranks.index, [each.decode() for each in processes])
             causes.listen()
             ranks.ask(causes)
-        met.append(num)
+        met.append(ranks.num)
         _worlds[default] = ranks
     return _worlds[default]
 
@@ -87,8 +86,7 @@ def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[in
         group = group_of(members, everyone.check_local_ranks) if len(members) > 1 else None
         if is_mine:
             same = everyone if members == everyone.members else known.get(("", members))
-            made = Ranks(members.index(everyone.number), len(members), group, everyone.causes, members, same)
-            known[purpose, members] = made
+            known[purpose, members] = Ranks(everyone.number, members, group, everyone.causes, same)
     everyone.all_gather_ints("having made process groups")  # or one that ends at once ends the joining of others
     of_all = {everyone.members: everyone}
     return of_all | {

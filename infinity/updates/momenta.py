@@ -24,6 +24,7 @@ import torch
 from infinity.device.drive_tensors import write_out
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.sign_compression import ErrorFeedback, compressed_mean, server_numel
+from infinity.gradients.rank_checks import norms_of_ranks
 from infinity.gradients.reducer import NewGradients, ReducedGradients
 from infinity.gradients.sources import GradientBuffer
 from infinity.optim.groups import Groups
@@ -90,10 +91,8 @@ class CompressedMomenta:
         Raises:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
-        # `all_gather_ints` exchanges integers: the bits of fp32. torch's `max` returns NaN if any value is NaN.
-        bits = int(norm.detach().cpu().float().view(torch.int32))
-        of_ranks = [found[0] for found in self.ranks.all_gather_ints(f"norms of gradients in step {step}", [bits])]
-        return torch.tensor(of_ranks, dtype=torch.int32, device="cpu").view(torch.float32).max()
+        # torch's `max` returns NaN if any value is NaN.
+        return norms_of_ranks(self.ranks, f"norms of gradients in step {step}", norm).max()
 
     def exchange(
         self,
