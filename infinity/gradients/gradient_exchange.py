@@ -71,7 +71,7 @@ class ShardUpdates:
 
 @dataclass(eq=False)
 class UnitExchange:
-    """Of one unit. The exchange's thread has its memory from `GradientExchange.begin` until it is ``done``.
+    """Of one unit. The exchange's thread has its memory from `CollectiveThread.put` until it is ``done``.
 
     Attributes:
         by: who averages it.
@@ -118,35 +118,26 @@ class UnitExchange:
 
 
 class GradientExchange:
-    """Exchanges units in the order in which they begin, in a `CollectiveThread`."""
+    """Averages units in a `CollectiveThread`, in the order in which they are put there."""
 
     def __init__(self, thread: CollectiveThread, shards: Shards, wire: torch.dtype) -> None:
         """
         Args:
-            thread: of those that divide states.
+            thread: of those that divide states. Nothing is exchanged any more once it has an error.
             shards: which of them has which elements.
             wire: see `Ranks.reduce`.
         """
-        self._thread = thread
+        self.thread = thread
         self.shards = shards
         self._wire = wire
         self._is_closed = False
         self._moving = threading.Lock()
         """Held by the thread while it uses a unit's memory."""
 
-    @property
-    def error(self) -> Exception | None:
-        """What went wrong first; nothing is exchanged any more."""
-        return self._thread.error
-
-    def begin(self, exchange: UnitExchange) -> None:
-        """It is the next one, on all ranks. Returns at once."""
-        self._thread.put(exchange)
-
     def stop(self) -> None:
         """End the thread, when it waits for nobody. Takes no lock."""
         self._is_closed = True
-        self._thread.stop()
+        self.thread.stop()
 
     def close(self) -> bool:
         """Exchange nothing more. Returns whether all memory has been released: ranks may hang."""

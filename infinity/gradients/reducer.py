@@ -198,7 +198,7 @@ class ReducedGradients(GradientStore):
             self._on_exchanged(self._under_way.popleft())
         exchange = self._exchange
         # Strictly in order: the first unit that is not complete stops all behind it, even if those are.
-        while exchange and self._due and self._due[0].unit.index in self._whole and exchange.error is None:
+        while exchange and self._due and self._due[0].unit.index in self._whole and exchange.thread.error is None:
             grads = self._due[0]
             if is_in_time and not (self.have_arrived(grads.unit) and self._has_room_beside(grads)):
                 return
@@ -230,7 +230,7 @@ class ReducedGradients(GradientStore):
             # In both lists or in none: an interrupt in between would leave other ranks waiting.
             self._under_way.append(given)
             self._due.popleft()
-            given.by.begin(given)
+            given.by.thread.put(given)
 
     def _has_room_beside(self, grads: UnitGrads) -> bool:
         """Whether the exchange may have the unit's memory for as long as it likes."""
@@ -326,8 +326,8 @@ class ReducedGradients(GradientStore):
         while self._due or self._under_way:
             self._advance(is_in_time=False)
             self._await_holder()
-            if self._exchange is not None and self._exchange.error is not None:
-                raise self._exchange.error
+            if self._exchange is not None and self._exchange.thread.error is not None:
+                raise self._exchange.thread.error
         self._whole.clear()  # all are exchanged; `_advance` reads the set again in the next step
 
     def _wait_for_ranks(self, what: str) -> None:

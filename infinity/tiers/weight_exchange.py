@@ -72,8 +72,7 @@ class WeightExchange:
         if unit.arrival is not None:
             unit.arrival.wait()  # what it brings was read before the others' shards are written
         what = f"gathering the weights of {unit.name}"
-        spans = self.shards.spans(unit)
-        self.ranks.all_gather_ints(what, [number for span in spans for number in span])
+        self.ranks.all_gather_ints(what)
         flat = None if unit.flat is None else unit.trainable_view(unit.flat.tensor())
         rests = self._weights if not unit.is_persistent else None
         is_written = rests is not None and not self.divides(unit)
@@ -100,7 +99,9 @@ class WeightExchange:
 
         place = "cpu" if flat is None else flat.device
         dtype = unit.layout.trainable.dtype
-        self.ranks.all_gather_parts(what, spans, read, write, dtype=dtype, kind="weights", device=place)
+        self.ranks.all_gather_parts(
+            what, self.shards.spans(unit), read, write, dtype=dtype, kind="weights", device=place
+        )
         for handle, _ in pending:
             handle.wait()
         if flat is not None:
