@@ -123,8 +123,7 @@ class Causes:
 
         To be called every few seconds. ``issued``: where this rank's script has asked for what is waited for, as in `places`.
         """
-        self._found = self._found or self._ask(self._published) or self.find_ended(members)
-        if self._found is not None:
+        if self._look(members):
             return self._found
         now = time.monotonic()
         if now - self._looked_at > _NAP_SECONDS:
@@ -167,12 +166,12 @@ class Causes:
         It takes no longer than ten seconds, whatever has become of the other ranks and of the network.
         """
         deadline = time.monotonic() + _TIMEOUT_SECONDS
-        while self._found is None:
-            self._found = self._ask(self._published) or self.find_ended()
-            if self._found is None and time.monotonic() >= deadline:
-                return self._stopped()
-            if self._found is None:
-                time.sleep(_POLL_SECONDS)
+        while not self._look() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return self._found or self._stopped()
+
+    def _look(self, members: Collection[int] | None = None) -> str | None:
+        self._found = self._found or self._ask(self._published) or self.find_ended(members)
         return self._found
 
     @property

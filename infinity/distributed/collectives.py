@@ -40,11 +40,12 @@ for long is waited for as long as the process group's timeout says.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -394,17 +395,13 @@ class Ranks:
 
     def send(self, what: str, tensor: torch.Tensor, to: int) -> None:
         """Another rank gets ``tensor`` (on the CPU, without gaps), which it asks for with `receive`; returns when it has."""
-        self._finish(what, "isend", tensor, self.members[to])
+        with self._failing(what):
+            call_torch("isend", tensor, self.members[to], group=self._group()).wait()
 
     def receive(self, what: str, tensor: torch.Tensor, source: int) -> None:
         """Fill ``tensor`` (on the CPU, without gaps) with what another rank gives to `send`."""
-        self._finish(what, "irecv", tensor, self.members[source])
-
-    def _finish(self, what: str, name: str, *args: Any) -> None:
-        try:
-            self._begin(what, name, *args).wait()
-        except (RuntimeError, ValueError) as error:
-            raise self._failed(what, error) from error
+        with self._failing(what):
+            call_torch("irecv", tensor, self.members[source], group=self._group()).wait()
 
     # ------------------------------------------------------------------------------------------------------------ waiting
 
@@ -417,7 +414,8 @@ class Ranks:
         issued: Place | None = None,
     ) -> None:
         """One of torch's collectives, until its end."""
-        begun = self._begin(what, name, *args, async_op=True)
+        with self._failing(what):
+            begun = call_torch(name, *args, group=self._group(), async_op=True)
         if args[0].device.type != "cpu":  # the others have come to the meeting before; the device's stream waits
             begun.wait()
             return
@@ -432,25 +430,25 @@ class Ranks:
                 raise RankError(what, f"another rank does not reach this call: {why}", rank=self.number, cure=_CURE)
 
     def _is_over(self, what: str, begun: Any) -> bool:
-        try:
-            begun.wait(_LOOK)
-        except (RuntimeError, ValueError) as error:
-            if "Operation timed out" in str(error):  # of this wait: it goes on
+        with self._failing(what):
+            try:
+                begun.wait(_LOOK)
+            except RuntimeError as error:
+                if "Operation timed out" not in str(error):  # else of this wait: it goes on
+                    raise
                 return False
-            raise self._failed(what, error) from error
         return True
 
-    def _begin(self, what: str, name: str, *args: Any, **options: Any) -> Any:
+    @contextlib.contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """Errors of torch say why another rank has ended. (ValueError: the default group has been destroyed.)"""
         try:
-            return call_torch(name, *args, group=self._group(), **options)
-        except (RuntimeError, ValueError) as error:  # the second where the default group has been destroyed
-            raise self._failed(what, error) from error
-
-    def _failed(self, what: str, error: Exception) -> RankError:
-        why = (self.causes.first() if self.causes is not None else None) or str(error).splitlines()[0]
-        doubt = self.causes.doubt if self.causes is not None else ""
-        problem = f"another rank has ended, or did not reach this call in time: {why}{doubt}"
-        return RankError(what, problem, rank=self.number, cure=_CURE)
+            yield
+        except (RuntimeError, ValueError) as error:
+            why = (self.causes.first() if self.causes is not None else None) or str(error).splitlines()[0]
+            doubt = self.causes.doubt if self.causes is not None else ""
+            problem = f"another rank has ended, or did not reach this call in time: {why}{doubt}"
+            raise RankError(what, problem, rank=self.number, cure=_CURE) from error
 
 
 def _shown(found: Sequence[Any], label: bytes) -> str:

@@ -52,10 +52,6 @@ def world() -> Ranks:
     return _worlds[default]
 
 
-_subsets: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Ranks]] = weakref.WeakKeyDictionary()
-"""By torch's default group, purpose and numbers, what `subsets` made of those that this process is in."""
-
-
 def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[int, ...], Ranks]:
     """Some of all processes, by their numbers: those of ``wanted`` that this one is in. All processes come with the same.
 
@@ -69,7 +65,8 @@ def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[in
     from how many groups a rank is in, which differs where a script has given some ranks more of them than others.
     """
     everyone = world()
-    known = _subsets.setdefault(default_group(), {})
+    # By purpose and numbers, those that this process is in.
+    known: dict[tuple[str, tuple[int, ...]], Ranks] = everyone.services.setdefault("subsets", {})
     most = everyone.num if purpose else everyone.num - 1
     several = sorted({each for members in wanted if 0 < len(each := tuple(sorted(members))) <= most})
     mine = [everyone.number in members for members in several]
