@@ -252,15 +252,14 @@ class Ranks:
             parts: of each rank, elements [start, stop). They are the same on all ranks.
             wire: as what they are sent, and the dtype to which the mean is rounded: so all that is sent of it is exact.
         """
-        first, last = parts[self.index]
-        for offset, num, sent, received in self._blocks(parts, wire, values.device, of_all=True):
-            for row, (start, stop) in zip(sent, parts, strict=True):
-                block = values[min(start + offset, stop) : min(start + offset + num, stop)]
+        for places, sent, received in self._blocks(parts, wire, values.device, of_all=True):
+            for row, place in zip(sent, places, strict=True):
+                block = values[place.start : place.stop]
                 block = block if block.dtype == wire else block.float()
                 torch.mul(block, 1.0 / self.num, out=row[: block.numel()])
             self._run(what, "all_to_all_single", received.view(-1), sent.view(-1))
             self._count("gradients", sent[0])
-            own = values[min(first + offset, last) : min(first + offset + num, last)]
+            own = values[places[self.index].start : places[self.index].stop]
             total, *others = (row[: own.numel()].float() for row in received)
             for other in others:
                 total.add_(other)
@@ -288,17 +287,15 @@ class Ranks:
             kind: under which `sent_bytes` counts it.
             device: of the tensors that ``read`` and ``write`` get, if the ranks' backends take it; else the CPU.
         """
-        first, last = parts[self.index]
-        for offset, num, sent, received in self._blocks(parts, dtype, torch.device(device)):
-            own = sent[0][: max(min(num, last - first - offset), 0)]
-            if own.numel():
-                read(first + offset, own)
+        for places, sent, received in self._blocks(parts, dtype, torch.device(device)):
+            own = places[self.index]
+            if own:
+                read(own.start, sent[0][: len(own)])
             self._run(what, "all_gather_into_tensor", received.view(-1), sent[0])
             self._count(kind, sent[0])
-            for rank, (start, stop) in enumerate(parts):
-                count = min(num, stop - start - offset)
-                if rank != self.index and count > 0:
-                    write(start + offset, received[rank][:count])
+            for rank, place in enumerate(places):
+                if rank != self.index and place:
+                    write(place.start, received[rank][: len(place)])
 
     def all_gather_in_memory(
         self,
@@ -322,19 +319,16 @@ class Ranks:
     def collect(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], to: int) -> None:
         """Rank ``to`` gets the parts of all into ``values`` (1-D); on the others nothing changes."""
         others = [(start, stop) if rank != to else (start, start) for rank, (start, stop) in enumerate(parts)]
-        first, last = others[self.index]
-        for offset, num, sent, received in self._blocks(others, values.dtype, values.device):
-            sizes = [max(min(num, stop - start - offset), 0) for start, stop in others]
-            own = sent[0][: sizes[self.index]].copy_(
-                values[min(first + offset, last) : min(first + offset + num, last)]
-            )
-            of_all = sizes if self.index == to else [0] * self.num
+        for places, sent, received in self._blocks(others, values.dtype, values.device):
+            place = places[self.index]
+            own = sent[0][: len(place)].copy_(values[place.start : place.stop])
+            of_all = [len(place) * (self.index == to) for place in places]
             to_all = [own.numel() * (rank == to) for rank in range(self.num)]
             found = received.view(-1)[: sum(of_all)]
             self._run(what, "all_to_all_single", found, own, of_all, to_all)
             self.sent_bytes["norms"] += own.numel() * own.element_size()
-            for (start, _), row in zip(others, found.split(of_all), strict=True):
-                values[start + offset : start + offset + row.numel()].copy_(row)
+            for place, row in zip(places, found.split(of_all), strict=True):
+                values[place.start : place.start + row.numel()].copy_(row)
 
     def all_to_all(self, what: str, sent: torch.Tensor, *, kind: str) -> torch.Tensor:
         """Row r of ``sent`` (one row for each rank, on the CPU, without gaps) goes to rank r. Returns what came, by rank.
@@ -368,8 +362,8 @@ class Ranks:
 
     def _blocks(
         self, parts: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, *, of_all: bool = False
-    ) -> Iterable[tuple[int, int, torch.Tensor, torch.Tensor]]:
-        """Of parts that are exchanged block by block: where in each a block begins, its elements, and memory for it.
+    ) -> Iterable[tuple[list[range], torch.Tensor, torch.Tensor]]:
+        """Of parts that are exchanged block by block: the elements of each part in a block, and memory for it.
 
         That is for what is sent, one row (``of_all``: one for each rank), and for what comes, one row for each rank.
         """
@@ -379,7 +373,8 @@ class Ranks:
         for offset in range(0, longest, max(width, 1)):
             num = min(width, longest - offset)
             sent = self._memory("sent", (self.num if of_all else 1) * num, dtype, place).view(-1, num)
-            yield offset, num, sent, self._memory("received", self.num * num, dtype, place).view(-1, num)
+            elements = [range(start, stop)[offset : offset + num] for start, stop in parts]
+            yield elements, sent, self._memory("received", self.num * num, dtype, place).view(-1, num)
 
     def _memory(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         num_bytes = numel * dtype.itemsize
