@@ -6,6 +6,8 @@ Working memory is buffers of the staging pool. The caller has flushed pending up
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -327,24 +329,16 @@ class GatheredStream:
 
     def _of(self, unit: Unit, ahead_bytes: int) -> Iterator[Part]:
         order = sorted(range(self._shards.num), key=lambda shard: self._shards.span(unit, shard))
-        left = deque(order)
+        received = {rank: iter(functools.partial(self._receive, unit, rank), None) for rank in order}
+        received.pop(self._ranks.index)
         try:
-            while left:
-                if left[0] == self._ranks.index:
-                    yield from self._own.parts([unit], ahead_bytes)
-                    left.popleft()
-                    continue
-                part = self._receive(unit, left[0])
-                if part is None:
-                    left.popleft()
-                else:
-                    yield part
+            for rank in order:
+                yield from received[rank] if rank in received else self._own.parts([unit], ahead_bytes)
         finally:
             # If the caller stops here, the other ranks still send the rest of this unit, and would wait forever. So it
             # is received and dropped.
-            for rank in left:
-                while rank != self._ranks.index and self._receive(unit, rank) is not None:
-                    pass
+            for _ in itertools.chain.from_iterable(received.values()):
+                pass
         if self._failed is not None:
             failed, self._failed = self._failed, None
             raise RankError(

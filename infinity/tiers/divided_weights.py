@@ -160,9 +160,8 @@ class DividedWeights(WeightStore):
         self._in_memory = in_memory
         self._shards = shards
         self._gathers = gathers
-        self._units: dict[int, Unit] = {}
         self._swapper_of: dict[int, Swapper] = {}
-        """By unit."""
+        """By index of a unit that is divided: where this rank's shard is."""
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         """Held for a moment, by the threads that fetch and the one that gathers; for what follows."""
         self._unread: deque[Gather] = deque()
@@ -172,7 +171,6 @@ class DividedWeights(WeightStore):
     def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
         if unit.is_persistent:
             return
-        self._units[unit.index] = unit
         swapper = self._in_memory if in_host_memory else self._swapper
         if swapper is None:
             raise RuntimeError(f"there is nowhere for the weights of {unit.name}")
@@ -184,7 +182,7 @@ class DividedWeights(WeightStore):
 
     def holds(self, unit: Unit) -> bool:
         """Whether this rank keeps its shard of the unit and no more."""
-        return unit.index in self._units
+        return unit.index in self._swapper_of
 
     # ----------------------------------------------------------------------------------------------------- where it lies
 
