@@ -401,12 +401,7 @@ class Ranks:
     # ------------------------------------------------------------------------------------------------------------ waiting
 
     def _run(
-        self,
-        what: str,
-        name: str,
-        *args: Any,
-        meanwhile: Callable[[], None] | None = None,
-        issued: Place | None = None,
+        self, what: str, name: str, *args: Any, meanwhile: Callable[[], None] | None = None, issued: Place | None = None
     ) -> None:
         """One of torch's collectives, until its end."""
         with self._failing(what):

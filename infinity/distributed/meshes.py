@@ -115,13 +115,7 @@ def mesh_of(mpu: Any = None, mesh_param: Any = None) -> Mesh:
     found = subsets([*groups, *rows, *tensors])
     row, tensor = (next(each for each in kind if everyone.number in each) for kind in (rows, tensors))
     mesh = Mesh(
-        found[members],
-        found[row],
-        found[tensor],
-        tuple(places[number] for number in row),
-        everyone,
-        mpu,
-        groups,
+        found[members], found[row], found[tensor], tuple(places[number] for number in row), everyone, mpu, groups
     )
     everyone.services[_SERVICE] = mesh
     return mesh

@@ -69,26 +69,18 @@ def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[in
     known: dict[tuple[str, tuple[int, ...]], Ranks] = everyone.services.setdefault("subsets", {})
     most = everyone.num if purpose else everyone.num - 1
     several = sorted({each for members in wanted if 0 < len(each := tuple(sorted(members))) <= most})
-    mine = [everyone.number in members for members in several]
-    lacking = [
-        is_mine and not ((purpose, members) in known and known[purpose, members].has_group)
-        for members, is_mine in zip(several, mine, strict=True)
-    ]
-    for members, is_mine, *lack in zip(
-        several, mine, *everyone.all_gather_ints("making process groups", lacking), strict=True
-    ):
-        if not any(lack):
-            continue
-        # Called while a member is waited for: raises if one on this machine has ended.
-        group = group_of(members, everyone.check_local_ranks) if len(members) > 1 else None
-        if is_mine:
-            same = everyone if members == everyone.members else known.get(("", members))
-            known[purpose, members] = Ranks(everyone.number, members, group, everyone.causes, same)
+    mine = {members for members in several if everyone.number in members}
+    present = {members for (use, members), ranks in known.items() if use == purpose and ranks.has_group}
+    told = everyone.all_gather_ints("making process groups", [members in mine - present for members in several])
+    for members, *are_lacking in zip(several, *told, strict=True):
+        if any(are_lacking):
+            # Called while a member is waited for: raises if one on this machine has ended.
+            group = group_of(members, everyone.check_local_ranks) if len(members) > 1 else None
+            if members in mine:
+                same = everyone if members == everyone.members else known.get(("", members))
+                known[purpose, members] = Ranks(everyone.number, members, group, everyone.causes, same)
     everyone.all_gather_ints("having made process groups")  # or one that ends at once ends the joining of others
-    of_all = {everyone.members: everyone}
-    return of_all | {
-        members: known[purpose, members] for members, is_mine in zip(several, mine, strict=True) if is_mine
-    }
+    return {everyone.members: everyone} | {members: known[purpose, members] for members in mine}
 
 
 class Numbered:
