@@ -25,7 +25,7 @@ from infinity.gradients.sources import GradientBuffer, GradientSource
 from infinity.gradients.unit_grads import UnitGrads
 from infinity.threads.denormals import flush_denormals
 from infinity.units.layout import Slot
-from infinity.units.shards import Shards, clipped, runs_of
+from infinity.units.shards import Shards, runs_of
 from infinity.units.unit import Unit
 from swapper import Latch
 
@@ -173,18 +173,15 @@ class GradientExchange:
             for slot in each.found:
                 if slot.index not in each.present:
                     buffer.view(slot).zero_()
-            spans = self.shards.spans(each.grads.unit)
             # Neighbouring slots in one collective. Each rank gets the mean of its shard's part of the run.
             for start, stop in runs_of(each.found):
-                parts = [clipped(span, start, stop) for span in spans]
+                parts = self.shards.parts(each.grads.unit, start, stop)
                 ranks.reduce(each.what, buffer.values, parts, self._wire)
-            each.owners = [self._collect(ranks, each, buffer, slot, spans) for slot in each.found]
+            each.owners = [self._collect(ranks, each, buffer, slot) for slot in each.found]
 
-    def _collect(
-        self, ranks: Ranks, each: UnitExchange, buffer: GradientBuffer, slot: Slot, spans: list[tuple[int, int]]
-    ) -> int:
+    def _collect(self, ranks: Ranks, each: UnitExchange, buffer: GradientBuffer, slot: Slot) -> int:
         """One rank gets the whole mean of a parameter: one that has a part as large as any, in turns. Returns which."""
-        parts = [clipped(span, slot.start, slot.stop) for span in spans]
+        parts = self.shards.parts(each.grads.unit, slot.start, slot.stop)
         sizes = [stop - start for start, stop in parts]
         largest = [rank for rank, size in enumerate(sizes) if size == max(sizes)]
         owner = largest[(each.grads.unit.index + slot.index) % len(largest)]

@@ -22,7 +22,7 @@ from infinity.gradients.store import GradientStore
 from infinity.gradients.unit_grads import UnitGrads
 from infinity.threads.denormals import flushes_denormals
 from infinity.units.layout import Slot
-from infinity.units.shards import Shards, clipped, runs_of
+from infinity.units.shards import Shards, runs_of
 from infinity.units.unit import Unit
 from swapper.sync.interrupts import POLL_SECONDS, uninterrupted
 from swapper.sync.lifetimes import call_when_collected
@@ -411,9 +411,8 @@ class ReducedGradients(GradientStore):
         grads.on_change()
         # Means were rounded to the dtype of the exchange, so sending them in it loses nothing.
         dtype = buffer.dtype if self._wire == torch.float32 else self._wire
-        spans = self._shards.spans(grads.unit)
         for start, stop in runs_of(slots):
-            parts = [clipped(span, start, stop) for span in spans]
+            parts = self._shards.parts(grads.unit, start, stop)
             self._ranks.all_gather_in_memory(what, buffer.values, parts, kind="gradients", dtype=dtype)
         self.close_sum(grads.unit)
 

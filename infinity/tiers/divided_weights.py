@@ -105,7 +105,8 @@ class Gather:
             else:
                 device.synchronize(device.upload(place, found, self._after))  # its memory is used again at once
 
-        for parts in self._store.parts_of(self.unit):
+        for of_ranks in self._store.shards.weight_parts(self.unit):
+            parts = [(start // whole.itemsize, stop // whole.itemsize) for start, stop in of_ranks]
             first, last = parts[ranks.index]
             own = landing.tensor.view(_ON_THE_WIRE)[offset : offset + last - first]
             offset += last - first
@@ -158,7 +159,7 @@ class DividedWeights(WeightStore):
         super().__init__(swapper, device)
         self.device = device
         self._in_memory = in_memory
-        self._shards = shards
+        self.shards = shards
         self._gathers = gathers
         self._swapper_of: dict[int, Swapper] = {}
         """By index of a unit that is divided: where this rank's shard is."""
@@ -187,12 +188,12 @@ class DividedWeights(WeightStore):
     # ----------------------------------------------------------------------------------------------------- where it lies
 
     def _num_bytes(self, unit: Unit) -> int:
-        return sum(stop - start for start, stop in self._shards.weight_spans(unit))
+        return sum(stop - start for start, stop in self.shards.weight_spans(unit))
 
     def _places(self, unit: Unit, start: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, int, int]]:
         """Of the bytes [start, stop) of the flat buffer, those that this rank keeps: from, to, and where in the extent."""
         offset = 0
-        for first, last in self._shards.weight_spans(unit):
+        for first, last in self.shards.weight_spans(unit):
             low, high = clipped((first, last), start, stop)
             if low < high:
                 yield low, high, offset + low - first
@@ -218,13 +219,6 @@ class DividedWeights(WeightStore):
         if [place[:2] for place in found] != [(start, start + weights.nbytes)]:
             raise RuntimeError(f"another rank keeps elements {chunk.start} to {chunk.stop} of {unit.name}")
         return found[0][2]
-
-    def parts_of(self, unit: Unit) -> list[list[tuple[int, int]]]:
-        """Of each segment of the flat buffer, the part of each rank, in elements of what is sent."""
-        size = _ON_THE_WIRE.itemsize
-        return [
-            [(start // size, stop // size) for start, stop in of_ranks] for of_ranks in self._shards.weight_parts(unit)
-        ]
 
     # ---------------------------------------------------------------------------------------------------------- fetching
 
