@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from infinity.checkpoint.arrays import ElementsInOrder
-from infinity.distributed.agreement import agree, pulse
+from infinity.distributed.agreement import Leader
 from infinity.distributed.collectives import Ranks
 from infinity.errors import RankError
 from infinity.numerics.chunk_format import WEIGHT, ChunkBuffer
@@ -31,9 +31,10 @@ from infinity.updates.job import ParameterState
 from swapper import Handle
 
 _SHARING = "reading all shards of the states"
-# In place of a unit's or a slot's index, which are 0 or more.
-_OVER, _FAILED, _WAIT, _PARTS, _FETCH, _MAIN_WEIGHT = range(-1, -7, -1)
-"""What rank 0 announces. The first two also end a unit's shard."""
+_PARTS, _FETCH, _MAIN_WEIGHT = range(3)
+"""What rank 0 announces."""
+_OVER, _FAILED = -1, -2
+"""What ends a unit's shard, in place of a slot's index."""
 _CURE = "See the output of that rank"
 # Elements of a part: 2 MiB of fp32, as much as a chunk of an array's file. A multiple of the block in which states are
 # stored rounded, so that a part never begins inside of one.
@@ -272,16 +273,16 @@ def _spans(param_slice: ParameterSlice) -> Iterator[slice]:
 
 @dataclass(eq=False)
 class GatheredStream:
-    """Reads for rank 0 what all ranks keep. Rank 0 is inside `leading`, the others in `follow`.
+    """Reads for rank 0 what all ranks keep, while rank 0 leads the others (`Leader`).
 
     `parts` are `RecordStream.parts` over the shards of all ranks. Whatever rank 0 fetches of the weights, and main weights
     (`reading`), all ranks read as well, and only rank 0 keeps it. Nothing else may be exchanged meanwhile.
     """
 
     # What goes between ranks, while rank 0 reads unit 7 with two ranks:
-    #   all ranks: all_gather of one integer, of which rank 0's counts: 7 (this unit), -2 (wait) or -1 (it is over)
+    #   all ranks: all_gather of integers, of which rank 0's count: (_PARTS, 7, 0)
     #   rank 1 -> 0, per part: (slot index, index of the kind, number of elements), then the elements in fp32
-    #   rank 1 -> 0, at the end of its shard: (-1, 0, 0), or (-3, 0, 0) if it could not read it
+    #   rank 1 -> 0, at the end of its shard: (-1, 0, 0), or (-2, 0, 0) if it could not read it
     # Rank 0 takes shards in the order in which they lie in the unit, its own included.
 
     _own: RecordStream
@@ -290,11 +291,11 @@ class GatheredStream:
     _parameter_cache: ParameterCache
     _read_main_weight: Callable[[Unit, Slot], object]
     """All ranks call it, and each gets all of the weight."""
-    _turn: Any = field(default_factory=threading.RLock)
-    """Of rank 0: held by the thread that exchanges, either that of `parts`, for a whole unit, or that of `pulse`."""
-    _is_leading = False
     _failed: int | None = None
     """A rank that could not read its shard of the present unit."""
+
+    def __post_init__(self) -> None:
+        self._leader = Leader(self._ranks, _SHARING)
 
     def parts(self, units: Iterable[Unit], ahead_bytes: int = AHEAD_BYTES) -> Iterator[Part]:
         """See `RecordStream.parts`. Close the generator before anything else is exchanged.
@@ -303,24 +304,21 @@ class GatheredStream:
             RankError: another rank could not read its shard, or has ended.
         """
         for unit in units:
-            with self._announcing(_PARTS, unit):
+            with self._leader.announced(_PARTS, unit.index):
                 yield from self._parts_of_unit(unit, ahead_bytes)
 
     def _parts_of_unit(self, unit: Unit, ahead_bytes: int) -> Iterator[Part]:
-        left = deque(sorted(range(self._shards.num), key=lambda shard: self._shards.span(unit, shard)))
+        order = sorted(range(self._shards.num), key=lambda shard: self._shards.span(unit, shard))
+        received = {rank: iter(functools.partial(self._receive, unit, rank), None) for rank in order}
+        received.pop(self._ranks.index)
         try:
-            while left:
-                if left[0] == self._ranks.index:
-                    yield from self._own.parts([unit], ahead_bytes)
-                else:
-                    yield from iter(functools.partial(self._receive, unit, left[0]), None)
-                left.popleft()
+            for rank in order:
+                yield from received[rank] if rank in received else self._own.parts([unit], ahead_bytes)
         finally:
             # If the caller stops here, the other ranks still send the rest of this unit, and would wait forever. So it
             # is received and dropped.
-            for rank in left:
-                while rank != self._ranks.index and self._receive(unit, rank) is not None:
-                    pass
+            for _ in itertools.chain.from_iterable(received.values()):
+                pass
         if self._failed is not None:
             failed, self._failed = self._failed, None
             problem = f"rank {self._ranks.members[failed]} cannot read its shard of {unit.name}"
@@ -338,76 +336,43 @@ class GatheredStream:
         return Part(unit, unit.layout.slots[slot], self._own.kinds_of(unit)[kind], values)
 
     def run(self, what: str, function: Callable[[], None]) -> None:
-        """Call ``function`` on the first rank inside `leading`, while the others `follow`. What goes wrong is raised on all."""
-        self._ranks.all_gather_ints(what)
-        error: Exception | None = None
-        try:
-            if self._ranks.index:
-                self.follow()
-            else:
-                with self.leading():
-                    function()
-        except Exception as problem:
-            error = problem
-        agree(self._ranks, what, error)
+        """Call ``function`` on the first rank, while the others do what it announces. What goes wrong is raised on all."""
+
+        def lead() -> None:
+            with self._parameter_cache.announcing(lambda unit: self._leader.announced(_FETCH, unit.index)):
+                function()
+
+        self._leader.run(what, lead, self._do)
         align_ranks(self._parameter_cache)
 
-    @contextlib.contextmanager
-    def leading(self) -> Iterator[None]:
-        """The other ranks are in `follow` inside the ``with`` block."""
-        self._is_leading = True
-        try:
-            # Rank 0 may write to its drive for longer than the process group's timeout. The pulse shows the others that
-            # it is alive.
-            with pulse(self._beat), self._parameter_cache.announcing(functools.partial(self._announcing, _FETCH)):
-                yield
-        finally:
-            self._is_leading = False
-            self._ranks.all_gather_ints(_SHARING, [_OVER, 0, 0])
-
-    def _beat(self) -> None:
-        with self._announcing(_WAIT):
-            pass
-
-    @contextlib.contextmanager
-    def _announcing(self, kind: int, unit: Unit | None = None, *slots: Slot) -> Iterator[None]:
-        """Nothing else is said inside the ``with`` block."""
-        with self._turn:
-            slot = slots[0].index if slots else 0
-            self._ranks.all_gather_ints(_SHARING, [kind, 0 if unit is None else unit.index, slot])
-            yield
-
     def reading(self, unit: Unit, slots: Sequence[Slot]) -> contextlib.AbstractContextManager[None]:
-        """Inside the ``with`` block all ranks read main weights: of one parameter, if the first one is `leading`."""
-        return self._announcing(_MAIN_WEIGHT, unit, *slots) if self._is_leading else contextlib.nullcontext()
+        """Inside the ``with`` block all ranks read main weights: of one parameter, if the first one leads the others."""
+        if not self._leader.is_leading:
+            return contextlib.nullcontext()
+        return self._leader.announced(_MAIN_WEIGHT, unit.index, slots[0].index)
 
-    def follow(self) -> None:
-        """Do what rank 0 announces, until it leaves `leading`. Only then does it raise this rank's error."""
-        error: Exception | None = None
-        while (told := self._ranks.all_gather_ints(_SHARING, [_OVER, 0, 0])[0])[0] != _OVER:
-            kind, unit = told[0], self._parameter_cache.units[told[1]]
-            last = _OVER
-            try:
-                if kind == _FETCH:
-                    self._parameter_cache.fetch_anew(unit)
-                elif kind == _MAIN_WEIGHT:
-                    self._read_main_weight(unit, unit.layout.slots[told[2]])
-                elif kind == _PARTS:
-                    kinds = self._own.kinds_of(unit)
-                    for part in self._own.parts([unit]):
-                        self._send(part.slot.index, kinds.index(part.kind), part.values.numel())
-                        self._ranks.send(_SHARING, part.values.contiguous(), 0)
-            # The process group has failed, so rank 0 cannot be told.
-            except RankError:
-                raise
-            except Exception as problem:
-                error, last = error or problem, _FAILED
-            if kind == _PARTS:
-                # Also after an error: rank 0 waits for the end of this shard. It raises then, and this rank goes on to
-                # answer.
-                self._send(last, 0, 0)
-        if error is not None:
-            raise error
+    def _do(self, kind: int, index: int, slot: int) -> None:
+        """What rank 0 has announced."""
+        unit = self._parameter_cache.units[index]
+        if kind == _FETCH:
+            self._parameter_cache.fetch_anew(unit)
+        elif kind == _MAIN_WEIGHT:
+            self._read_main_weight(unit, unit.layout.slots[slot])
+        else:
+            self._send_parts(unit)
+
+    def _send_parts(self, unit: Unit) -> None:
+        kinds = self._own.kinds_of(unit)
+        try:
+            for part in self._own.parts([unit]):
+                self._send(part.slot.index, kinds.index(part.kind), part.values.numel())
+                self._ranks.send(_SHARING, part.values.contiguous(), 0)
+        except RankError:
+            raise
+        except Exception:  # rank 0 waits for the end of this shard, and raises then
+            self._send(_FAILED, 0, 0)
+            raise
+        self._send(_OVER, 0, 0)
 
     def _send(self, *head: int) -> None:
         self._ranks.send(_SHARING, torch.tensor(head, dtype=torch.int64, device="cpu"), 0)

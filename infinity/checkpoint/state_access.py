@@ -124,8 +124,8 @@ class StateAccess:
         """Fill in the other ranks' shards: ``values`` (fp32, of the parameter's shape) has only this rank's."""
         shards, ranks = self._exchange.shards, self._exchange.ranks
         if shards.is_divided:
+            ranks.all_gather_ints(what)
             parts = shards.parts_of_parameter(unit, slot)
-            ranks.all_gather_ints(what, [number for part in parts for number in part])
             ranks.all_gather_in_memory(what, in_memory_order(values, slot), parts, kind="states")
 
     def has_place(self, parameter: torch.Tensor) -> bool:

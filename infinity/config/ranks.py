@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from infinity.config.resolved import InfinityConfig
 from infinity.config.schema.blocks import RootBlock
-from infinity.distributed.agreement import gather_results
+from infinity.distributed.agreement import differing
 from infinity.distributed.collectives import Ranks
 from infinity.errors import ConfigError
 
@@ -65,11 +65,7 @@ def check_same_config(config: InfinityConfig, ranks: Ranks) -> None:
         "infinity.experts": section.experts,
         "infinity.durable": section.durable is not None,
     }
-    of_ranks = gather_results(
-        ranks, "the config of infinity.initialize", lambda: {key: str(value) for key, value in own.items()}
-    )
-    for key in own:
-        values = [of_rank[key] for of_rank in of_ranks]
-        if len({*values}) > 1:
-            shown = ", ".join(f"{value} on rank {number}" for number, value in zip(ranks.members, values, strict=True))
-            raise ConfigError.value(key, own[key], f"it is {shown}", cure="Give all processes the same config")
+    found = differing(ranks, "the config of infinity.initialize", {key: str(value) for key, value in own.items()})
+    if found is not None:
+        key, shown = found
+        raise ConfigError.value(key, own[key], f"it is {shown}", cure="Give all processes the same config")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import swapper.errors
@@ -27,6 +27,8 @@ from swapper.sync.limits import start_threads
 T = TypeVar("T")
 PULSE_SECONDS = 1.0
 """How often the others hear of rank 0 while it works for them. Far less than a process group's timeout."""
+_WAIT, _OVER = -1, -2
+"""What rank 0 announces, besides tasks."""
 
 
 def agree(ranks: Ranks, what: str, error: Exception | None = None) -> None:
@@ -74,6 +76,17 @@ def gather_results(ranks: Ranks, what: str, function: Callable[[], T]) -> list[T
     return [value for value, _ in answers]
 
 
+def differing(ranks: Ranks, what: str, own: Mapping[str, str]) -> tuple[str, str] | None:
+    """The first name whose text is not the same on all ranks, and what it is on each; None if all of them are."""
+    of_ranks = gather_results(ranks, what, lambda: dict(own))
+    for name in {name: None for of_rank in of_ranks for name in of_rank}:
+        texts = [of_rank.get(name, "absent") for of_rank in of_ranks]
+        if len({*texts}) > 1:
+            pairs = zip(ranks.members, texts, strict=True)
+            return name, ", ".join(f"{text} on rank {number}" for number, text in pairs)
+    return None
+
+
 def on_rank_0(ranks: Ranks, what: str, function: Callable[[], Any]) -> None:
     """Call ``function`` on rank 0, while the others wait, however long that takes.
 
@@ -82,51 +95,86 @@ def on_rank_0(ranks: Ranks, what: str, function: Callable[[], Any]) -> None:
     """
     if ranks.num == 1:
         function()
-        return
-    ranks.all_gather_ints(what)
-    error: Exception | None = None
-    waiting = f"{what}, which rank {ranks.members[0]} does"
-    if ranks.index:
-        while not ranks.all_gather_ints(waiting, [0])[0][0]:
-            pass
     else:
+        Leader(ranks, f"{what}, which rank {ranks.members[0]} does").run(what, function)
+
+
+class Leader:
+    """Rank 0 works for all ranks. The others wait, however long that takes, and do what it announces meanwhile."""
+
+    def __init__(self, ranks: Ranks, label: str) -> None:
+        """``label``: of what is announced."""
+        self._ranks = ranks
+        self._label = label
+        self._turn = threading.RLock()
+        """On rank 0, held while ranks exchange something: by the thread that works, or the one that shows that it is alive."""
+        self.is_leading = False
+
+    def run(self, what: str, function: Callable[[], Any], do: Callable[..., None] = lambda *numbers: None) -> None:
+        """Call ``function`` on rank 0, and ``do`` on the others with the numbers of each `announced`.
+
+        Raises:
+            Exception: what any of them raised, on all ranks; see `agree`.
+        """
+        self._ranks.all_gather_ints(what)
+        error: Exception | None = None
         try:
-            with pulse(lambda: ranks.all_gather_ints(waiting, [0])):
-                function()
+            if self._ranks.index:
+                self._follow(do)
+            else:
+                self._lead(function)
         except Exception as problem:
             error = problem
-        ranks.all_gather_ints(waiting, [1])
-    agree(ranks, what, error)
+        agree(self._ranks, what, error)
 
+    @contextlib.contextmanager
+    def announced(self, kind: int, first: int = 0, second: int = 0) -> Iterator[None]:
+        """On rank 0: the others do what these numbers stand for (``kind`` is not negative). Inside the ``with`` block nothing
+        else is announced."""
+        with self._turn:
+            self._ranks.all_gather_ints(self._label, [kind, first, second])
+            yield
 
-@contextlib.contextmanager
-def pulse(beat: Callable[[], Any]) -> Iterator[None]:
-    """Inside the ``with`` block another thread calls ``beat`` again and again, to tell other ranks that this one is there.
+    def _lead(self, function: Callable[[], Any]) -> None:
+        # Rank 0 may write to its drive for longer than the process group's timeout.
+        is_over = Latch()
+        problems: list[RankError] = []
 
-    This thread talks to nobody meanwhile, but where ``beat`` takes turns with it.
+        def beat() -> None:
+            try:
+                while not is_over.wait(PULSE_SECONDS):
+                    with self.announced(_WAIT):
+                        pass
+            except RankError as problem:
+                problems.append(problem)
 
-    Raises:
-        RankError: as ``beat`` did, when the block is over.
-    """
-    is_over = Latch()
-    problems: list[RankError] = []
-
-    def run() -> None:
+        thread = threading.Thread(target=beat, name="infinity-pulse", daemon=True)
         try:
-            while not is_over.wait(PULSE_SECONDS):
-                beat()
-        except RankError as problem:
-            problems.append(problem)
+            start_threads(thread)
+            self.is_leading = True
+            try:
+                function()
+            finally:
+                self.is_leading = False
+                is_over.set()
+                thread.join()
+        finally:
+            self._ranks.all_gather_ints(self._label, [_OVER, 0, 0])
+        if problems:
+            raise problems[0]
 
-    thread = threading.Thread(target=run, name="infinity-pulse", daemon=True)
-    start_threads(thread)
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-    if problems:
-        raise problems[0]
+    def _follow(self, do: Callable[..., None]) -> None:
+        error: Exception | None = None
+        while (told := self._ranks.all_gather_ints(self._label, [_WAIT, 0, 0])[0])[0] != _OVER:
+            try:
+                if told[0] != _WAIT:
+                    do(*told)
+            except RankError:  # the process group has failed, so rank 0 cannot be told
+                raise
+            except Exception as problem:  # raised when rank 0 is ready, which may need this rank until then
+                error = error or problem
+        if error is not None:
+            raise error
 
 
 def _raise(error: Exception | None) -> None:

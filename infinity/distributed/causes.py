@@ -58,7 +58,6 @@ class Causes:
     """What is known of why ranks have ended.
 
     Attributes:
-        has_published: An error ends this one.
         place: What this rank has exchanged last.
         places: Of each group of ranks that this one's script meets: how many meetings it has been in, how many exchanges of
             other threads it has asked for, and what it has come to last.
@@ -81,7 +80,6 @@ class Causes:
         self._is_store_lost = False
         self._is_printing = False  # the error that ends it
         self._is_to_end = False  # as soon as that is printed
-        self.has_published = False
         self.place = "beginning"
         self.places: dict[tuple[int, ...], tuple[int, int, str]] = {}
         self._heard: dict[int, tuple[str, float]] = {}
@@ -125,8 +123,7 @@ class Causes:
 
         To be called every few seconds. ``issued``: where this rank's script has asked for what is waited for, as in `places`.
         """
-        self._found = self._found or self._ask(self._published) or self.find_ended(members)
-        if self._found is not None:
+        if self._look(members):
             return self._found
         now = time.monotonic()
         if now - self._looked_at > _NAP_SECONDS:
@@ -155,7 +152,6 @@ class Causes:
         """This error ends the rank. What followed from another rank's end is no cause of its own."""
         if os.getpid() != self._pid:  # a forked child, whose end is no rank's
             return
-        self.has_published = True
         text = self._found if isinstance(error, RankError) else None
         text = text or f"rank {self._index} failed with {type(error).__name__}: {error}"
         self._ask(lambda: self._write(text[:_MOST_CHARACTERS]))
@@ -170,12 +166,12 @@ class Causes:
         It takes no longer than ten seconds, whatever has become of the other ranks and of the network.
         """
         deadline = time.monotonic() + _TIMEOUT_SECONDS
-        while self._found is None:
-            self._found = self._ask(self._published) or self.find_ended()
-            if self._found is None and time.monotonic() >= deadline:
-                return self._stopped()
-            if self._found is None:
-                time.sleep(_POLL_SECONDS)
+        while not self._look() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return self._found or self._stopped()
+
+    def _look(self, members: Collection[int] | None = None) -> str | None:
+        self._found = self._found or self._ask(self._published) or self.find_ended(members)
         return self._found
 
     @property

@@ -40,11 +40,12 @@ for long is waited for as long as the process group's timeout says.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -81,51 +82,43 @@ class Ranks:
 
     def __init__(
         self,
-        index: int = 0,
-        num: int = 1,
+        number: int = 0,
+        members: Sequence[int] = (0,),
         group: Any = None,
         causes: Causes | None = None,
-        members: Sequence[int] | None = None,
         beside: Ranks | None = None,
     ) -> None:
         """
         Args:
-            index: this process.
-            num: how many there are.
-            group: torch's process group of all of them, which takes tensors on the CPU; None: the default one.
+            number: this process among all, by which messages name it.
+            members: of each of these, its number among all processes.
+            group: torch's process group of these, which takes tensors on the CPU; None: the default one.
             causes: know why a rank has ended.
-            members: of each, its number among all processes; None: these are all.
             beside: the same processes, which exchange other things; what is sent is counted together.
         """
-        self.index = index
-        self.num = num
-        self.members = tuple(range(num) if members is None else members)
+        self.number = number
+        self.members = tuple(members)
+        self.index = self.members.index(number)
+        self.num = len(self.members)
         self.services: dict[str, Any] = {}
         """What others have made for these ranks, once for all who ask, by name."""
         # Weak: torch has the group until the script destroys it, and `has_group` finds that out.
         self._group_reference = weakref.ref(group) if group is not None else None
         self.causes = causes
         """Know why a rank has ended: errors name the first cause."""
-        self._main = beside
+        self._is_beside = beside is not None
         self._place = 0
         """How many meetings this rank has been in."""
         self._label = "beginning"
         """Of the last one."""
         self._num_issued = 0
         """Exchanges of other threads that its script has asked for."""
-        self.error: Exception | None = None
-        """What has made ranks part in another thread: they meet no more."""
         self._staging: dict[tuple[str, torch.device], torch.Tensor] = {}
         """Memory for one block of what is sent and received, by name and device."""
         self.sent_bytes: Counter[str] = Counter() if beside is None else beside.sent_bytes
         """Bytes of tensors that this rank has sent to the others so far: "gradients", "norms" (parts of gradients for the norm of
         a whole one), "momenta", "weights" (new ones), "fetches" (of units that are gathered), "states". Each copy counts: what
         goes to three ranks counts three times."""
-
-    @property
-    def number(self) -> int:
-        """This process among all, by which messages name it."""
-        return self.members[self.index]
 
     def names(self, indices: Iterable[int]) -> str:
         """The numbers of some of them, for messages."""
@@ -152,11 +145,6 @@ class Ranks:
         """Whether what they exchange goes through has not been destroyed."""
         return self._group_reference is None or self._group_reference() is not None
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether an error ends this process."""
-        return self.causes is not None and self.causes.has_published
-
     def ask(self, causes: Causes) -> None:
         """Errors name the first cause from now on."""
         self.causes = causes
@@ -176,14 +164,8 @@ class Ranks:
         return self._place, self._num_issued
 
     def _publish_place(self) -> None:
-        if self.causes is not None and self._main is None:
+        if self.causes is not None and not self._is_beside:
             self.causes.places[self.members] = self._place, self._num_issued, self._label
-
-    def fail(self, error: Exception) -> None:
-        """This thread's exchanges are over, and with them those of the script."""
-        self.error = error
-        if self._main is not None:
-            self._main.error = self._main.error or error
 
     def all_gather_ints(
         self,
@@ -227,9 +209,12 @@ class Ranks:
     ) -> list[bytes]:
         """What each rank comes with, as many bytes on all."""
         sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        found = torch.empty((self.num, len(own)), dtype=torch.uint8, device="cpu")
-        self._run(what, "all_gather_into_tensor", found.view(-1), sent, meanwhile=meanwhile, issued=issued)
-        return [bytes(row.numpy()) for row in found]
+        return [bytes(row.numpy()) for row in self._rows(what, sent, meanwhile=meanwhile, issued=issued)]
+
+    def _rows(self, what: str, own: torch.Tensor, **options: Any) -> torch.Tensor:
+        found = torch.empty((self.num, own.numel()), dtype=own.dtype, device="cpu")
+        self._run(what, "all_gather_into_tensor", found.view(-1), own, **options)
+        return found
 
     def gather(self, what: str, data: bytes) -> list[bytes]:
         """What each rank comes with, which may be of any length: on all of them, in memory."""
@@ -267,15 +252,14 @@ class Ranks:
             parts: of each rank, elements [start, stop). They are the same on all ranks.
             wire: as what they are sent, and the dtype to which the mean is rounded: so all that is sent of it is exact.
         """
-        first, last = parts[self.index]
-        for offset, num, sent, received in self._blocks(parts, wire, values.device, of_all=True):
-            for row, (start, stop) in zip(sent, parts, strict=True):
-                block = values[min(start + offset, stop) : min(start + offset + num, stop)]
+        for places, sent, received in self._blocks(parts, wire, values.device, of_all=True):
+            for row, place in zip(sent, places, strict=True):
+                block = values[place.start : place.stop]
                 block = block if block.dtype == wire else block.float()
                 torch.mul(block, 1.0 / self.num, out=row[: block.numel()])
             self._run(what, "all_to_all_single", received.view(-1), sent.view(-1))
             self._count("gradients", sent[0])
-            own = values[min(first + offset, last) : min(first + offset + num, last)]
+            own = values[places[self.index].start : places[self.index].stop]
             total, *others = (row[: own.numel()].float() for row in received)
             for other in others:
                 total.add_(other)
@@ -303,17 +287,15 @@ class Ranks:
             kind: under which `sent_bytes` counts it.
             device: of the tensors that ``read`` and ``write`` get, if the ranks' backends take it; else the CPU.
         """
-        first, last = parts[self.index]
-        for offset, num, sent, received in self._blocks(parts, dtype, torch.device(device)):
-            own = sent[0][: max(min(num, last - first - offset), 0)]
-            if own.numel():
-                read(first + offset, own)
+        for places, sent, received in self._blocks(parts, dtype, torch.device(device)):
+            own = places[self.index]
+            if own:
+                read(own.start, sent[0][: len(own)])
             self._run(what, "all_gather_into_tensor", received.view(-1), sent[0])
             self._count(kind, sent[0])
-            for rank, (start, stop) in enumerate(parts):
-                count = min(num, stop - start - offset)
-                if rank != self.index and count > 0:
-                    write(start + offset, received[rank][:count])
+            for rank, place in enumerate(places):
+                if rank != self.index and place:
+                    write(place.start, received[rank][: len(place)])
 
     def all_gather_in_memory(
         self,
@@ -337,19 +319,16 @@ class Ranks:
     def collect(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], to: int) -> None:
         """Rank ``to`` gets the parts of all into ``values`` (1-D); on the others nothing changes."""
         others = [(start, stop) if rank != to else (start, start) for rank, (start, stop) in enumerate(parts)]
-        first, last = others[self.index]
-        for offset, num, sent, received in self._blocks(others, values.dtype, values.device):
-            sizes = [max(min(num, stop - start - offset), 0) for start, stop in others]
-            own = sent[0][: sizes[self.index]].copy_(
-                values[min(first + offset, last) : min(first + offset + num, last)]
-            )
-            of_all = sizes if self.index == to else [0] * self.num
+        for places, sent, received in self._blocks(others, values.dtype, values.device):
+            place = places[self.index]
+            own = sent[0][: len(place)].copy_(values[place.start : place.stop])
+            of_all = [len(place) * (self.index == to) for place in places]
             to_all = [own.numel() * (rank == to) for rank in range(self.num)]
             found = received.view(-1)[: sum(of_all)]
             self._run(what, "all_to_all_single", found, own, of_all, to_all)
             self.sent_bytes["norms"] += own.numel() * own.element_size()
-            for (start, _), row in zip(others, found.split(of_all), strict=True):
-                values[start + offset : start + offset + row.numel()].copy_(row)
+            for place, row in zip(places, found.split(of_all), strict=True):
+                values[place.start : place.start + row.numel()].copy_(row)
 
     def all_to_all(self, what: str, sent: torch.Tensor, *, kind: str) -> torch.Tensor:
         """Row r of ``sent`` (one row for each rank, on the CPU, without gaps) goes to rank r. Returns what came, by rank.
@@ -363,10 +342,8 @@ class Ranks:
 
     def all_gather(self, what: str, own: torch.Tensor, *, kind: str) -> torch.Tensor:
         """All get ``own`` (1-D, on the CPU, as long on all) of each rank, as rows."""
-        found = torch.empty((self.num, own.numel()), dtype=own.dtype, device="cpu")
-        self._run(what, "all_gather_into_tensor", found.view(-1), own)
         self._count(kind, own)
-        return found
+        return self._rows(what, own)
 
     def broadcast_from(self, what: str, source: int, tensor: torch.Tensor) -> None:
         """``tensor``, of any dtype, strides and device, becomes that of rank ``source``; written to only where it differs."""
@@ -385,8 +362,8 @@ class Ranks:
 
     def _blocks(
         self, parts: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, *, of_all: bool = False
-    ) -> Iterable[tuple[int, int, torch.Tensor, torch.Tensor]]:
-        """Of parts that are exchanged block by block: where in each a block begins, its elements, and memory for it.
+    ) -> Iterable[tuple[list[range], torch.Tensor, torch.Tensor]]:
+        """Of parts that are exchanged block by block: the elements of each part in a block, and memory for it.
 
         That is for what is sent, one row (``of_all``: one for each rank), and for what comes, one row for each rank.
         """
@@ -396,7 +373,8 @@ class Ranks:
         for offset in range(0, longest, max(width, 1)):
             num = min(width, longest - offset)
             sent = self._memory("sent", (self.num if of_all else 1) * num, dtype, place).view(-1, num)
-            yield offset, num, sent, self._memory("received", self.num * num, dtype, place).view(-1, num)
+            elements = [range(start, stop)[offset : offset + num] for start, stop in parts]
+            yield elements, sent, self._memory("received", self.num * num, dtype, place).view(-1, num)
 
     def _memory(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         num_bytes = numel * dtype.itemsize
@@ -412,17 +390,13 @@ class Ranks:
 
     def send(self, what: str, tensor: torch.Tensor, to: int) -> None:
         """Another rank gets ``tensor`` (on the CPU, without gaps), which it asks for with `receive`; returns when it has."""
-        self._finish(what, self._begin(what, "isend", tensor, self.members[to]))
+        with self._failing(what):
+            call_torch("isend", tensor, self.members[to], group=self._group()).wait()
 
     def receive(self, what: str, tensor: torch.Tensor, source: int) -> None:
         """Fill ``tensor`` (on the CPU, without gaps) with what another rank gives to `send`."""
-        self._finish(what, self._begin(what, "irecv", tensor, self.members[source]))
-
-    def _finish(self, what: str, begun: Any) -> None:
-        try:
-            begun.wait()
-        except (RuntimeError, ValueError) as error:
-            raise self._failed(what, error) from error
+        with self._failing(what):
+            call_torch("irecv", tensor, self.members[source], group=self._group()).wait()
 
     # ------------------------------------------------------------------------------------------------------------ waiting
 
@@ -435,9 +409,8 @@ class Ranks:
         issued: CallCounts | None = None,
     ) -> None:
         """One of torch's collectives, until its end."""
-        if self.error is not None:
-            raise self.error.with_traceback(None)
-        begun = self._begin(what, name, *args, async_op=True)
+        with self._failing(what):
+            begun = call_torch(name, *args, group=self._group(), async_op=True)
         if args[0].device.type != "cpu":  # the others have come to the meeting before; the device's stream waits
             begun.wait()
             return
@@ -447,32 +420,30 @@ class Ranks:
             meanwhile()
             Latch().wait(_MEANWHILE_SECONDS)
         while not self._is_over(what, begun):
-            if self.error is not None:
-                raise self.error.with_traceback(None)
             why = None if self.causes is None else self.causes.why_absent(self.members, issued)
             if why is not None:
                 raise RankError(what, f"another rank does not reach this call: {why}", rank=self.number, cure=_CURE)
 
     def _is_over(self, what: str, begun: Any) -> bool:
-        try:
-            begun.wait(_LOOK)
-        except (RuntimeError, ValueError) as error:
-            if "Operation timed out" in str(error):  # of this wait: it goes on
+        with self._failing(what):
+            try:
+                begun.wait(_LOOK)
+            except RuntimeError as error:
+                if "Operation timed out" not in str(error):  # else of this wait: it goes on
+                    raise
                 return False
-            raise self._failed(what, error) from error
         return True
 
-    def _begin(self, what: str, name: str, *args: Any, **options: Any) -> Any:
+    @contextlib.contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """Errors of torch say why another rank has ended. (ValueError: the default group has been destroyed.)"""
         try:
-            return call_torch(name, *args, group=self._group(), **options)
-        except (RuntimeError, ValueError) as error:  # the second where the default group has been destroyed
-            raise self._failed(what, error) from error
-
-    def _failed(self, what: str, error: Exception) -> RankError:
-        why = (self.causes.first() if self.causes is not None else None) or str(error).splitlines()[0]
-        doubt = self.causes.doubt if self.causes is not None else ""
-        problem = f"another rank has ended, or did not reach this call in time: {why}{doubt}"
-        return RankError(what, problem, rank=self.number, cure=_CURE)
+            yield
+        except (RuntimeError, ValueError) as error:
+            why = (self.causes.first() if self.causes is not None else None) or str(error).splitlines()[0]
+            doubt = self.causes.doubt if self.causes is not None else ""
+            problem = f"another rank has ended, or did not reach this call in time: {why}{doubt}"
+            raise RankError(what, problem, rank=self.number, cure=_CURE) from error
 
 
 def _shown(found: Sequence[Any], label: bytes) -> str:

@@ -32,45 +32,16 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
+@torch.no_grad()
 def local_part(tensor: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """The memory behind a DTensor, and what makes one like it of other memory."""
-    kind, size, stride = type(tensor.detach()), tensor.size(), tensor.stride()
-    names, made_with = tensor.__tensor_flatten__()
-    name = _memory_of(tensor)
-    others = {each: getattr(tensor, each) for each in names if each != name}  # `made_of` holds no memory
-
-    def made_of(local: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = kind.__tensor_unflatten__({**others, name: local}, made_with, size, stride)
-        return made
-
-    return getattr(tensor, name), made_of
-
-
-def _memory_of(tensor: Any) -> str:
-    """The attribute of a DTensor in which its memory is."""
-    names: list[str] = tensor.__tensor_flatten__()[0]
-    return next(name for name in names if isinstance(getattr(tensor, name), torch.Tensor))
+    """The memory behind a DTensor, and what makes one like it of other memory. Neither is a part of a graph."""
+    return tensor.to_local(), torch.no_grad()(_maker_of(tensor))
 
 
 def _exchange(tensor: Any, local: torch.Tensor) -> None:
     """A DTensor gets other memory."""
-    setattr(tensor, _memory_of(tensor), local)
-
-
-class _Form(NamedTuple):
-    """How a DTensor is made of its part."""
-
-    kind: Any
-    device_mesh: Any
-    placements: Any
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def made_of(self, local: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.kind.from_local(
-            local, self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
-        return made
+    names = tensor.__tensor_flatten__()[0]
+    setattr(tensor, next(name for name in names if isinstance(getattr(tensor, name), torch.Tensor)), local)
 
 
 class _ParameterPlace(NamedTuple):
@@ -134,9 +105,9 @@ class LocalParameters:
                 self._parts[id(whole)] = _part_of(whole)
             module._parameters[name] = self._parts[id(whole)]
         for module in {id(place.module): place.module for place in self._places}.values():
-            forms = {place.name: _form_of(place.whole) for place in self._places if place.module is module}
-            module.__dict__[_ATTRIBUTE] = forms
-            module.__class__ = _class_with(type(module), tuple(forms))  # type: ignore[arg-type]  # a class can be a key
+            makers = {place.name: _maker_of(place.whole) for place in self._places if place.module is module}
+            module.__dict__[_ATTRIBUTE] = makers
+            module.__class__ = _class_with(type(module), tuple(makers))  # type: ignore[arg-type]  # a class can be a key
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -180,7 +151,7 @@ class LocalParameters:
                 if part.dtype == whole.dtype:
                     _exchange(whole, part.data)
                 else:
-                    made = _form_of(whole).made_of(part.data)
+                    made = _maker_of(whole)(part.data)
                     self._restored[id(part)] = nn.Parameter(made, requires_grad=whole.requires_grad)
             module._parameters[name] = self._restored[id(part)]
         for module in {id(place.module): place.module for place in self._places}.values():
@@ -212,8 +183,11 @@ def _part_of(whole: Any) -> nn.Parameter:
     return part
 
 
-def _form_of(whole: Any) -> _Form:
-    return _Form(type(whole.detach()), whole.device_mesh, whole.placements, whole.shape, whole.stride())
+def _maker_of(whole: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Makes DTensors like ``whole`` of their parts; keeps no memory of it."""
+    form = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
+    kind = type(whole.detach())
+    return functools.partial(kind.from_local, device_mesh=whole.device_mesh, placements=whole.placements, **form)
 
 
 @functools.cache
@@ -221,9 +195,8 @@ def _class_with(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
     # Instead of the parameter: the script sees a DTensor, made of the local part that the engine pages.
     def made(name: str) -> property:
         def get(module: nn.Module) -> Any:
-            form: _Form = module.__dict__[_ATTRIBUTE][name]
             part = module._parameters[name]
-            return None if part is None else form.made_of(part)
+            return None if part is None else module.__dict__[_ATTRIBUTE][name](part)
 
         return property(get)
 

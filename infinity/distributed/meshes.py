@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from infinity.distributed.agreement import gather_results
 from infinity.distributed.collectives import Ranks
-from infinity.distributed.process_groups import members_of, num_processes
+from infinity.distributed.process_groups import call_torch, num_processes
 from infinity.distributed.world import subsets, world
 from infinity.errors import ConfigError
 
@@ -115,13 +115,7 @@ def mesh_of(mpu: Any = None, mesh_param: Any = None) -> Mesh:
     found = subsets([*groups, *rows, *tensors])
     row, tensor = (next(each for each in kind if everyone.number in each) for kind in (rows, tensors))
     mesh = Mesh(
-        found[members],
-        found[row],
-        found[tensor],
-        tuple(places[number] for number in row),
-        everyone,
-        mpu,
-        groups,
+        found[members], found[row], found[tensor], tuple(places[number] for number in row), everyone, mpu, groups
     )
     everyone.services[_SERVICE] = mesh
     return mesh
@@ -168,7 +162,7 @@ def _of_mpu(mpu: Any, everyone: Ranks) -> _Membership:
     find_group = getattr(mpu, "get_data_parallel_group", None)
     if not callable(find_group):
         raise ConfigError(f"mpu has no get_data_parallel_group(): it is a {type(mpu).__name__}. {_CURE_OF_MPU}")
-    members = tuple(sorted(members_of(find_group())))
+    members = tuple(sorted(call_torch("get_process_group_ranks", find_group())))
     if members != everyone.members:
         raise ConfigError(
             f"mpu says that the ranks {list(members)} have the same part of the model, of {everyone.num}: parts by mpu are not "

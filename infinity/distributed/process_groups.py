@@ -12,7 +12,6 @@ import contextlib
 import functools
 import os
 import re
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,7 +22,6 @@ from infinity.distributed.bounded import within
 from infinity.errors import ConfigError, RankError
 from infinity.torch_internals import names
 from infinity.torch_internals.names import forget_default_groups, set_default_gpu
-from swapper.sync.limits import start_threads
 
 ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)
 """torch's names of what is done with several tensors."""
@@ -235,12 +233,9 @@ def destroy_at_exit() -> None:
         destroy_process_group()
         forget_default_groups()
 
-    if not met:
-        return
-    thread = threading.Thread(target=end, name="infinity-group-end", daemon=True)
-    with contextlib.suppress(RuntimeError):  # then it is left as it is
-        start_threads(thread)
-        thread.join(_EXIT_SECONDS)
+    if met:
+        with contextlib.suppress(RuntimeError, TimeoutError):  # then it is left as it is
+            within(_EXIT_SECONDS, end)
 
 
 met: list[int] = []
@@ -273,17 +268,12 @@ def default_store() -> Any:
     return names.default_store(torch.distributed)
 
 
-def group_timeout() -> timedelta | None:
-    """See `infinity.torch_internals.names`."""
-    return names.group_timeout(torch.distributed)
-
-
 def group_of(members: Sequence[int] | None, look: Callable[[], None] = lambda: None, **kwargs: Any) -> Any:
     """A group that takes tensors on the CPU and on the default one's devices, and waits as long as that.
 
     ``look``: called now and then meanwhile.
     """
-    ranks, timeout = None if members is None else list(members), group_timeout()
+    ranks, timeout = None if members is None else list(members), names.group_timeout(torch.distributed)
     backend = ",".join(["cpu:gloo", *_backends_of_devices(None)])
     make = functools.partial(torch.distributed.new_group, ranks, backend=backend, timeout=timeout, **kwargs)
     return _find_each_other(make, timeout, look)
@@ -298,8 +288,3 @@ def _backends_of_devices(group: Any) -> list[str]:
     """As "cuda:nccl", those that a group has of devices with a memory of their own. gloo's go through host memory."""
     config = str(call_torch("get_backend_config", *([] if group is None else [group])))
     return [each for each in config.split(",") if not each.startswith("cpu:") and not each.endswith(":gloo")]
-
-
-def members_of(group: Any) -> tuple[int, ...]:
-    """The numbers of the processes of one of torch's groups; of None, as in torch, all."""
-    return tuple(torch.distributed.get_process_group_ranks(group))

@@ -38,23 +38,18 @@ def world() -> Ranks:
     if default not in _worlds:
         takes_host_memory = "gloo" in call_torch("get_backend_config")
         group = None if takes_host_memory else group_of(None)
-        index, num = process_rank(), num_processes()
         # A launcher's store outlives what it starts again, so each group has a part of its own.
-        ranks = Ranks(index, num, group)
+        ranks = Ranks(process_rank(), range(num_processes()), group)
         number = ranks.all_gather_ints("beginning", [secrets.randbits(62)])[0][0]
         store = default_store()
         if store is not None:
             processes = ranks.gather("telling of processes", own_process().encode())
-            causes = Causes(store, f"infinity/{number}", index, [each.decode() for each in processes])
+            causes = Causes(store, f"infinity/{number}", ranks.index, [each.decode() for each in processes])
             causes.listen()
             ranks.ask(causes)
-        met.append(num)
+        met.append(ranks.num)
         _worlds[default] = ranks
     return _worlds[default]
-
-
-_subsets: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Ranks]] = weakref.WeakKeyDictionary()
-"""By torch's default group, purpose and numbers, what `subsets` made of those that this process is in."""
 
 
 def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[int, ...], Ranks]:
@@ -70,30 +65,22 @@ def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[in
     from how many groups a rank is in, which differs where a script has given some ranks more of them than others.
     """
     everyone = world()
-    known = _subsets.setdefault(default_group(), {})
+    # By purpose and numbers, those that this process is in.
+    known: dict[tuple[str, tuple[int, ...]], Ranks] = everyone.services.setdefault("subsets", {})
     most = everyone.num if purpose else everyone.num - 1
     several = sorted({each for members in wanted if 0 < len(each := tuple(sorted(members))) <= most})
-    mine = [everyone.number in members for members in several]
-    lacking = [
-        is_mine and not ((purpose, members) in known and known[purpose, members].has_group)
-        for members, is_mine in zip(several, mine, strict=True)
-    ]
-    for members, is_mine, *lack in zip(
-        several, mine, *everyone.all_gather_ints("making process groups", lacking), strict=True
-    ):
-        if not any(lack):
-            continue
-        # Called while a member is waited for: raises if one on this machine has ended.
-        group = group_of(members, everyone.check_local_ranks) if len(members) > 1 else None
-        if is_mine:
-            same = everyone if members == everyone.members else known.get(("", members))
-            made = Ranks(members.index(everyone.number), len(members), group, everyone.causes, members, same)
-            known[purpose, members] = made
+    mine = {members for members in several if everyone.number in members}
+    present = {members for (use, members), ranks in known.items() if use == purpose and ranks.has_group}
+    told = everyone.all_gather_ints("making process groups", [members in mine - present for members in several])
+    for members, *are_lacking in zip(several, *told, strict=True):
+        if any(are_lacking):
+            # Called while a member is waited for: raises if one on this machine has ended.
+            group = group_of(members, everyone.check_local_ranks) if len(members) > 1 else None
+            if members in mine:
+                same = everyone if members == everyone.members else known.get(("", members))
+                known[purpose, members] = Ranks(everyone.number, members, group, everyone.causes, same)
     everyone.all_gather_ints("having made process groups")  # or one that ends at once ends the joining of others
-    of_all = {everyone.members: everyone}
-    return of_all | {
-        members: known[purpose, members] for members, is_mine in zip(several, mine, strict=True) if is_mine
-    }
+    return {everyone.members: everyone} | {members: known[purpose, members] for members in mine}
 
 
 class Numbered:

@@ -25,11 +25,10 @@ from infinity.gradients.sources import GradientBuffer, GradientSource
 from infinity.gradients.unit_grads import UnitGrads
 from infinity.threads.denormals import flush_denormals
 from infinity.units.layout import Slot
-from infinity.units.shards import Shards, clipped, runs_of
+from infinity.units.shards import Shards, runs_of
 from infinity.units.unit import Unit
 from swapper import Latch
 
-IS_NEW, IS_UNSCALED = 1, 2  # flags as integers: ranks exchange them by `all_gather_ints`
 _CLOSE_SECONDS = 5.0  # `close` waits so long for a collective under way; then its memory is given up, as ranks may hang
 
 
@@ -72,9 +71,10 @@ class ShardUpdates:
 
 @dataclass(eq=False)
 class UnitExchange:
-    """Of one unit. The exchange's thread has its memory from `GradientExchange.begin` until it is ``done``.
+    """Of one unit. The exchange's thread has its memory from `CollectiveThread.put` until it is ``done``.
 
     Attributes:
+        by: who averages it.
         what: for messages.
         grads: whose.
         buffer: all of the unit's gradients that this rank has; None if it gives none.
@@ -90,6 +90,7 @@ class UnitExchange:
         error: why there are no means.
     """
 
+    by: GradientExchange
     what: str
     grads: UnitGrads
     buffer: GradientBuffer | None = None
@@ -105,37 +106,38 @@ class UnitExchange:
     error: Exception | None = None
     done: Latch = field(default_factory=Latch)
 
+    def run(self, ranks: Ranks) -> None:
+        """For the thread: average it."""
+        if not self.done.is_set():  # what was queued twice is done already
+            self.by.exchange(ranks, self)
+
+    def finish(self, error: Exception | None) -> None:
+        """For the thread: it is over."""
+        self.error = error
+        self.done.set()
+
 
 class GradientExchange:
-    """Exchanges units in the order in which they begin, in a `CollectiveThread`."""
+    """Averages units in a `CollectiveThread`, in the order in which they are put there."""
 
     def __init__(self, thread: CollectiveThread, shards: Shards, wire: torch.dtype) -> None:
         """
         Args:
-            thread: of those that divide states.
+            thread: of those that divide states. Nothing is exchanged any more once it has an error.
             shards: which of them has which elements.
             wire: see `Ranks.reduce`.
         """
-        self._thread = thread
+        self.thread = thread
         self.shards = shards
         self._wire = wire
         self._is_closed = False
         self._moving = threading.Lock()
         """Held by the thread while it uses a unit's memory."""
 
-    @property
-    def error(self) -> Exception | None:
-        """What went wrong first; nothing is exchanged any more."""
-        return self._thread.error
-
-    def begin(self, exchange: UnitExchange) -> None:
-        """It is the next one, on all ranks. Returns at once."""
-        self._thread.put(_Running(self, exchange))
-
     def stop(self) -> None:
         """End the thread, when it waits for nobody. Takes no lock."""
         self._is_closed = True
-        self._thread.stop()
+        self.thread.stop()
 
     def close(self) -> bool:
         """Exchange nothing more. Returns whether all memory has been released: ranks may hang."""
@@ -150,10 +152,9 @@ class GradientExchange:
         # Example, 2 ranks, slots a and b, the same word 7. Rank 0 has new gradients of a and b: [1, 1, 7, 0]; rank 1 of
         # a: [1, 0, 7, 0]. Averaged is the minimum: a. Not final, as the lists differ; b waits for the step.
         slots = each.grads.unit.layout.slots
-        flags = [IS_NEW * (slot.index in each.new) for slot in slots]
-        told = ranks.all_gather_ints(each.what, [*flags, each.word, IS_UNSCALED * each.is_unscaled])
+        flags = [slot.index in each.new for slot in slots]
+        told = ranks.all_gather_ints(each.what, [*flags, each.word, each.is_unscaled])
         *are_new, word, _ = (min(of_ranks) for of_ranks in zip(*told, strict=True))
-        scaling = max(of_rank[-1] for of_rank in told)  # one rank without the scale: all take it out
         each.is_final = word != 0 and all(of_rank[:-1] == [*flags, word] for of_rank in told)
         buffer = each.buffer
         if buffer is None:
@@ -163,7 +164,7 @@ class GradientExchange:
             if self._is_closed:
                 raise EngineClosedError.after_close("averaging gradients")
             flush_denormals(each.flushes_denormals)
-            if scaling == IS_UNSCALED and not each.is_unscaled:
+            if any(of_rank[-1] for of_rank in told) and not each.is_unscaled:  # one without the scale: all take it out
                 for slot in slots:
                     if slot.index in each.present:
                         buffer.view(slot).mul_(each.unscaling)
@@ -172,34 +173,17 @@ class GradientExchange:
             for slot in each.found:
                 if slot.index not in each.present:
                     buffer.view(slot).zero_()
-            spans = self.shards.spans(each.grads.unit)
             # Neighbouring slots in one collective. Each rank gets the mean of its shard's part of the run.
             for start, stop in runs_of(each.found):
-                parts = [clipped(span, start, stop) for span in spans]
+                parts = self.shards.parts(each.grads.unit, start, stop)
                 ranks.reduce(each.what, buffer.values, parts, self._wire)
-            each.norm_ranks = [self._collect(ranks, each, buffer, slot, spans) for slot in each.found]
+            each.norm_ranks = [self._collect(ranks, each, buffer, slot) for slot in each.found]
 
-    def _collect(
-        self, ranks: Ranks, each: UnitExchange, buffer: GradientBuffer, slot: Slot, spans: list[tuple[int, int]]
-    ) -> int:
-        """One rank, in turns of those with the largest part, gets a parameter's mean for its norm. Returns which."""
-        parts = [clipped(span, slot.start, slot.stop) for span in spans]
+    def _collect(self, ranks: Ranks, each: UnitExchange, buffer: GradientBuffer, slot: Slot) -> int:
+        """One rank gets the whole mean of a parameter: one that has a part as large as any, in turns. Returns which."""
+        parts = self.shards.parts(each.grads.unit, slot.start, slot.stop)
         sizes = [stop - start for start, stop in parts]
         largest = [rank for rank, size in enumerate(sizes) if size == max(sizes)]
         owner = largest[(each.grads.unit.index + slot.index) % len(largest)]
         ranks.collect(each.what, buffer.values, parts, owner)
         return owner
-
-
-@dataclass(frozen=True)
-class _Running:
-    _owner: GradientExchange
-    _exchange: UnitExchange
-
-    def run(self, ranks: Ranks) -> None:
-        if not self._exchange.done.is_set():  # what was queued twice is done already
-            self._owner.exchange(ranks, self._exchange)
-
-    def finish(self, error: Exception | None) -> None:
-        self._exchange.error = error
-        self._exchange.done.set()

@@ -56,13 +56,6 @@ class ParameterNorm(NamedTuple):
     """2-norm, 0-dim fp32."""
 
 
-class _PartNorms(NamedTuple):
-    """What a process sends: norms by name, and the scale of its gradients."""
-
-    norms: dict[str, tuple[bool, float]]
-    scale: float | None
-
-
 def is_part(parameter: Any) -> bool:
     """Whether the script says that other tensor ranks have other parts of the parameter."""
     return any(getattr(parameter, mark, False) is True for mark in _MARKS)
@@ -84,26 +77,23 @@ def norm_of_model(mesh: Mesh, norms: Sequence[ParameterNorm], scale: float, step
     if not mesh.is_divided:
         return total_norm([each.norm for each in norms]) / scale
     what = f"the norm of all parts' gradients in step {step}"
-    # A process without gradients has no scale that would count.
-    own = _PartNorms({each.fqn: (each.is_part, float(each.norm)) for each in norms}, scale if norms else None)
-    of_parts = [_PartNorms(*each) for each in gather_results(mesh.parts, what, lambda: own)]
-    of_ranks = dict(zip(mesh.places, of_parts, strict=True))
-    # Ranks may have looked at gradients or not, which takes the scale out: with several scales each norm is divided.
-    scales = {of_part.scale for of_part in of_ranks.values() if of_part.scale is not None} or {scale}
+    own = {each.fqn: (each.is_part, float(each.norm)) for each in norms}
+    of_parts: list[tuple[dict[str, tuple[bool, float]], float]] = gather_results(mesh.parts, what, lambda: (own, scale))
+    # Ranks may have looked at gradients or not, which takes the scale out: with several scales each norm is divided. A
+    # process without gradients has no scale that would count.
+    scales = {scale for of_part, scale in of_parts if of_part} or {scale}
     common = scales.pop() if len(scales) == 1 else None
+    of_ranks = {
+        place: {fqn: (is_part, norm if common else norm / scale) for fqn, (is_part, norm) in of_part.items()}
+        for place, (of_part, scale) in zip(mesh.places, of_parts, strict=True)
+    }
     found: list[torch.Tensor] = []
     # In the order of torch's `model.parameters()` over all stages: another order of the sum could give other bits.
     for stage in sorted({place.stage for place in of_ranks}):
         of_stage = [of_ranks[place] for place in sorted(of_ranks) if place.stage == stage]
-        for fqn in {fqn: None for of_part in of_stage for fqn in of_part.norms}:
-            of_tensor_ranks = [_norm_of(of_part, fqn, is_scaled=common is not None) for of_part in of_stage]
-            found.append(_merged(mesh, what, fqn, of_tensor_ranks))
-    return total_norm(found) / (1.0 if common is None else common)
-
-
-def _norm_of(process: _PartNorms, fqn: str, *, is_scaled: bool) -> tuple[bool, float] | None:
-    found = process.norms.get(fqn)
-    return found if found is None or is_scaled or process.scale is None else (found[0], found[1] / process.scale)
+        for fqn in {fqn: None for of_part in of_stage for fqn in of_part}:
+            found.append(_merged(mesh, what, fqn, [of_part.get(fqn) for of_part in of_stage]))
+    return total_norm(found) / (common or 1.0)
 
 
 def _merged(mesh: Mesh, what: str, fqn: str, of_tensor_ranks: Sequence[tuple[bool, float] | None]) -> torch.Tensor:

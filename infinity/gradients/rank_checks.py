@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from infinity.distributed.agreement import gather_results
+from infinity.distributed.agreement import differing
 from infinity.distributed.collectives import Ranks
 from infinity.errors import RankError
 
@@ -50,22 +50,14 @@ def check_same_groups(ranks: Ranks, describe: Callable[[], Mapping[str, str]], s
     # One integer per step. The texts are exchanged only if these differ, to name the difference.
     if all(found == [mine] for found in ranks.all_gather_ints(what, [mine])):
         return
-    of_ranks = gather_results(ranks, what, lambda: dict(own))
-    for key in {key: None for of_rank in of_ranks for key in of_rank}:
-        values = [of_rank.get(key, "absent") for of_rank in of_ranks]
-        if len({*values}) > 1:
-            pairs = zip(ranks.members, values, strict=True)
-            problem = f"{key} is " + ", ".join(f"{value} on rank {number}" for number, value in pairs)
-            cure = "Set the same on all ranks; where a schedule follows a metric, give it the mean over all of them"
-            raise RankError(what, problem, rank=ranks.number, cure=cure)
+    found = differing(ranks, what, own)
+    if found is not None:
+        cure = "Set the same on all ranks; where a schedule follows a metric, give it the mean over all of them"
+        raise RankError(what, " is ".join(found), rank=ranks.number, cure=cure)
 
 
-def gather_norms(ranks: Ranks, norm: torch.Tensor, what: str) -> torch.Tensor:
-    """The norms (0-dim fp32) that the ranks have, bit for bit: a NaN is that of its rank.
-
-    Raises:
-        RankError: another rank has ended, does not come, or is elsewhere.
-    """
+def norms_of_ranks(ranks: Ranks, what: str, norm: torch.Tensor) -> torch.Tensor:
+    """The norm (0-dim, fp32) that each rank has, bit for bit: 1-D, on the CPU."""
     bits = int(norm.detach().cpu().float().view(torch.int32))
     of_ranks = [found for (found,) in ranks.all_gather_ints(what, [bits])]
     return torch.tensor(of_ranks, dtype=torch.int32, device="cpu").view(torch.float32)
@@ -80,8 +72,8 @@ def check_same(ranks: Ranks, norm: torch.Tensor, step: int) -> None:
     if ranks.num == 1:
         return
     what = f"the norm of all gradients in step {step}"
-    norms = gather_norms(ranks, norm, what)
-    if len(norms.view(torch.int32).unique()) > 1:  # the bits: NaN is not equal to NaN
+    norms = norms_of_ranks(ranks, what, norm)
+    if len({*norms.view(torch.int32).tolist()}) > 1:  # the bits: NaN is not equal to NaN
         raise RankError(
             what,
             f"it is {norms.tolist()} on the ranks {ranks.names(range(ranks.num))}",

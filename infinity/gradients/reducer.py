@@ -17,13 +17,13 @@ import torch
 from infinity.device.compute import gradient_norm
 from infinity.distributed.collectives import Ranks
 from infinity.errors import AccessError
-from infinity.gradients.gradient_exchange import IS_NEW, IS_UNSCALED, GradientExchange, ShardUpdates, UnitExchange
+from infinity.gradients.gradient_exchange import GradientExchange, ShardUpdates, UnitExchange
 from infinity.gradients.sources import FP32_BYTES, GradientBuffer
 from infinity.gradients.store import GradientStore
 from infinity.gradients.unit_grads import UnitGrads
 from infinity.threads.denormals import flushes_denormals
 from infinity.units.layout import Slot
-from infinity.units.shards import Shards, clipped, runs_of
+from infinity.units.shards import Shards, runs_of
 from infinity.units.unit import Unit
 from swapper.sync.interrupts import POLL_SECONDS, uninterrupted
 from swapper.sync.lifetimes import call_when_collected
@@ -199,7 +199,7 @@ class ReducedGradients(GradientStore):
             self._on_exchanged(self._under_way.popleft())
         exchange = self._exchange
         # Strictly in order: the first unit that is not complete stops all behind it, even if those are.
-        while exchange and self._due and self._due[0].unit.index in self._whole and exchange.error is None:
+        while exchange and self._due and self._due[0].unit.index in self._whole and exchange.thread.error is None:
             grads = self._due[0]
             if is_in_time and not (self.have_arrived(grads.unit) and self._has_room_beside(grads)):
                 return
@@ -210,6 +210,7 @@ class ReducedGradients(GradientStore):
             buffer, slots = self.open(grads.unit), grads.unit.layout.slots
             new = frozenset(slot.index for slot in slots if (grads.unit.index, slot.index) in self._new)
             given = UnitExchange(
+                exchange,
                 self._what(),
                 grads,
                 buffer,
@@ -222,14 +223,15 @@ class ReducedGradients(GradientStore):
                 # word.
                 word=updates.word(grads.unit, new) if updates is not None and new == grads.present else 0,
             )
-            self._start_exchange(exchange, given)
+            self._start_exchange(given)
 
-    def _start_exchange(self, exchange: GradientExchange, given: UnitExchange) -> None:
+    def _start_exchange(self, given: UnitExchange) -> None:
+        """Begin to exchange the first unit that is due."""
         with uninterrupted():  # other ranks wait for it, too
             # In both lists or in none: an interrupt in between would leave other ranks waiting.
             self._under_way.append(given)
             self._due.popleft()
-            exchange.begin(given)
+            given.by.thread.put(given)
 
     def _has_room_beside(self, grads: UnitGrads) -> bool:
         """Whether the exchange may have the unit's memory for as long as it likes."""
@@ -325,8 +327,8 @@ class ReducedGradients(GradientStore):
         while self._due or self._under_way:
             self._advance(is_in_time=False)
             self._await_holder()
-            if self._exchange is not None and self._exchange.error is not None:
-                raise self._exchange.error
+            if self._exchange is not None and self._exchange.thread.error is not None:
+                raise self._exchange.thread.error
         self._whole.clear()  # all are exchanged; `_advance` reads the set again in the next step
 
     def _wait_for_ranks(self, what: str) -> None:
@@ -392,9 +394,7 @@ class ReducedGradients(GradientStore):
         self._end_dropped()
         if self._step is not None:
             what = f"putting gradients together in step {self._step}"
-            self._ranks.all_gather_ints(what)
-            self._finish()
-            self._step = self._updates = None
+            self._end(what)
             # Means of which this rank has its shard: each rank sends its own, and gets those of the others.
             here = {key: owned for key, owned in self._owned.items() if key[1] in owned[0].present}
             with self._clock.waiting("ranks"):
@@ -412,9 +412,8 @@ class ReducedGradients(GradientStore):
         grads.on_change()
         # Means were rounded to the dtype of the exchange, so sending them in it loses nothing.
         dtype = buffer.dtype if self._wire == torch.float32 else self._wire
-        spans = self._shards.spans(grads.unit)
         for start, stop in runs_of(slots):
-            parts = [clipped(span, start, stop) for span in spans]
+            parts = self._shards.parts(grads.unit, start, stop)
             self._ranks.all_gather_in_memory(what, buffer.values, parts, kind="gradients", dtype=dtype)
         self.close_sum(grads.unit)
 
@@ -426,9 +425,13 @@ class ReducedGradients(GradientStore):
     def _end_dropped(self) -> None:
         """End an exchange whose gradients were dropped in the middle. All ranks have dropped them."""
         if self._dropped_step is not None:
-            self._ranks.all_gather_ints(f"dropping gradients of step {self._dropped_step}")
-            self._finish()
-            self._dropped_step = None
+            self._end(f"dropping gradients of step {self._dropped_step}")
+
+    def _end(self, what: str) -> None:
+        """All ranks end the present exchange, and come here with the same label."""
+        self._ranks.all_gather_ints(what)
+        self._finish()
+        self._step = self._updates = self._dropped_step = None
 
     def finish_shard_updates(self) -> None:
         """A step is given up whose last backward has begun. All ranks come here: what all have left to `ShardUpdates` has been
@@ -438,7 +441,7 @@ class ReducedGradients(GradientStore):
         self._ranks.all_gather_ints(f"giving up step {self._step}")
         # What has not been announced yet is announced as "nothing": other ranks wait for the unit in this place.
         while self._due:
-            self._start_exchange(self._exchange, UnitExchange(self._what(), self._due[0]))
+            self._start_exchange(UnitExchange(self._exchange, self._what(), self._due[0]))
         self._finish()
         self._step = self._updates = None
 
@@ -452,23 +455,15 @@ class ReducedGradients(GradientStore):
         flags: list[int] = []
         for grads in self._grads:
             flags += [(grads.unit.index, slot.index) in self._new for slot in grads.unit.layout.slots]
-            flags.append(grads.is_unscaled * IS_UNSCALED)
-        # Any rank's flag counts, as a maximum: 0, IS_NEW, or IS_UNSCALED behind each unit's slots.
-        merged = [
-            max(of_ranks)
-            for of_ranks in zip(*self._ranks.all_gather_ints(f"{what} in step {step}", flags), strict=True)
-        ]
+            flags.append(grads.is_unscaled)
+        # Any rank's flag counts.
+        merged = map(any, zip(*self._ranks.all_gather_ints(f"{what} in step {step}", flags), strict=True))
         self._new.clear()
-        position = 0
-        found: list[NewGradients] = []
-        for grads in self._grads:
-            slots = grads.unit.layout.slots
-            of_unit = merged[position : position + len(slots) + 1]
-            position += len(of_unit)
-            new = [slot for slot, flag in zip(slots, of_unit, strict=False) if flag == IS_NEW]
-            if new:
-                found.append(NewGradients(grads.unit, new, of_unit[-1] == IS_UNSCALED))
-        return found
+        found = []
+        for grads in self._grads:  # reads as many flags as it has written
+            new = [slot for slot in grads.unit.layout.slots if next(merged)]
+            found.append(NewGradients(grads.unit, new, is_unscaled=next(merged)))
+        return [each for each in found if each.slots]
 
     def average_these(self, found: Sequence[NewGradients], step: int) -> None:
         """As `average`, for ``found`` alone."""
@@ -548,8 +543,8 @@ class ReducedGradients(GradientStore):
     def norms_of(self, unit: Unit) -> dict[int, torch.Tensor]:
         if not self.agreed_norms:
             return super().norms_of(unit)
-        found = {slot.index: self.agreed_norms.get((unit.index, slot.index)) for slot in unit.layout.slots}
-        agreed = {index: norm for index, norm in found.items() if norm is not None}
+        slots = unit.layout.slots
+        agreed = {s.index: norm for s in slots if (norm := self.agreed_norms.get((unit.index, s.index))) is not None}
         is_all = agreed.keys() >= {slot.index for slot in self.slots_with_gradient(unit)}
         return agreed if is_all else {**super().norms_of(unit), **agreed}
 

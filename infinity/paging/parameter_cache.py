@@ -84,7 +84,7 @@ class ParameterCache:
             budget: the config key that the pool is a part of, and its value, for messages.
             writer: stores what was written into weights; None: that is refused.
             experts: unit of an expert -> a number for the experts of its layer.
-            exchange: brings what other ranks have updated; None: this process updates all. Where ranks keep shards of the
+            exchange: brings what other ranks have updated; None: there are no others. Where ranks keep shards of the
                 weights, what is in memory is outdated by a step.
         """
         self.units = list(units)
@@ -104,8 +104,8 @@ class ParameterCache:
         """Another one than the usual: from `write_by` to the next."""
         self._source = source
         self._prefetches = prefetches
-        self.exchange = exchange
-        self.is_divided = exchange is not None and exchange.is_divided
+        self.exchange = exchange or WeightExchange()
+        self.is_divided = self.exchange.is_divided
         """Whether ranks keep shards of the weights, and gather units together."""
         self._around_fetch: Callable[[Unit], AbstractContextManager[None]] = lambda unit: nullcontext()
         """What each unit's fetch begins in: see `announcing`."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infinity.distributed.collectives import Ranks
 from infinity.paging.parameter_cache import ParameterCache
 from infinity.units.unit import Unit
 
@@ -18,10 +17,7 @@ def gather_weights(cache: ParameterCache, units: Sequence[Unit]) -> None:
     That is done unit by unit, beside the updates of those that follow. See `WeightExchange.gather` for what is raised.
     """
     exchange = cache.exchange
-    if exchange is None:
-        return
-    divided = [unit for unit in units if exchange.divides(unit)]
-    kept = _unify(cache, divided, exchange.ranks, keeps=cache.holds_all)
+    kept = _unify(cache, units, keeps=cache.holds_all)
     for unit in units:
         cache.await_update(unit)
         if unit in kept or not exchange.divides(unit):
@@ -31,35 +27,31 @@ def gather_weights(cache: ParameterCache, units: Sequence[Unit]) -> None:
 
 def sum_over_ranks(cache: ParameterCache, what: str, counts: Sequence[int]) -> list[int]:
     """Add up each of these numbers over all ranks, which all come here with the same label."""
-    exchange = cache.exchange
-    if exchange is None:
-        return list(counts)
     with cache.clock.waiting("ranks"):
-        return [sum(of_ranks) for of_ranks in zip(*exchange.ranks.all_gather_ints(what, counts), strict=True)]
+        return [sum(of_ranks) for of_ranks in zip(*cache.exchange.ranks.all_gather_ints(what, counts), strict=True)]
 
 
 def align_ranks(cache: ParameterCache) -> None:
     """Have the same units in memory on all ranks: one may have fetched others, because another told it to."""
-    exchange = cache.exchange
-    if exchange is not None and exchange.is_divided:
-        _unify(cache, [unit for unit in cache.units if exchange.divides(unit)], exchange.ranks, keeps=True)
+    _unify(cache, cache.units, keeps=True)
 
 
-def _unify(cache: ParameterCache, units: Sequence[Unit], ranks: Ranks, *, keeps: bool) -> list[Unit]:
-    """See to it that all ranks have the same of these divided units in memory, and their present weights.
+def _unify(cache: ParameterCache, units: Sequence[Unit], *, keeps: bool) -> list[Unit]:
+    """See to it that all ranks have the same of these units in memory, of those that are divided, and their present weights.
 
     If ``keeps``, those in the memory of all ranks stay as they are, and are returned: there each rank has the present weights of
     its shard. Of the others, what is in use on some rank is gathered anew, and the rest leaves.
     """
-    if not units:
+    divided = [unit for unit in units if cache.exchange.divides(unit)]
+    if not divided:
         return []
     with cache.lock:
         # 0: not in memory, 1: in memory, 2: in use.
-        states = [(unit.flat is not None) + cache.is_in_use(unit) for unit in units]
+        states = [(unit.flat is not None) + cache.is_in_use(unit) for unit in divided]
         with cache.clock.waiting("ranks"):
-            found = ranks.all_gather_ints("changing weights in memory", states)
+            found = cache.exchange.ranks.all_gather_ints("changing weights in memory", states)
         kept = []
-        for unit, *of_ranks in zip(units, *found, strict=True):
+        for unit, *of_ranks in zip(divided, *found, strict=True):
             if keeps and all(of_ranks):
                 kept.append(unit)
             elif max(of_ranks) < 2:

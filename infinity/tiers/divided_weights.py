@@ -13,6 +13,7 @@ buffer has no views when the unit has come.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from infinity.errors import RankError
 from infinity.tiers.extent_labels import weight_contents
 from infinity.tiers.weight_store import LandedRead, WeightStore, Written, extent_of, landed
 from infinity.units.layout import Chunk
-from infinity.units.shards import Shards
+from infinity.units.shards import Shards, clipped
 from infinity.units.unit import Arrival, LatchedArrival, Unit
 from swapper import Handle, NameOf, Priority, StagingBuffer, StagingPool, Swapper, SwapperError
 
@@ -98,7 +99,8 @@ class Gather(LatchedArrival):
             else:
                 device.synchronize(device.upload(place, found, self._after))  # its memory is used again at once
 
-        for parts in self._store.parts_of(self.unit):
+        for of_ranks in self._store.shards.weight_parts(self.unit):
+            parts = [(start // whole.itemsize, stop // whole.itemsize) for start, stop in of_ranks]
             first, last = parts[ranks.index]
             own = landing.tensor.view(_ON_THE_WIRE)[offset : offset + last - first]
             offset += last - first
@@ -151,11 +153,10 @@ class DividedWeights(WeightStore):
         super().__init__(swapper, device)
         self.device = device
         self._in_memory = in_memory
-        self._shards = shards
+        self.shards = shards
         self._gathers = gathers
-        self._units: dict[int, Unit] = {}
         self._swapper_of: dict[int, Swapper] = {}
-        """By unit."""
+        """By index of a unit that is divided: where this rank's shard is."""
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         """Held for a moment, by the threads that fetch and the one that gathers; for what follows."""
         self._unread: deque[Gather] = deque()
@@ -165,7 +166,6 @@ class DividedWeights(WeightStore):
     def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
         if unit.is_persistent:
             return
-        self._units[unit.index] = unit
         swapper = self._in_memory if in_host_memory else self._swapper
         if swapper is None:
             raise RuntimeError(f"there is nowhere for the weights of {unit.name}")
@@ -177,32 +177,31 @@ class DividedWeights(WeightStore):
 
     def holds(self, unit: Unit) -> bool:
         """Whether this rank keeps its shard of the unit and no more."""
-        return unit.index in self._units
+        return unit.index in self._swapper_of
 
     # ----------------------------------------------------------------------------------------------------- where it lies
 
     def _num_bytes(self, unit: Unit) -> int:
-        return sum(stop - start for start, stop in self._shards.weight_spans(unit))
+        return sum(stop - start for start, stop in self.shards.weight_spans(unit))
 
-    def _places(self, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _places(self, unit: Unit, start: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, int, int]]:
         """Of the bytes [start, stop) of the flat buffer, those that this rank keeps: from, to, and where in the extent."""
         offset = 0
-        for first, last in self._shards.weight_spans(unit):
-            low, high = max(first, start), min(last, stop)
+        for first, last in self.shards.weight_spans(unit):
+            low, high = clipped((first, last), start, stop)
             if low < high:
                 yield low, high, offset + low - first
             offset += last - first
 
     def _contents(self, unit: Unit) -> NameOf:
-        names = weight_contents(unit.layout)
+        names, places = weight_contents(unit.layout), [*self._places(unit)]
 
         def name_of(start: int, stop: int) -> str:
-            found, offset = [], 0
-            for first, last in self._shards.weight_spans(unit):
-                low, high = max(start, offset), min(stop, offset + last - first)
-                if low < high:
-                    found.append(names(first + low - offset, first + high - offset))
-                offset += last - first
+            found = [
+                names(*clipped((first, last), first + start - offset, first + stop - offset))
+                for first, last, offset in places
+                if start < offset + last - first and offset < stop
+            ]
             return ", ".join(filter(None, found))
 
         return name_of
@@ -214,13 +213,6 @@ class DividedWeights(WeightStore):
         if [place[:2] for place in found] != [(start, start + weights.nbytes)]:
             raise RuntimeError(f"another rank keeps elements {chunk.start} to {chunk.stop} of {unit.name}")
         return found[0][2]
-
-    def parts_of(self, unit: Unit) -> list[list[tuple[int, int]]]:
-        """Of each segment of the flat buffer, the part of each rank, in elements of what is sent."""
-        size = _ON_THE_WIRE.itemsize
-        return [
-            [(start // size, stop // size) for start, stop in of_ranks] for of_ranks in self._shards.weight_parts(unit)
-        ]
 
     # ---------------------------------------------------------------------------------------------------------- fetching
 

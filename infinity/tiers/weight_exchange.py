@@ -7,6 +7,7 @@ Only the thread that trains calls it, in an order that follows from model and sc
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,23 +24,26 @@ _MOST_PENDING = 4
 """Writes under way, each of one block of one rank."""
 
 
+@dataclass(eq=False)
 class WeightExchange:
-    """Each rank's shard of a unit's trainable weights goes to all. Memory: two blocks, see `Ranks.all_gather_parts`."""
+    """Each rank's shard of a unit's trainable weights goes to all. Memory: two blocks, see `Ranks.all_gather_parts`.
 
-    def __init__(self, ranks: Ranks, shards: Shards, weights: WeightStore | None, device: ComputeDevice) -> None:
-        """
-        Args:
-            ranks: those that divide states.
-            shards: which of them has the weights of which elements.
-            weights: where weights rest that do not stay in flat buffers; None if all stay there.
-            device: where flat buffers are.
-        """
-        self.ranks = ranks
-        self.shards = shards
-        self._weights = weights
-        self._device = device
-        self.is_divided = isinstance(weights, DividedWeights)
+    Attributes:
+        ranks: those that divide states.
+        shards: which of them has the weights of which elements.
+    """
+
+    ranks: Ranks = field(default_factory=Ranks)
+    shards: Shards = field(default_factory=Shards)
+    _weights: WeightStore | None = None
+    """Where weights are stored that do not stay in flat buffers; None if all stay there."""
+    _device: ComputeDevice = field(default_factory=ComputeDevice)
+    """Where flat buffers are."""
+
+    @property
+    def is_divided(self) -> bool:
         """Whether this rank keeps no more of some units' weights than its shards."""
+        return isinstance(self._weights, DividedWeights)
 
     def divides(self, unit: Unit) -> bool:
         """Whether this rank keeps no more of the unit's weights than its shard."""
@@ -68,8 +72,7 @@ class WeightExchange:
         if unit.arrival is not None:
             unit.arrival.wait()  # what it brings was read before the others' shards are written
         what = f"gathering the weights of {unit.name}"
-        spans = self.shards.spans(unit)
-        self.ranks.all_gather_ints(what, [number for span in spans for number in span])
+        self.ranks.all_gather_ints(what)
         flat = None if unit.flat is None else unit.trainable_view(unit.flat.tensor())
         rests = self._weights if not unit.is_persistent else None
         is_written = rests is not None and not self.divides(unit)
@@ -96,7 +99,9 @@ class WeightExchange:
 
         place = "cpu" if flat is None else flat.device
         dtype = unit.layout.trainable.dtype
-        self.ranks.all_gather_parts(what, spans, read, write, dtype=dtype, kind="weights", device=place)
+        self.ranks.all_gather_parts(
+            what, self.shards.spans(unit), read, write, dtype=dtype, kind="weights", device=place
+        )
         for handle, _ in pending:
             handle.wait()
         if flat is not None:
@@ -106,10 +111,9 @@ class WeightExchange:
         """On the device where both are there, else between it and host memory."""
         if target.device == source.device and target.device.type != "cpu":
             target.copy_(source)
-        elif target.device.type == "cpu":
-            self._device.synchronize(self._device.download(target, source, self._device.mark()))
         else:
-            self._device.synchronize(self._device.upload(target, source, self._device.mark()))
+            copy = self._device.download if target.device.type == "cpu" else self._device.upload
+            self._device.synchronize(copy(target, source, self._device.mark()))
 
 
 def _chunk(start: int, values: torch.Tensor) -> Chunk:

@@ -65,6 +65,10 @@ class Shards:
         """The shard of each rank, as `span` gives it."""
         return [self.span(unit, rank) for rank in range(self.num)]
 
+    def parts(self, unit: Unit, start: int, stop: int) -> list[tuple[int, int]]:
+        """What the shard of each rank has of the elements [start, stop) of the segment."""
+        return [clipped(span, start, stop) for span in self.spans(unit)]
+
     def parts_of_parameter(self, unit: Unit, slot: Slot) -> list[tuple[int, int]]:
         """For each rank, the elements [start, stop) of a trainable parameter whose main weight and states it keeps.
 
@@ -72,8 +76,7 @@ class Shards:
         ranks together have each element once. All of them keep a state that exists once per parameter, such as its step
         count.
         """
-        clips = (clipped(span, slot.start, slot.stop) for span in self.spans(unit))
-        return [(start - slot.start, stop - slot.start) for start, stop in clips]
+        return [(start - slot.start, stop - slot.start) for start, stop in self.parts(unit, slot.start, slot.stop)]
 
 
 def clipped(span: tuple[int, int], start: int, stop: int) -> tuple[int, int]:

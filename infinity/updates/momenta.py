@@ -23,7 +23,7 @@ import torch
 from infinity.device.drive_tensors import write_out
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.sign_compression import ErrorFeedback, compressed_mean, server_numel
-from infinity.gradients.rank_checks import gather_norms
+from infinity.gradients.rank_checks import norms_of_ranks
 from infinity.gradients.reducer import NewGradients, ReducedGradients
 from infinity.gradients.sources import GradientBuffer
 from infinity.optim.groups import Groups
@@ -91,7 +91,7 @@ class CompressedMomenta:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
         # torch's `max` returns NaN if any value is NaN.
-        return gather_norms(self.ranks, norm, f"norms of gradients in step {step}").max()
+        return norms_of_ranks(self.ranks, f"norms of gradients in step {step}", norm).max()
 
     def exchange(
         self,

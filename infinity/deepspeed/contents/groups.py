@@ -5,8 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from infinity.distributed.meshes import current_mesh
-from infinity.distributed.process_groups import num_processes, world_group
+from infinity.distributed.collectives import Ranks
+from infinity.distributed.meshes import Mesh, current_mesh
+from infinity.distributed.process_groups import world_group
+
+_Answers = tuple[Callable[[], int], Callable[[], int], Callable[[], Any]]
+
+
+def _answers(ranks_of: Callable[[Mesh], Ranks], number_of: Callable[[Mesh], int]) -> _Answers:
+    """What three functions say of some processes: ``ranks_of`` a mesh, among which this one has the number ``number_of``."""
+
+    def size() -> int:
+        """How many they are."""
+        return ranks_of(current_mesh()).num
+
+    def rank() -> int:
+        """This process's number among them."""
+        return number_of(current_mesh())
+
+    def group() -> Any:
+        """Their process group, made if there is none. Undivided: the group of all."""
+        mesh = current_mesh()
+        ranks = ranks_of(mesh)
+        return ranks.torch_group if ranks.num > 1 or mesh.is_divided else world_group()
+
+    return size, rank, group
 
 
 def _size() -> int:
@@ -19,60 +42,13 @@ def _rank() -> int:
     return 0
 
 
-def _data_size() -> int:
-    """Number of processes with the same part of the model as this one, each with its own data."""
-    return current_mesh().data.num if num_processes() > 1 else 1
-
-
-def _data_rank() -> int:
-    """This process's number among them."""
-    return current_mesh().data.index
-
-
-def _data_group() -> Any:
-    """Their process group; made if there is none."""
-    return current_mesh().data.torch_group if num_processes() > 1 else world_group()
-
-
-def _model_size() -> int:
-    """Number of parts of the model."""
-    return current_mesh().parts.num
-
-
-def _model_rank() -> int:
-    """Number of this process's part."""
-    return current_mesh().part
-
-
-def _model_group() -> Any:
-    """The group with one process of each part. Undivided: the group of all."""
-    mesh = current_mesh()
-    return mesh.parts.torch_group if mesh.is_divided else world_group()
-
-
-def _tensor_size() -> int:
-    """Number of processes that share the tensors of this one's pipeline stage."""
-    return current_mesh().tensor.num
-
-
-def _tensor_group() -> Any:
-    """Their process group. Undivided: the group of all."""
-    mesh = current_mesh()
-    return mesh.tensor.torch_group if mesh.is_divided else world_group()
-
-
-def _tensor_rank() -> int:
-    """This process's number among them."""
-    return current_mesh().place.tensor
-
-
-_ANSWERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {
-    "data_parallel": (_data_size, _data_rank, _data_group),
-    "model_parallel": (_model_size, _model_rank, _model_group),
-    "tensor_model_parallel": (_tensor_size, _tensor_rank, _tensor_group),
+_ANSWERS: dict[str, _Answers] = {
+    "data_parallel": _answers(lambda mesh: mesh.data, lambda mesh: mesh.data.index),
+    "model_parallel": _answers(lambda mesh: mesh.parts, lambda mesh: mesh.part),
+    "tensor_model_parallel": _answers(lambda mesh: mesh.tensor, lambda mesh: mesh.place.tensor),
     "sequence_parallel": (_size, _rank, world_group),
-    "sequence_data_parallel": (_data_size, _data_rank, _data_group),
 }
+_ANSWERS["sequence_data_parallel"] = _ANSWERS["data_parallel"]
 # get_data_parallel_world_size, get_data_parallel_rank, ...: three functions for each of the first three kinds, and with
 # a leading underscore for all five. Scripts call those as well.
 PUBLIC: dict[str, Any] = {
