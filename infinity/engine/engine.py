@@ -317,13 +317,13 @@ class Engine(Relayout):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all accumulated gradients, also between the micro-batches of a step, where DeepSpeed keeps them."""
-        if self.counts.is_managed and self.counts.position and not self._has_warned_of_dropping:
+        if self.counts.is_managed and self.counts.num_unused and not self._has_warned_of_dropping:
             self._has_warned_of_dropping = True
             logger.warning(
                 "engine.zero_grad between the micro-batches of a step drops the gradients of those so far (%d), and "
                 "the step divides by all %d. Call it after the engine.step() that ends a step, or not at all: "
                 "engine.step() drops them",
-                self.counts.position,
+                self.counts.num_unused,
                 self.counts.num_micro_batches,
             )
         (self.optimizer or self.module).zero_grad(set_to_none)

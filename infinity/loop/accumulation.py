@@ -49,6 +49,14 @@ class Accumulation:
         """How many micro-batches of the present step have passed."""
         return (self.micro_steps - self._counted_from) % self.num_micro_batches
 
+    @property
+    def num_unused(self) -> int:
+        """How many micro-batches have left gradients that no update has used."""
+        # Where the script sets the boundary, it may call `Engine.step` once per step, as accelerate does: `position` then
+        # is no micro-batch of a step.
+        is_counted = self.is_managed and self.boundary is None
+        return self.position if is_counted else self.num_backwards
+
     def is_boundary(self) -> bool:
         """Whether the present micro-batch is the last of its step."""
         if self.boundary is not None:

@@ -437,6 +437,34 @@ def test_zero_grad_between_micro_batches_is_told(tmp_path: Path, caplog: pytest.
     assert "drops the gradients of those so far (1), and the step divides by all 2" in caplog.text
 
 
+@pytest.mark.parametrize("boundary", ["by_hand", "every_step"])
+def test_a_script_that_ends_only_steps_is_not_warned(
+    boundary: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One ``engine.step`` for two backwards, and ``zero_grad`` and a checkpoint after it, as in the Trainer."""
+    more = {"managed_gradient_accumulation": False} if boundary == "every_step" else {}
+    with _start(tmp_path, "step", gradient_accumulation_steps=2, **more) as both:
+
+        def accumulate(index: int) -> None:
+            if boundary == "by_hand":
+                both.engine.set_gradient_accumulation_boundary(index == 1)
+            both.engine.backward(loss_of(both.engine(**both.batch(0, index))))
+
+        for _ in range(2):
+            for index in range(2):
+                accumulate(index)
+            both.engine.step()
+            both.engine.zero_grad()
+            both.engine.save_checkpoint(str(tmp_path / "checkpoints"))
+        assert "the gradients" not in caplog.text
+        accumulate(0)
+        both.engine.save_checkpoint(str(tmp_path / "checkpoints"))
+        assert "between the micro-batches of a step: the gradients so far are not saved" in caplog.text
+        both.engine.zero_grad()
+        told = "drops the gradients of those so far (1), and the step divides by all 2" in caplog.text
+        assert told is (boundary == "by_hand")
+
+
 def test_train_batch_trains_in_training_mode(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(1.0))
     with initialize(model=model, config=everything_on_nvme(tmp_path))[0] as engine:

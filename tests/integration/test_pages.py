@@ -135,6 +135,10 @@ def _help(tool: str) -> str:
     return found
 
 
+_ELSEWHERE = ("axolotl", "llamafactory", "swift")
+"""Programs whose pages are about them: each needs an environment of its own."""
+
+
 def _problem(command: list[str]) -> str:
     """What is wrong with a command; nothing if it can be run as it stands."""
     known_options = ""
@@ -158,7 +162,7 @@ def _problem(command: list[str]) -> str:
             exists, known_options = True, _help(f"-m infinity {group} {command}")
         case ["infinity", command, *rest] | [_, "-m", "infinity", command, *rest]:
             exists, known_options = True, _help(f"-m infinity {command}")
-        case [_, "-m", "infinity.as_deepspeed", "-m", "llamafactory.cli" | "swift.cli.sft", *_]:
+        case [_, "-m", "infinity.as_deepspeed", "-m", module, *_] if module.partition(".")[0] in _ELSEWHERE:
             return ""  # each has an environment of its own: not run here
         case [_, "-m", "infinity.as_deepspeed", script, *rest]:
             return _problem(["python", script, *rest])
