@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from infinity.updates.stepper import Stepper, StepRules
+from infinity.updates.stepper import Stepper
 
 
 @pytest.mark.parametrize(("fails", "left"), [("await_update", "abc"), ("before_updates", "bc")])
@@ -15,7 +15,7 @@ def test_units_behind_one_that_fails_still_wait(fails: str, left: str) -> None:
     stepper = Stepper(
         [],
         [],
-        StepRules(0.0, "in_backward"),
+        mock.MagicMock(),
         **{name: mock.MagicMock() for name in ("device", "parameter_cache", "trimmer", "gradients", "stream")},
         **{name: mock.MagicMock() for name in ("step_groups", "exchange", "mesh", "before_updates")},
     )
