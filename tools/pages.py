@@ -32,7 +32,10 @@ def item(text: str) -> str:
 def with_printed(page: Path, printed: str) -> str:
     """Return the text of a page with ``printed`` between its two marks."""
     # Text before the first mark and behind the second one is written by hand, and stays.
-    return _PRINTED.sub(lambda found: f"{found[1]}{printed}{found[2]}", page.read_text())
+    text, found = _PRINTED.subn(lambda found: f"{found[1]}{printed}{found[2]}", page.read_text())
+    if found != 1:
+        raise ValueError(f"{page} has {found} places for what is printed")
+    return text
 
 
 def print_or_write(description: str | None, page: Path, reference: Callable[[], str]) -> None:

@@ -349,7 +349,8 @@ class GatheredStream:
         """Inside the ``with`` block all ranks read main weights: of one parameter, if the first one leads the others."""
         if not self._leader.is_leading:
             return contextlib.nullcontext()
-        return self._leader.announced(_MAIN_WEIGHT, unit.index, slots[0].index)
+        (slot,) = slots
+        return self._leader.announced(_MAIN_WEIGHT, unit.index, slot.index)
 
     def _do(self, kind: int, index: int, slot: int) -> None:
         """What rank 0 has announced."""
@@ -362,12 +363,12 @@ class GatheredStream:
             self._send_parts(unit)
 
     def _send_parts(self, unit: Unit) -> None:
-        kinds = self._own.kinds_of(unit)
         try:
+            kinds = self._own.kinds_of(unit)
             for part in self._own.parts([unit]):
                 self._send(part.slot.index, kinds.index(part.kind), part.values.numel())
                 self._ranks.send(_SHARING, part.values.contiguous(), 0)
-        except RankError:
+        except RankError:  # the process group has failed, so rank 0 cannot be told
             raise
         except Exception:  # rank 0 waits for the end of this shard, and raises then
             self._send(_FAILED, 0, 0)

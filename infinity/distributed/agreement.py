@@ -117,15 +117,7 @@ class Leader:
             Exception: what any of them raised, on all ranks; see `agree`.
         """
         self._ranks.all_gather_ints(what)
-        error: Exception | None = None
-        try:
-            if self._ranks.index:
-                self._follow(do)
-            else:
-                self._lead(function)
-        except Exception as problem:
-            error = problem
-        agree(self._ranks, what, error)
+        agree(self._ranks, what, self._follow(do) if self._ranks.index else self._lead(function))
 
     @contextlib.contextmanager
     def announced(self, kind: int, first: int = 0, second: int = 0) -> Iterator[None]:
@@ -135,7 +127,7 @@ class Leader:
             self._ranks.all_gather_ints(self._label, [kind, first, second])
             yield
 
-    def _lead(self, function: Callable[[], Any]) -> None:
+    def _lead(self, function: Callable[[], Any]) -> Exception | None:
         # Rank 0 may write to its drive for longer than the process group's timeout.
         is_over = Latch()
         problems: list[RankError] = []
@@ -149,6 +141,7 @@ class Leader:
                 problems.append(problem)
 
         thread = threading.Thread(target=beat, name="infinity-pulse", daemon=True)
+        error: Exception | None = None
         try:
             start_threads(thread)
             self.is_leading = True
@@ -158,12 +151,12 @@ class Leader:
                 self.is_leading = False
                 is_over.set()
                 thread.join()
-        finally:
-            self._ranks.all_gather_ints(self._label, [_OVER, 0, 0])
-        if problems:
-            raise problems[0]
+        except Exception as problem:  # not an interrupt: the others miss who is interrupted, see above
+            error = problem
+        self._ranks.all_gather_ints(self._label, [_OVER, 0, 0])
+        return error or next(iter(problems), None)
 
-    def _follow(self, do: Callable[..., None]) -> None:
+    def _follow(self, do: Callable[..., None]) -> Exception | None:
         error: Exception | None = None
         while (told := self._ranks.all_gather_ints(self._label, [_WAIT, 0, 0])[0])[0] != _OVER:
             try:
@@ -173,8 +166,7 @@ class Leader:
                 raise
             except Exception as problem:  # raised when rank 0 is ready, which may need this rank until then
                 error = error or problem
-        if error is not None:
-            raise error
+        return error
 
 
 def _raise(error: Exception | None) -> None:

@@ -130,7 +130,7 @@ class CheckpointCalls(LoopSettings):
         # Collective: random generators and loader positions of all ranks come to rank 0, which writes them. See
         # [Note: checkpoints of several ranks].
         of_ranks = gather_results(self._mesh.data, what, self._begin_checkpoint)
-        if self.counts.num_unused:
+        if self.counts.num_unused and self._parts.stepper.gradients.has_any:
             logger.warning(
                 "engine.save_checkpoint was called between the micro-batches of a step: the gradients so far are not "
                 "saved. Call it at engine.is_gradient_accumulation_boundary()"

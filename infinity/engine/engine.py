@@ -317,7 +317,8 @@ class Engine(Relayout):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all accumulated gradients, also between the micro-batches of a step, where DeepSpeed keeps them."""
-        if self.counts.is_managed and self.counts.num_unused and not self._has_warned_of_dropping:
+        has_unused = self.counts.num_unused and self._stepper.gradients.has_any
+        if has_unused and self.counts.is_managed and not self._has_warned_of_dropping:
             self._has_warned_of_dropping = True
             logger.warning(
                 "engine.zero_grad between the micro-batches of a step drops the gradients of those so far (%d), and "

@@ -81,11 +81,11 @@ def norm_of_model(mesh: Mesh, norms: Sequence[ParameterNorm], scale: float, step
     of_parts: list[tuple[dict[str, tuple[bool, float]], float]] = gather_results(mesh.parts, what, lambda: (own, scale))
     # Ranks may have looked at gradients or not, which takes the scale out: with several scales each norm is divided. A
     # process without gradients has no scale that would count.
-    scales = {scale for of_part, scale in of_parts if of_part} or {scale}
+    scales = {its_scale for of_part, its_scale in of_parts if of_part} or {scale}
     common = scales.pop() if len(scales) == 1 else None
     of_ranks = {
-        place: {fqn: (is_part, norm if common else norm / scale) for fqn, (is_part, norm) in of_part.items()}
-        for place, (of_part, scale) in zip(mesh.places, of_parts, strict=True)
+        place: {fqn: (is_part, norm if common else norm / its_scale) for fqn, (is_part, norm) in of_part.items()}
+        for place, (of_part, its_scale) in zip(mesh.places, of_parts, strict=True)
     }
     found: list[torch.Tensor] = []
     # In the order of torch's `model.parameters()` over all stages: another order of the sum could give other bits.

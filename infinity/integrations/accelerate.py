@@ -444,10 +444,10 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     def _without_engines(self, hook: Any) -> Iterator[None]:
         """Inside the ``with`` block, accelerate lacks what engines hold. At its end, ``hook`` is removed."""
         kept = self._all = self._models, self._optimizers
-        # accelerate would read the state dicts of these models and optimizers into memory.
-        self._models = [each for each in self._models if self.engine_of(each) is None]
-        self._optimizers = [each for each in self._optimizers if not isinstance(each, EngineOptimizer)]
         try:
+            # accelerate would read the state dicts of these models and optimizers into memory.
+            self._models = [each for each in self._models if self.engine_of(each) is None]
+            self._optimizers = [each for each in self._optimizers if not isinstance(each, EngineOptimizer)]
             yield
         finally:
             self._models, self._optimizers = kept

@@ -2,6 +2,9 @@
 
 Whoever imports a module of kernels waits until they are compiled, or read from numba's cache. That costs half a second and
 60 MB even for one that is in the cache. So they are imported where they are used.
+
+numba's cache looks at the file of a kernel alone. Who changes what kernels of other files compile into themselves, here or
+in ``infinity.packed.blocks``, has to touch those files.
 """
 
 from __future__ import annotations
@@ -37,11 +40,15 @@ def kernel(*signatures: Any) -> Callable[[Kernel], Kernel]:
 
     def compiled(function: Kernel) -> Kernel:
         try:
-            found: Kernel = numba.njit(list(signatures), cache=True, **options)(function)
+            found: Any = numba.njit(list(signatures), cache=True, **options)(function)
+            # Processes that compile at once may overwrite each other's index of the cache, which has no lock.
+            if can_compile() and len(found.signatures) < len(signatures):
+                raise RuntimeError(f"the cache has {found.signatures} of {signatures}")
         except Exception as error:  # no directory, a full disk, a broken file: none of it may stop a training
             logger.debug("compiling %s without a cache: %s", function.__name__, error)
             found = numba.njit(list(signatures), **options)(function)
-        return found
+        kernel: Kernel = found
+        return kernel
 
     return compiled
 

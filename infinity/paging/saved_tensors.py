@@ -38,8 +38,17 @@ class PackedSavedTensor:
     """Stands for a view of a unit's weights in autograd's graph."""
 
     __slots__ = (
-        *("__weakref__", "lazy_bits", "count", "dtype", "is_parameter", "kept"),
-        *("offset", "shape", "stride", "unit", "version"),
+        "__weakref__",
+        "count",
+        "dtype",
+        "is_parameter",
+        "kept",
+        "lazy_bits",
+        "offset",
+        "shape",
+        "stride",
+        "unit",
+        "version",
     )
 
     def __init__(self, unit: Unit, tensor: torch.Tensor, slot: Slot | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import aiofiles.os
 
-from swapper.backend import IORequest, ended
+from swapper.backend import IORequest, as_os_error, ended
 from swapper.backends.volume_backend import VolumeBackend
 from swapper.backends.workers import STOP_SECONDS, Workers, start_workers, stop_workers
 from swapper.sync.callbacks import fulfil
@@ -78,7 +78,10 @@ async def _serve_all(inbox: _Inbox) -> None:
 
 async def _serve(transfer: Any, request: IORequest, file_ranges: list[FileRange], executor: _Executor) -> None:
     outcome: list[Any] = []
-    await transfer(request, file_ranges, lambda *end: outcome.append(end), executor=executor)
+    try:
+        await transfer(request, file_ranges, lambda *end: outcome.append(end), executor=executor)
+    except Exception as error:  # else the group would cancel all other transfers
+        outcome.append((0, as_os_error(error)))
     request.complete(*outcome[0])
 
 

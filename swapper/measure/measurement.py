@@ -181,6 +181,7 @@ class DriveTest(Closable):
         Raises:
             SwapperError: The drive failed.
         """
+        self._is_filled = False
         setting = IOSetting("threads", self._stripe_bytes, num_threads=4, max_inflight=6 * len(self._volume.files))
         self._move(setting, Workload.WRITE, max_seconds)
 

@@ -56,8 +56,8 @@ def sleep(operation: Operation, timeout_seconds: float | None, *, observes: bool
             # Longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
             num_idle, num_completed = 0, -1
             while num_idle <= TICKS_PER_DEADLINE + 2:
-                is_woken = waiter.acquire(timeout=scheduler.tick_seconds)
-                if is_woken or _is_over(operation):
+                is_woken = waiter.acquire(timeout=scheduler.tick_seconds) or _is_over(operation)
+                if is_woken:
                     break
                 before = num_completed
                 num_completed = sum(queue.num_taken - len(queue.inflight) for queue in scheduler.queues)

@@ -183,7 +183,8 @@ def test_what_each_rank_keeps_reads_and_sends(memory: str, tmp_path: Path) -> No
             found: dict[str, Any] = {kind: num_bytes / num_steps for kind, num_bytes in moved.items()}
             found["num_fetches"] = (fetches - before).total() / num_steps
             schedule = engine._parts.coordinator.parameter_cache.training_schedule
-            given = storage._sizes, storage._request, storage._placement, schedule.order, schedule.backward_start
+            plan = engine._parts.plan
+            given = plan.sizes, plan.request, plan.placement, schedule.order, schedule.backward_start
             found["predicted"] = list(predict(*given).kinds["weights"])
             found["kept"] = engine.plan.resting_bytes["nvme"]["weights"]
             engine.close()
@@ -263,7 +264,8 @@ def test_what_all_ranks_have_room_for_stays_in_memory(lacking: list[int], update
             )
             if stage == 3:
                 schedule = engine._parts.coordinator.parameter_cache.training_schedule
-                given = storage._sizes, storage._request, storage._placement, schedule.order, schedule.backward_start
+                plan = engine._parts.plan
+                given = plan.sizes, plan.request, plan.placement, schedule.order, schedule.backward_start
                 predicted, _ = predict(*given).kinds["weights"]
                 assert (predicted > 0) == bool(lacking)
                 assert lacking or moved["READ"] == 0
@@ -299,7 +301,7 @@ def test_weights_in_host_memory_are_divided(tier: str, memory: str, tmp_path: Pa
             assert plan.resting_bytes["host"]["weights"] == pytest.approx(model_bytes / num, rel=0.01)
             assert plan.resting_bytes["nvme"]["weights"] == plan.predicted_read_bytes_per_step == 0
             assert plan.placement.weights_bytes < model_bytes
-            assert plan.placement.host_bytes(engine._parts.storage._request) <= 24e6
+            assert plan.placement.host_bytes(engine._parts.plan.request) <= 24e6
             assert engine.report.read_bytes == engine.report.write_bytes == 0
             assert 3 * world().sent_bytes["fetches"] > model_bytes
 

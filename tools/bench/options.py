@@ -97,7 +97,7 @@ def version_in(python: str, distribution: str) -> str | None:
 
 def revision() -> str:
     """Return the commit of this checkout; "unknown" without git."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
     with contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return "unknown"

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 
+from infinity.config.load import load_config
 from infinity.updates.stepper import Stepper
 
 
@@ -15,7 +16,7 @@ def test_units_behind_one_that_fails_still_wait(fails: str, left: str) -> None:
     stepper = Stepper(
         [],
         [],
-        mock.MagicMock(),
+        load_config({"train_batch_size": 1, "gradient_clipping": 0, "infinity": {"update": "in_backward"}}),
         **{name: mock.MagicMock() for name in ("device", "parameter_cache", "trimmer", "gradients", "stream")},
         **{name: mock.MagicMock() for name in ("step_groups", "exchange", "mesh", "before_updates")},
     )
