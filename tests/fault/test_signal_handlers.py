@@ -81,6 +81,7 @@ _MOMENTS: dict[str, tuple[type, str]] = {
 
 def _call_for_each_request(patch: pytest.MonkeyPatch) -> None:
     """Let the scheduler call its own functions, where it does without for the usual request."""
+    assert "is_plain" in Ledger.__init__.__code__.co_names  # an attribute of each ledger, not of the class
     patch.setattr(Ledger, "is_plain", property(lambda _: False, lambda *_: None), raising=False)
 
 
