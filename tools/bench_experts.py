@@ -170,9 +170,10 @@ def cells(each: Figures) -> dict[str, str]:
 
 def show(found: list[Figures]) -> None:
     """Print the table."""
-    table = Table(*(Column(name, justify="right") for name in cells(found[0])), title="a step")
-    for each in found:
-        table.add_row(*cells(each).values())
+    rows = [cells(each) for each in found]
+    table = Table(*(Column(name, justify="right") for name in next(iter(rows), {})), title="a step")
+    for row in rows:
+        table.add_row(*row.values())
     Console().print(table)
     for tokens in sorted({each.tokens for each in found}):
         by_way = {each.way: each for each in found if each.tokens == tokens}

@@ -151,10 +151,24 @@ def _deepspeed_place(asked: argparse.Namespace) -> Iterator[tuple[dict[str, Any]
             if not archives:
                 yield spec, f"DeepSpeed: no wheels and no ds_site.zip in {folder}; {cure}"
                 return
-            for archive in archives:
-                shutil.unpack_archive(archive, site, "zip")
+            try:
+                for archive in archives:
+                    _unpack(archive, Path(site))
+            except shutil.ReadError as error:
+                yield spec, f"DeepSpeed: {error}; {cure}"
+                return
         missing = _missing(spec)
         yield spec, f"DeepSpeed: missing {', '.join(missing)}; {cure}" if missing else ""
+
+
+def _unpack(archive: Path, site: Path) -> None:
+    """Unpack a wheel as pip does."""
+    shutil.unpack_archive(archive, site, "zip")
+    # A wheel may keep its packages in NAME-VERSION.data/purelib or platlib, next to scripts and headers.
+    for kind in ("purelib", "platlib"):
+        for folder in site.glob(f"*.data/{kind}"):
+            shutil.copytree(folder, site, dirs_exist_ok=True)
+            shutil.rmtree(folder)
 
 
 def _extensions() -> str:

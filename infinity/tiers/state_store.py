@@ -119,17 +119,21 @@ class Lease:
                 self._writes[-1].add_done_callback(self._when_written)
                 return
             self._writes.pop()
-        if self._staging_buffer is not None:
-            self._staging_buffer.release()
+        staging_buffer, self._staging_buffer = self._staging_buffer, None
+        if staging_buffer is not None:  # `discard` releases it if an interrupt comes within `write_back`
+            staging_buffer.release()
         self._then()
 
     def discard(self) -> None:
-        """End the lease without storing anything."""
+        """End the lease without storing anything. Does nothing if it has ended."""
+        if not hasattr(self, "workspace"):  # an interrupt came between its end and that of the caller's block
+            return
         self.on_end()
         del self.workspace
         # A read into the buffer may be under way: the staging pool then leases it to nobody until the read has ended.
-        if self._staging_buffer is not None:
-            self._staging_buffer.release()
+        staging_buffer, self._staging_buffer = self._staging_buffer, None
+        if staging_buffer is not None:
+            staging_buffer.release()
 
 
 class PagedStateStore:

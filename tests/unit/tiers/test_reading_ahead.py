@@ -117,6 +117,21 @@ def test_it_is_what_was_stored_last(store: _Store) -> None:
     assert store.read_ahead(chunk), "nobody has changed it"
 
 
+def test_a_lease_that_has_ended_may_be_discarded(store: _Store) -> None:
+    first, second = store.chunks[:2]
+    stored = store.open(first)
+    stored.write_back([])
+    stored.discard()
+    discarded = store.open(first)
+    discarded.discard()
+    again = store.open(first)
+    discarded.discard()
+    assert not store.read_ahead(first), "the lease that came later is still open"
+    again.discard()
+    store.swapper.flush()
+    assert store.num_leased == 0 and store.value(second) == {2.0}
+
+
 def test_three_pages_are_left_for_others() -> None:
     with _opened(_FORMATS["bf16"], num_staging_buffers=5) as store:
         assert [store.read_ahead(chunk) for chunk in store.chunks] == [True, True, False, False]

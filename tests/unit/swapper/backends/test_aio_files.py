@@ -60,6 +60,25 @@ def test_a_completion_that_raises_is_logged_and_harms_nobody(tmp_path: Path, cap
     assert "not today" in caplog.text
 
 
+def test_a_transfer_that_raises_is_completed_with_an_error_and_the_next_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = FileTransfer.__call__
+
+    def call(transfer: FileTransfer, request: IORequest, *rest: Any) -> None:
+        if request.direction is _READ:
+            raise ValueError("not today")
+        real(transfer, request, *rest)
+
+    monkeypatch.setattr(FileTransfer, "__call__", call)
+    backend = AiofilesBackend(Volume([tmp_path], 4 * ALIGNMENT), 1)
+    failed = start(backend, _READ, 0, aligned_bytes(ALIGNMENT))
+    failed.wait()
+    assert failed.transferred_bytes == 0 and str(failed.error) == "ValueError: not today"
+    start(backend, _WRITE, 0, aligned_bytes(ALIGNMENT)).require_whole(ALIGNMENT)
+    assert backend.close(5.0)
+
+
 def test_slow_writes_do_not_hold_up_reads_nor_one_file_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pytest
 
 import swapper as package
-from swapper import AlignedRegion, Swapper, SwapperConfig
-from swapper.backends import file_transfer
+from swapper import ALIGNMENT, AlignedRegion, Swapper, SwapperConfig, Volume
+from swapper.backends import ThreadsBackend, file_transfer
 from tests.calls import call_counter
 
 _REQUEST = 64 << 10
@@ -51,6 +51,34 @@ def test_an_operation_of_64_requests_takes_half_as_many_calls_again_as_one(num_f
             short = min(count(start, 1) for _ in range(3))
             long = min(count(start, _NUM_REQUESTS) for _ in range(3))
             assert long <= 1.5 * short, (long, short)
+
+
+@pytest.mark.parametrize("offset", [0, 100, 4000])
+def test_an_unaligned_transfer_is_cut_at_whole_blocks_and_keeps_all_threads_at_work(
+    offset: int, tmp_path: Path
+) -> None:
+    num_threads, num_requests = 4, 8
+    backend = ThreadsBackend(Volume([tmp_path], 2 * num_requests * _REQUEST), num_threads, _REQUEST)
+    parts = backend._spread([(0, offset, 0, num_requests * _REQUEST)])
+    pieces = [piece for part in parts for piece in part]
+    assert [low for _, _, low, _ in pieces] == [0, *(high for _, _, _, high in pieces[:-1])], "all bytes, in order"
+    assert pieces[-1][3] == num_requests * _REQUEST
+    assert all(high - low <= _REQUEST and place == offset + low for _, place, low, high in pieces)
+    assert all(place % ALIGNMENT == 0 for _, place, _, _ in pieces[1:]), "only the two ends are bounced"
+    # A short piece more, if the beginning is not aligned: it is no reason for longer parts.
+    assert [len(part) for part in parts] == [2, 2, 2, 2, *([1] if offset else [])]
+    assert backend.close(5.0)
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_unaligned_bytes_come_back(num_files: int, tmp_path: Path) -> None:
+    values = _random(12 * _REQUEST + 123)
+    found = np.zeros_like(values)
+    with _opened(tmp_path, num_files=num_files) as opened:
+        extent = opened.allocate(values.size + 100, "x")
+        opened.write(extent, values, offset=100).wait()
+        opened.read(extent, found, offset=100).wait()
+        assert np.array_equal(found, values) and opened.statistics().num_bounced
 
 
 def test_what_is_short_on_one_of_several_files_goes_on_from_there(
