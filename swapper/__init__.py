@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from swapper.memory.staging import StagingBuffer, StagingPool
     from swapper.meters.busy import BusySeconds, BusyTimes
     from swapper.meters.observer import TransferRecord
-    from swapper.scheduling.handle import Handle
+    from swapper.scheduling.operation import Handle
     from swapper.scheduling.statistics import Statistics
     from swapper.swapper import Swapper
     from swapper.sync.bell import Bell, Latch

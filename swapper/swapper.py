@@ -17,8 +17,7 @@ from swapper.memory.buffer import Buffer
 from swapper.memory.region import AlignedRegion
 from swapper.meters.busy import BusyTimes
 from swapper.meters.observer import Observer
-from swapper.scheduling.handle import Handle
-from swapper.scheduling.operation import Operation
+from swapper.scheduling.operation import Handle, Operation
 from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.statistics import Statistics
 from swapper.sync import switching

@@ -27,8 +27,7 @@ from swapper.extents.extent import Extent
 from swapper.measure.borrowed import BorrowedVolume
 from swapper.measure.by_name import open_by_name
 from swapper.memory.region import AlignedRegion
-from swapper.scheduling.handle import Handle
-from swapper.scheduling.operation import Operation
+from swapper.scheduling.operation import Handle, Operation
 from swapper.scheduling.scheduler import IOScheduler
 from swapper.uncopyable import Closable
 from swapper.volumes.directory import DirectoryLike, as_directories

@@ -41,9 +41,8 @@ from swapper.meters.busy import MOST_SPANS, BusyTimes
 from swapper.meters.observer import Observers
 from swapper.scheduling import waiting
 from swapper.scheduling.failure import behind_error, stall_error, transfer_error
-from swapper.scheduling.handle import OperationState, announce
 from swapper.scheduling.ledger import Ledger
-from swapper.scheduling.operation import Operation, Transfer
+from swapper.scheduling.operation import Operation, OperationState, Transfer, announce
 from swapper.scheduling.statistics import Statistics
 from swapper.scheduling.transfer_queue import TransferQueue
 from swapper.sync import interrupts
@@ -327,7 +326,7 @@ class IOScheduler(Uncopyable):
                             spans.add_up()
         if to_submit:
             self._submit_all(to_submit)
-        if finished and (len(finished) > 1 or finished[0].waiters or finished[0].callbacks):
+        if finished and (len(finished) > 1 or finished[0].callbacks):
             announce(finished)
         if self.observers.present:
             self.observers.notify()

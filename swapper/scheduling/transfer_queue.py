@@ -10,8 +10,7 @@ from swapper.backend import CompletionCallback, Direction, IOBackend
 from swapper.config import ALIGNMENT, Priority, SwapperConfig
 from swapper.meters.busy import BusyTimes
 from swapper.meters.observer import Observers, TransferRecord
-from swapper.scheduling.handle import OperationState
-from swapper.scheduling.operation import Operation, Transfer
+from swapper.scheduling.operation import Operation, OperationState, Transfer
 
 _FEW_BYTES = 1 << 20  # which any drive moves within a millisecond or two
 _QUEUED, _RUNNING, _STALLED = OperationState.QUEUED, OperationState.RUNNING, OperationState.STALLED

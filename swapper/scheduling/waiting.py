@@ -7,10 +7,10 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from swapper.errors import SwapperError
-from swapper.scheduling.handle import observe
-from swapper.scheduling.operation import Operation
+from swapper.scheduling.operation import Operation, observe
 from swapper.sync.bell import Bell
 from swapper.sync.callbacks import call_back
 from swapper.sync.timeouts import wait_in_parts
@@ -31,6 +31,13 @@ def tick_seconds(deadline_seconds: float) -> float:
     return deadline_seconds / (TICKS_PER_DEADLINE + 0.5)
 
 
+class _Thread(threading.local):
+    waiter: threading.Lock | None = None  # taken, and free to sleep on: see `sleep`
+
+
+_thread = _Thread()
+
+
 def sleep(operation: Operation, timeout_seconds: float | None, *, observes: bool) -> bool:
     """Block until an operation is over; return whether it is.
 
@@ -40,43 +47,45 @@ def sleep(operation: Operation, timeout_seconds: float | None, *, observes: bool
         observes: The caller will raise the operation's error. It is kept as pending if this wait is cut off.
     """
     scheduler = operation.scheduler
-    # A bare lock is the cheapest thing that one thread can sleep on and another can wake.
-    waiter = threading.Lock()
-    waiter.acquire()
-    with scheduler.lock:  # is_finished is set under it too, and announce() reads the waiters after that
-        if operation.is_finished:
-            return True
-        operation.waiters = (*operation.waiters, waiter)
-        operation.num_observers += observes
-    is_woken = False
+    # A bare lock is the cheapest thing that one thread can sleep on and another can wake. A thread keeps its own, but a
+    # signal handler that waits meanwhile makes another one.
+    waiter, _thread.waiter = _thread.waiter, None
+    if waiter is None:
+        waiter = threading.Lock()
+        waiter.acquire()
+    wake: Any = waiter.__exit__  # releases it, whatever the argument is: a callback that is no function of Python
+    is_woken = is_over = False
     try:
-        if timeout_seconds is not None:
+        # First among the callbacks, then a look: see `Handle.add_done_callback`.
+        if observes:
+            operation.__dict__.setdefault("observers", []).append(wake)
+        operation.__dict__.setdefault("callbacks", []).insert(0, wake)
+        if operation.is_finished:
+            pass
+        elif timeout_seconds is not None:
             is_woken = wait_in_parts(lambda seconds: waiter.acquire(timeout=seconds), timeout_seconds)
         else:
             # Longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
             num_idle, num_completed = 0, -1
             while num_idle <= TICKS_PER_DEADLINE + 2:
-                is_woken = waiter.acquire(timeout=scheduler.tick_seconds) or _is_over(operation)
-                if is_woken:
+                is_woken = waiter.acquire(timeout=scheduler.tick_seconds)
+                if is_woken or operation.done():
                     break
                 before = num_completed
                 num_completed = sum(queue.num_taken - len(queue.inflight) for queue in scheduler.queues)
                 # A long queue on a slow drive is no stall: any completed transfer restarts the count.
                 num_idle = num_idle + 1 if num_completed == before else 1
+        is_over = is_woken or operation.done()
     finally:
-        if not is_woken:
-            with scheduler.lock:
-                operation.num_observers -= observes
-                if operation.waiters:  # else it is over
-                    operation.waiters = [each for each in operation.waiters if each is not waiter]
-                if observes and _is_over(operation) and operation.failure is not None:
-                    scheduler.pending.add(operation)  # it failed when the only one who wanted to know had gone
-    return is_woken or _is_over(operation)
-
-
-def _is_over(operation: Operation) -> bool:
-    # A call, because other threads change the attribute: mypy would narrow its type after the first look.
-    return operation.is_finished
+        if is_woken:  # else `wake` may still come
+            _thread.waiter = waiter
+        if not is_over:
+            for functions in (operation.observers, operation.callbacks):
+                with contextlib.suppress(ValueError):
+                    functions.remove(wake)
+            if observes and operation.done() and operation.failure is not None:
+                scheduler.pending.add(operation)  # it failed when the only one who wanted to know had gone
+    return is_over
 
 
 def watch(on_tick: weakref.WeakMethod[Callable[[], None]], stop: Bell, seconds: float) -> None:
@@ -105,7 +114,7 @@ class PendingErrors:
 
     def add(self, operation: Operation) -> None:
         """Remember a failed operation, unless somebody has seen its error or waits for it."""
-        if not operation.is_observed and not operation.num_observers:
+        if not operation.is_observed and not operation.observers:
             self.operations.append(operation)
 
     def pop(self) -> SwapperError | None:

@@ -23,7 +23,7 @@ from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
 from infinity.updates.stream import UpdateStream
 from infinity.vertical.step import StepOptions
-from swapper.scheduling.handle import Handle
+from swapper import Handle
 from swapper.scheduling.scheduler import IOScheduler
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch, with_smallest_budget
 from tests.waiting import wait_until

@@ -272,7 +272,7 @@ def test_an_error_with_a_waiting_thread_belongs_to_that_thread() -> None:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        while not handle.waiters:
+        while not handle.callbacks:
             time.sleep(0.001)
         backend.fail(errno.EIO)
         thread.join(10)

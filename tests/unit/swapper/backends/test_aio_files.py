@@ -74,7 +74,7 @@ def test_a_transfer_that_raises_is_completed_with_an_error_and_the_next_one_work
     backend = AiofilesBackend(Volume([tmp_path], 4 * ALIGNMENT), 1)
     failed = start(backend, _READ, 0, aligned_bytes(ALIGNMENT))
     failed.wait()
-    assert failed.transferred_bytes == 0 and str(failed.error) == "ValueError: not today"
+    assert failed.transferred_bytes == 0 and "ValueError: not today" in str(failed.error)
     start(backend, _WRITE, 0, aligned_bytes(ALIGNMENT)).require_whole(ALIGNMENT)
     assert backend.close(5.0)
 

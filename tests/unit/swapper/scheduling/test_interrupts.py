@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ import pytest
 from swapper import ALIGNMENT, ExtentError, StallError, Swapper, SwapperConfig
 from swapper.backend import IORequest
 from swapper.backends.memory import MemoryBackend
+from swapper.scheduling import waiting
 from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.transfer_queue import TransferQueue
 from tests.manual_backend import ManualBackend
 from tests.unit.late_backend import stall
+from tests.waiting import wait_until
 
 _BLOCK = ALIGNMENT
 _CONFIG = SwapperConfig(request_bytes=_BLOCK, deadline_seconds=20.0)
@@ -62,6 +65,73 @@ def test_an_interrupt_cuts_off_a_wait() -> None:
         timer.join()
         backend.complete_all()
         handle.wait()
+
+
+def test_a_wait_within_a_wait_and_one_after_a_late_end_sleep_on_their_own() -> None:
+    backend = ManualBackend(64 * _BLOCK)
+    with Swapper(backend, replace(_CONFIG, deadline_seconds=1000.0)) as swapper:
+        extent = swapper.allocate(4 * _BLOCK, "x")
+        outer, inner, last = (swapper.write(extent, _bytes(1), offset=index * _BLOCK) for index in range(3))
+        ended: list[str] = []
+
+        def on_signal(*_: object) -> None:
+            threading.Timer(0.05, backend.complete, (1,)).start()
+            inner.wait()
+            ended.append("inner")
+            threading.Timer(0.05, backend.complete).start()
+
+        before = signal.signal(signal.SIGALRM, on_signal)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            outer.wait()
+            ended.append("outer")
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert ended == ["inner", "outer"]
+        for _ in range(2):
+            with pytest.raises(StallError):
+                last.wait(0.001)
+        backend.complete_all()
+        late = swapper.write(extent, _bytes(1))
+        with pytest.raises(StallError):
+            late.wait(0.001)
+        backend.complete_all()
+        late.wait()
+
+
+def test_waits_take_one_lock_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_acquired = [0]
+
+    class Counting:
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+
+        def acquire(self, *arguments: object, **options: object) -> bool:
+            num_acquired[0] += 1
+            return self._lock.acquire(*arguments, **options)  # type: ignore[arg-type]
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+
+    backend = ManualBackend(64 * _BLOCK)
+    with Swapper(backend, _CONFIG) as swapper:
+        extent = swapper.allocate(8 * _BLOCK, "x")
+        handles = [swapper.write(extent, _bytes(1), offset=index * _BLOCK) for index in range(8)]
+        monkeypatch.setattr(waiting, "threading", SimpleNamespace(Lock=Counting))
+        found: list[int] = []
+
+        def wait_for_all() -> None:
+            for handle in handles:
+                handle.wait()
+            found.append(num_acquired[0])
+
+        thread = threading.Thread(target=wait_for_all)
+        thread.start()
+        for handle in handles:
+            wait_until(lambda: bool(handle.callbacks))  # noqa: B023 (called at once)
+            backend.complete()
+        thread.join(60)
+        assert found == [1 + len(handles)], "one more for the first, which takes the thread's lock"
 
 
 @pytest.mark.off_main_thread
