@@ -18,7 +18,7 @@ import pytest
 from swapper import ALIGNMENT, SwapperConfig
 from swapper.backend import Direction, IORequest
 from swapper.backends.aio_files import AiofilesBackend
-from swapper.backends.file_transfer import FileTransfer
+from swapper.backends.volume_backend import FileTransfer
 from swapper.measure.choice import open_backend
 from swapper.volumes.volume import Volume
 from tests.conformance.suite import aligned_bytes, random_bytes, start

@@ -15,7 +15,7 @@ import pytest
 
 import swapper as package
 from swapper import ALIGNMENT, AlignedRegion, Swapper, SwapperConfig, Volume
-from swapper.backends import ThreadsBackend, file_transfer
+from swapper.backends import ThreadsBackend, volume_backend
 from tests.calls import call_counter
 
 _REQUEST = 64 << 10
@@ -97,7 +97,7 @@ def test_what_is_short_on_one_of_several_files_goes_on_from_there(
         extent = opened.allocate(values.size, "x")
         opened.write(extent, values).wait()
         fake.preadv = preadv
-        monkeypatch.setattr(file_transfer, "os", fake)
+        monkeypatch.setattr(volume_backend, "os", fake)
         opened.read(extent, memory).wait()
         assert np.array_equal(memory, values) and opened.statistics().num_retries
 
@@ -118,7 +118,7 @@ def test_trouble_within_a_transfer_leaves_what_is_done(
         return os.pwritev(fd, buffers, offset)
 
     fake = SimpleNamespace(preadv=os.preadv, pwritev=pwritev)
-    monkeypatch.setattr(file_transfer, "os", fake)
+    monkeypatch.setattr(volume_backend, "os", fake)
     values = _random(12 * _REQUEST)
     memory = AlignedRegion(values.size).array()
     memory[:] = values
