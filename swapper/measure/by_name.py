@@ -11,7 +11,7 @@ from swapper.backends.workers import STOP_SECONDS
 from swapper.config import SwapperConfig
 from swapper.errors import ArgumentError, BackendUnavailableError, VolumeError
 from swapper.uncopyable import closed_unless_made
-from swapper.volumes.named_file import NamedFile
+from swapper.volumes.scratch_file import NamedFile
 from swapper.volumes.volume import Volume
 
 

@@ -13,10 +13,8 @@ from swapper.errors import ArgumentError, VolumeError, VolumeTooSmallError
 from swapper.uncopyable import Uncopyable, closed_unless_made
 from swapper.volumes.directory import Directory, DirectoryLike, as_directories
 from swapper.volumes.file_system import describe_drive
-from swapper.volumes.named_file import NamedFile
-from swapper.volumes.scratch_file import ScratchFile
-from swapper.volumes.space import Space
-from swapper.volumes.striping import StripeMap
+from swapper.volumes.scratch_file import NamedFile, ScratchFile
+from swapper.volumes.striping import Space, StripeMap
 from swapper.volumes.thread_pool import ThreadPool
 
 logger = logging.getLogger(__name__)
