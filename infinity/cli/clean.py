@@ -11,7 +11,8 @@ import click
 
 from infinity.cli.output import PathType, display, json_option, print_json, table
 from infinity.errors import size
-from swapper.volumes.left_runs import LeftRun, LeftSave, left_runs, left_saves, remove_abandoned
+from swapper.volumes.publish import remove_abandoned
+from swapper.volumes.run_directory import LeftRun, LeftSave, left_runs, left_saves
 
 
 @click.command()

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from infinity.errors import CheckpointError, listed
 from infinity.torch_internals.pickles import DamagedPickleError, read_pickle
-from swapper.volumes.mapped import map_file
+from swapper.volumes.mapped_memory import map_file
 
 _SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
 _DTYPES = {

@@ -16,7 +16,7 @@ from swapper.errors import SwapperError
 from swapper.measure.speeds import glance as rate_at_a_glance
 from swapper.volumes.directory import Directory
 from swapper.volumes.file_system import describe_drive
-from swapper.volumes.left_runs import bytes_of_run
+from swapper.volumes.run_directory import bytes_of_run
 
 # For `infinity plan` without a profile: short, because it should answer at once.
 _SECONDS = 0.3

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from infinity.threads.frames import callers
-from swapper.volumes.mapped import MappedFile, mapped_file
+from swapper.volumes.mapped_memory import MappedFile, mapped_file
 
 logger = logging.getLogger(__name__)
 # Smaller copies are ordinary tensors: a mapping costs system calls and at least one page of the kernel's cache.

@@ -10,6 +10,8 @@ A commit's file with two parts of 100 and 5 bytes, little-endian, 173 bytes in a
      0  6 bytes   b"INFRUN"          16  32 bytes  maker, padded with zeros     64  100 bytes  part 0
      6  uint16    format             48  uint64    100                         164    5 bytes  part 1
      8  uint64    2 parts            56  uint64    5                           169  uint32     crc32c of bytes 0 to 168
+
+And what runs and killed saves have left in directories: `left_runs` and `left_saves` find it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import google_crc32c
@@ -31,18 +34,23 @@ from swapper.errors import DurableRunError, VolumeError, as_unwritable, as_volum
 from swapper.sync.lifetimes import LiveObjects
 from swapper.uncopyable import Uncopyable, closed_unless_made
 from swapper.volumes.own_files import UNTRUSTED, open_own, opened, require_own_directory
-from swapper.volumes.publish import make_directory, replacing, sync_directory
+from swapper.volumes.publish import abandoned, is_locked, make_directory, replacing, sync_directory
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-MAGIC = b"INFRUN"  # the first bytes of a commit's file
+_MAGIC = b"INFRUN"  # the first bytes of a commit's file
 _HEAD = struct.Struct("<6sHQ32s")  # magic, format, number of parts, maker
 _PREFIX = "commit-"
 _MARK = "infinity durable run"
 _MOST_MARK_BYTES = 1 << 16  # of the lock that are read: room for thousands of names
 # The name of a commit while it is written: `replacing` in swapper.volumes.publish makes it.
-PART_OF_COMMIT = re.compile(r"\.commit-\d{10,}\.[0-9a-f]{16}")
+_PART_OF_COMMIT = re.compile(r"\.commit-\d{10,}\.[0-9a-f]{16}")
+_COMMIT = re.compile(r"commit-\d{10,}")
+_STATES = re.compile(r"states-\d+-of-\d+")
+# A run is in DIRECTORY/durable; with several processes, each has a directory of its own below that. You may also name a
+# parent of DIRECTORY.
+_DEPTH = 3
 
 
 class RunDirectory(Uncopyable):
@@ -65,7 +73,7 @@ class RunDirectory(Uncopyable):
         self.lock(directory)
         with as_unwritable(directory), closed_unless_made(self.close):
             for left in directory.glob(f".{_PREFIX}*"):  # of a process that was killed while it wrote them
-                if PART_OF_COMMIT.fullmatch(left.name):
+                if _PART_OF_COMMIT.fullmatch(left.name):
                     left.unlink(missing_ok=True)
 
     def __del__(self) -> None:
@@ -103,7 +111,7 @@ class RunDirectory(Uncopyable):
         Raises:
             VolumeError: It cannot be noted; the file is there, and no run has made it.
         """
-        names = files_of_run(directory)
+        names = _files_of_run(directory)
         if names is not None and name in names:
             return
         path = directory / name
@@ -146,7 +154,7 @@ class RunDirectory(Uncopyable):
         Raises:
             OSError: It cannot be written; the other commits are unchanged.
         """
-        head = _HEAD.pack(MAGIC, FORMAT, len(parts), self._maker.encode()[:32])
+        head = _HEAD.pack(_MAGIC, FORMAT, len(parts), self._maker.encode()[:32])
         lengths = struct.pack(f"<{len(parts)}Q", *map(len, parts))
         checksum = 0
         with replacing(self._path(number)) as file:
@@ -173,7 +181,7 @@ class RunDirectory(Uncopyable):
         if len(data) < _HEAD.size + 4 or google_crc32c.value(data[:-4]) != struct.unpack("<I", data[-4:])[0]:
             raise DurableRunError.damaged(path, "its checksum is not that of its bytes")
         magic, version, num_parts, maker = _HEAD.unpack_from(data)
-        if magic != MAGIC:
+        if magic != _MAGIC:
             raise DurableRunError.damaged(path, "it is not a commit")
         if version != FORMAT:
             raise DurableRunError.of_another_version(
@@ -203,7 +211,7 @@ class RunDirectory(Uncopyable):
         return self.path / f"{_PREFIX}{number:010d}"
 
 
-def files_of_run(directory: Path) -> set[str] | None:
+def _files_of_run(directory: Path) -> set[str] | None:
     """The names of the files that a run has claimed in its directory; None if no run has this directory."""
     try:
         with opened(directory / "lock", UNTRUSTED) as lock:
@@ -254,3 +262,129 @@ def _append(lock: int, line: str) -> None:
 
 # A forked child that outlives its parent would otherwise hold the lock.
 _open_runs: LiveObjects[RunDirectory] = LiveObjects(in_child=lambda run: run.close())
+
+
+@dataclass(frozen=True)
+class LeftRun:
+    """A durable run's directory on one drive.
+
+    Attributes:
+        path: The directory.
+        num_bytes: Space that its files take on the drive.
+        num_commits: Number of commits that can be resumed from; 0 also for directories on a run's other drives.
+        changed_at: When the newest of its files was written, in seconds since 1970.
+        is_in_use: A process has its lock now.
+    """
+
+    path: Path
+    num_bytes: int
+    num_commits: int
+    changed_at: float
+    is_in_use: bool
+
+    def remove(self) -> None:
+        """Remove its files, and the directory if nothing else is in it.
+
+        Raises:
+            DurableRunError: A process has it. Nothing has been removed.
+            OSError: Something cannot be removed.
+        """
+        with contextlib.closing(RunDirectory(self.path)):  # its lock keeps a process from resuming meanwhile
+            # Commits first: if this is interrupted, no commit is left whose states are gone.
+            for file in _files(self.path):
+                file.unlink(missing_ok=True)
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+
+
+def left_runs(directory: Path) -> list[LeftRun]:
+    """Return the runs in a directory and below it.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    found, own = [], list[Path]()
+    for path in _folders(directory, _DEPTH):
+        with contextlib.suppress(VolumeError, OSError):
+            require_own_directory(path)
+            own.append(path)
+    for path in own:
+        files = list(_files(path))
+        states = [file.stat() for file in files]
+        if files:
+            found.append(
+                LeftRun(
+                    path=path,
+                    num_bytes=sum(each.st_blocks * 512 for each in states),
+                    num_commits=sum(_COMMIT.fullmatch(file.name) is not None for file in files),
+                    changed_at=max(each.st_mtime for each in states),
+                    is_in_use=is_locked(path / "lock"),
+                )
+            )
+    return found
+
+
+def bytes_of_run(directory: Path) -> int:
+    """Return the space that a run's states take in a directory: a resumed run needs no other space for them."""
+    # st_blocks counts units of 512 bytes. lstat: the size of a link's target is not in this directory.
+    return sum(file.lstat().st_blocks * 512 for file in directory.glob("states-*") if _STATES.fullmatch(file.name))
+
+
+@dataclass(frozen=True)
+class LeftSave:
+    """A hidden directory of a killed save. `swapper.volumes.publish.remove_abandoned` of its parent directory removes it.
+
+    Attributes:
+        path: The hidden directory.
+        num_bytes: Space that its files take on the drive.
+    """
+
+    path: Path
+    num_bytes: int
+
+
+def left_saves(directory: Path) -> list[LeftSave]:
+    """Return the killed saves in a directory and below it.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    found = [path for folder in _folders(directory, _DEPTH) for path in abandoned(folder)]
+    return [LeftSave(path, _bytes_below(path)) for path in found]
+
+
+def _bytes_below(folder: Path) -> int:
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # another process is removing it
+                total += os.lstat(os.path.join(place, name)).st_blocks * 512
+    return total
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Yield a run's files, commits first and the lock last; none if the directory is not a run's."""
+    claimed = _files_of_run(path)
+    if claimed is None:
+        return
+    # Only files that the run has marked or claimed: another program's file may have such a name.
+    found = [file for file in sorted(path.iterdir()) if file.is_file() and not file.is_symlink()]
+    yield from (file for file in found if _PART_OF_COMMIT.fullmatch(file.name) or _is_commit(file))
+    yield from (file for file in found if file.name in claimed and _STATES.fullmatch(file.name))
+    yield path / "lock"
+
+
+def _is_commit(file: Path) -> bool:
+    if _COMMIT.fullmatch(file.name) is None or not os.access(file, os.R_OK):
+        return False
+    with file.open("rb") as commit:
+        return commit.read(len(_MAGIC)) == _MAGIC
+
+
+def _folders(directory: Path, depth: int) -> Iterator[Path]:
+    yield directory
+    with os.scandir(directory) as entries:
+        below = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False)) if depth else []
+    for path in below:
+        if os.access(path, os.R_OK | os.X_OK):
+            yield from _folders(Path(path), depth - 1)

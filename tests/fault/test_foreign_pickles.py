@@ -145,7 +145,7 @@ def test_a_tensor_stays_inside_its_storage(offset: int, size: Any, stride: Any, 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_values_are_those_that_torch_reads(zipped: bool, tmp_path: Path) -> None:
     from infinity.torch_internals.pickles import read_pickle
-    from swapper.volumes.mapped import map_file
+    from swapper.volumes.mapped_memory import map_file
 
     base = torch.arange(24.0)
     values = {

@@ -18,7 +18,7 @@ from infinity.checkpoint.arrays import ArraySpec
 from infinity.errors import CheckpointError
 from infinity.metrics.progress import Note, silent
 from infinity.torch_internals.pickles import DamagedPickleError, Record, UnknownObjectsError, read_pickle
-from swapper.volumes.mapped import map_file
+from swapper.volumes.mapped_memory import map_file
 
 COPY_ALL = "Copy the whole checkpoint, the files of all ranks"
 OF_ONE_SAVE = "Take the files of all ranks from the same save_checkpoint call"

@@ -22,7 +22,7 @@ from infinity.plan import ladder as ladder_module
 from infinity.plan.ladder import Ladder
 from infinity.plan.machine import Bandwidth, Machine
 from infinity.plan.model_shapes import ModelRefused, read_model
-from swapper.volumes.left_runs import bytes_of_run
+from swapper.volumes.run_directory import bytes_of_run
 from tests.small_transformers import make
 
 _SMALL = Machine(host_free_bytes=4 * 10**9, drive_free_bytes=10**12, device_free_bytes=None)

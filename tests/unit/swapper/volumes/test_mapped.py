@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from swapper.volumes.mapped import mapped_file
+from swapper.volumes.mapped_memory import mapped_file
 
 
 def test_where_there_is_no_room_copies_are_in_memory(tmp_path: Path) -> None:
