@@ -13,9 +13,8 @@ import pytest
 import swapper.measure.measurement as measurement_module
 from swapper import ArgumentError, Directory, SwapperConfig, TransferError, Volume
 from swapper.backend import Direction, IOBackend, IORequest
-from swapper.measure.borrowed import BorrowedVolume
 from swapper.measure.by_name import open_by_name
-from swapper.measure.measurement import DriveTest, IOSetting, Workload
+from swapper.measure.measurement import BorrowedVolume, DriveTest, IOSetting, Workload
 
 SMALL = IOSetting("threads", 64 << 10, num_threads=2, max_inflight=2)
 FILE_BYTES = 4 << 20
