@@ -1,7 +1,7 @@
 """Asynchronous I/O through aiofiles: for network file systems, and those without O_DIRECT.
 
 aiofiles cannot open scratch files, which have no name, and it has no positional reads and writes. But its ``wrap``
-makes a coroutine of any blocking function. Here that function is `FileTransfer`, as in `ThreadsBackend`.
+makes a coroutine of any blocking function. Here that function is `VolumeBackend.transfer`, as in `ThreadsBackend`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
-# What runs on the loop has no reference to the backend: its thread would keep that alive, and its finalizer would never
-# stop the loop.
+# An idle loop has no reference to the backend: its thread would keep that alive, and its finalizer would never stop the
+# loop.
 
 
 def _run(loop: asyncio.AbstractEventLoop, inbox: _Inbox, all_workers: list[Workers]) -> None:
@@ -102,7 +102,7 @@ class AiofilesBackend(VolumeBackend):
         self.concurrency = num_threads * len(volume.files)
         self._lock = threading.RLock()  # guards _is_closed: no request may reach the loop behind its stop
         self._is_closed = False
-        self._wrapped_transfer = aiofiles.os.wrap(self._transfer.__call__)
+        self._transfer = aiofiles.os.wrap(type(self).transfer)
         self._inbox: _Inbox = asyncio.Queue()
         all_workers = start_workers("aiofiles", num_threads, len(volume.files))
         self._executors = [_Executor(workers) for workers in all_workers]
@@ -129,7 +129,7 @@ class AiofilesBackend(VolumeBackend):
                 file_ranges = self.volume.file_ranges(request.offset, len(request.memory))
                 # boundary_bytes is the stripe, so that a request never has ranges in two files.
                 executor = self._executors[2 * file_ranges[0][0] + request.direction]
-                arguments = (self._wrapped_transfer, request, file_ranges, executor)
+                arguments = (partial(self._transfer, self), request, file_ranges, executor)
                 self._loop.call_soon_threadsafe(self._inbox.put_nowait, arguments)
         if is_closed:  # outside of the lock: completion calls back into the scheduler, which takes its own
             request.complete(0, ended("the event loop has"))

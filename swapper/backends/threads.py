@@ -66,7 +66,7 @@ class ThreadsBackend(VolumeBackend):
             column, _, start, _ = part[0]
             workers = self._workers[2 * column + request.direction]
             if not workers.is_closed:
-                workers.jobs.put(partial(self._transfer, request, part, then))  # Workers.submit, less its call
+                workers.jobs.put(partial(self.transfer, request, part, then))  # Workers.submit, less its call
             elif isinstance(then, Batch):
                 then.on_over(start, start, ended("the worker threads have"))
             else:

@@ -20,8 +20,8 @@ from swapper.volumes.volume import FileRange, Volume
 logger = logging.getLogger(__name__)
 
 
-class FileTransfer:
-    """Carries out requests on the files of a volume, from any thread.
+class VolumeBackend(Uncopyable):
+    """A volume, which it closes, and positional transfers of its bytes, from any thread.
 
     [Note: bounced transfers]
     O_DIRECT moves whole, aligned blocks between aligned memory and aligned offsets. Any other request goes through
@@ -33,15 +33,50 @@ class FileTransfer:
     one loop of this thread carries out, each with one view and one system call.
     """
 
-    def __init__(self, volume: Volume) -> None:
-        self._files = volume.files
-        self._needs_alignment = any(file.is_direct for file in volume.files)
+    def __init__(self, volume: Volume, num_threads: int = 0) -> None:
+        """
+        Args:
+            volume: Where the bytes go; closed together with the backend.
+            num_threads: Worker threads for each direction and file.
+        """
+        self.volume = volume
+        self.num_threads = num_threads
+        self.capacity_bytes = volume.capacity_bytes
+        self.is_direct = volume.is_direct
+        # Direct writes go in whole blocks, see [Note: bounced transfers]. One direct file is enough.
+        self.block_bytes = ALIGNMENT if any(file.is_direct for file in volume.files) else 1
+        self.boundary_bytes = volume.stripe_bytes
         # Each worker's buffer: as large as its largest bounced step, kept until it ends.
         self._bounce = threading.local()
         self._bounce_lock = threading.Lock()  # guards num_bounced
         self.num_bounced = 0
 
-    def __call__(self, request: IORequest, file_ranges: Sequence[FileRange], then: EndCallback | Batch) -> None:
+    def locate(self, offset: int) -> tuple[str, int]:
+        """Return the file's description and the offset in it."""
+        file, file_offset = self.volume.locate(offset)
+        return file.name, file_offset
+
+    def describe_threads(self) -> str:
+        """Return the volume and the worker threads, for logs."""
+        each = " of each file" if len(self.volume.files) > 1 else ""
+        threads = f"{self.num_threads} threads for reads and {self.num_threads} for writes{each}"
+        return f"{self.volume.describe()}, {threads}"
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """End the threads and leave the files open for another backend; return whether all ended in time."""
+        raise NotImplementedError
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Let what was submitted end, stop the threads and close the files; return whether all ended in time."""
+        has_ended = self.stop(timeout_seconds)
+        if has_ended:
+            self.volume.close()
+        else:
+            # The number of a closed file may be given to another file, which a hung transfer would then write into.
+            logger.error("a transfer hangs; leaving the files open: %s", self.volume.describe())
+        return has_ended
+
+    def transfer(self, request: IORequest, file_ranges: Sequence[FileRange], then: EndCallback | Batch) -> None:
         """Carry out the file ranges of a request, one after the other.
 
         Args:
@@ -49,16 +84,16 @@ class FileTransfer:
             file_ranges: Where some of its bytes lie, in their order.
             then: Called at the end. Or the batch of which these file ranges are a part, named by their first byte.
         """
-        memory, address, first = request.memory, request.address, file_ranges[0][2]
+        memory, address, first, files = request.memory, request.address, file_ranges[0][2], self.volume.files
         move = os.preadv if request.direction is Direction.READ else os.pwritev
         num_bytes = len(memory)
         done, view, failure = first, memory, None
         try:
             for column, offset, done, high in file_ranges if num_bytes else ():
-                fd = self._files[column].fd
+                fd = files[column].fd
                 view = memory if high - done == num_bytes else memory[done:high]
                 # The OR of three numbers is a multiple of 4096, a power of two, only if each of them is.
-                if self._needs_alignment and (offset | (address + done) | len(view)) % ALIGNMENT:
+                if self.block_bytes > 1 and (offset | (address + done) | len(view)) % ALIGNMENT:
                     done += self._through_bounce(request, view, fd, offset)
                 else:
                     done += move(fd, (view,), offset)
@@ -111,52 +146,3 @@ class FileTransfer:
             array = AlignedRegion(num_bytes).array()
             self._bounce.array = array
         return array.data[:num_bytes]
-
-
-class VolumeBackend(Uncopyable):
-    """A volume, which it closes, and how to make a positional transfer."""
-
-    def __init__(self, volume: Volume, num_threads: int = 0) -> None:
-        """
-        Args:
-            volume: Where the bytes go; closed together with the backend.
-            num_threads: Worker threads for each direction and file.
-        """
-        self.volume = volume
-        self.num_threads = num_threads
-        self.capacity_bytes = volume.capacity_bytes
-        self.is_direct = volume.is_direct
-        # Direct writes go in whole blocks, see [Note: bounced transfers]. One direct file is enough.
-        self.block_bytes = ALIGNMENT if any(file.is_direct for file in volume.files) else 1
-        self.boundary_bytes = volume.stripe_bytes
-        self._transfer = FileTransfer(volume)
-
-    @property
-    def num_bounced(self) -> int:
-        """Transfers that went through other memory, because theirs was not aligned."""
-        return self._transfer.num_bounced
-
-    def locate(self, offset: int) -> tuple[str, int]:
-        """Return the file's description and the offset in it."""
-        file, file_offset = self.volume.locate(offset)
-        return file.name, file_offset
-
-    def describe_threads(self) -> str:
-        """Return the volume and the worker threads, for logs."""
-        each = " of each file" if len(self.volume.files) > 1 else ""
-        threads = f"{self.num_threads} threads for reads and {self.num_threads} for writes{each}"
-        return f"{self.volume.describe()}, {threads}"
-
-    def stop(self, timeout_seconds: float) -> bool:
-        """End the threads and leave the files open for another backend; return whether all ended in time."""
-        raise NotImplementedError
-
-    def close(self, timeout_seconds: float) -> bool:
-        """Let what was submitted end, stop the threads and close the files; return whether all ended in time."""
-        has_ended = self.stop(timeout_seconds)
-        if has_ended:
-            self.volume.close()
-        else:
-            # The number of a closed file may be given to another file, which a hung transfer would then write into.
-            logger.error("a transfer hangs; leaving the files open: %s", self.volume.describe())
-        return has_ended

@@ -53,14 +53,14 @@ class UringBackend(VolumeBackend):
         return f"uring: {self.volume.describe()}, {self.concurrency} reads and {self.concurrency} writes in flight"
 
     def submit(self, request: IORequest) -> None:
-        """Hand the request to the ring; see [Note: bounced transfers] in `FileTransfer` for what it does not take."""
+        """Hand the request to the ring; see [Note: bounced transfers] in `VolumeBackend` for what it does not take."""
         file_ranges = self.volume.file_ranges(request.offset, len(request.memory))
         # block_bytes > 1: a file is direct. The OR is aligned only if offset, address and length are.
         if self.block_bytes > 1 and (request.offset | request.address | len(request.memory)) % ALIGNMENT:
             with self._lock:
                 if self._bouncing is None:  # few need it
                     self._bouncing = Workers("bounce", _NUM_BOUNCE_THREADS)
-            if not self._bouncing.submit(partial(self._transfer, request, file_ranges, request.complete)):
+            if not self._bouncing.submit(partial(self.transfer, request, file_ranges, request.complete)):
                 request.complete(0, ended("the worker threads have"))
         else:
             self._loop.submit(request, *file_ranges[0][:2])  # the only range: no request crosses boundary_bytes

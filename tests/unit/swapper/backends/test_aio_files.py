@@ -18,7 +18,7 @@ import pytest
 from swapper import ALIGNMENT, SwapperConfig
 from swapper.backend import Direction, IORequest
 from swapper.backends.aio_files import AiofilesBackend
-from swapper.backends.volume_backend import FileTransfer
+from swapper.backends.volume_backend import VolumeBackend
 from swapper.measure.choice import open_backend
 from swapper.volumes.volume import Volume
 from tests.conformance.suite import aligned_bytes, random_bytes, start
@@ -37,15 +37,15 @@ class _Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, holds: Callable[[IORequest], bool]) -> None:
         self.is_open = threading.Event()
         self.num_held = 0
-        real = FileTransfer.__call__
+        real = VolumeBackend.transfer
 
-        def call(transfer: FileTransfer, request: IORequest, *rest: Any) -> None:
+        def call(backend: VolumeBackend, request: IORequest, *rest: Any) -> None:
             if holds(request):
                 self.num_held += 1
                 self.is_open.wait(60)
-            real(transfer, request, *rest)
+            real(backend, request, *rest)
 
-        monkeypatch.setattr(FileTransfer, "__call__", call)
+        monkeypatch.setattr(VolumeBackend, "transfer", call)
 
 
 def test_a_completion_that_raises_is_logged_and_harms_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -63,14 +63,14 @@ def test_a_completion_that_raises_is_logged_and_harms_nobody(tmp_path: Path, cap
 def test_a_transfer_that_raises_is_completed_with_an_error_and_the_next_one_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = FileTransfer.__call__
+    real = VolumeBackend.transfer
 
-    def call(transfer: FileTransfer, request: IORequest, *rest: Any) -> None:
+    def call(backend: VolumeBackend, request: IORequest, *rest: Any) -> None:
         if request.direction is _READ:
             raise ValueError("not today")
-        real(transfer, request, *rest)
+        real(backend, request, *rest)
 
-    monkeypatch.setattr(FileTransfer, "__call__", call)
+    monkeypatch.setattr(VolumeBackend, "transfer", call)
     backend = AiofilesBackend(Volume([tmp_path], 4 * ALIGNMENT), 1)
     failed = start(backend, _READ, 0, aligned_bytes(ALIGNMENT))
     failed.wait()
