@@ -65,8 +65,7 @@ if TYPE_CHECKING:
     from swapper.memory.held import hang_error, is_held
     from swapper.memory.region import AlignedRegion
     from swapper.memory.staging import StagingBuffer, StagingPool
-    from swapper.meters.busy import BusySeconds, BusyTimes
-    from swapper.meters.observer import TransferRecord
+    from swapper.meters import BusySeconds, BusyTimes, TransferRecord
     from swapper.scheduling.operation import Handle
     from swapper.scheduling.statistics import Statistics
     from swapper.swapper import Swapper

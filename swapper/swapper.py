@@ -15,8 +15,7 @@ from swapper.measure.choice import open_backend
 from swapper.measure.speeds import with_speeds
 from swapper.memory.buffer import Buffer
 from swapper.memory.region import AlignedRegion
-from swapper.meters.busy import BusyTimes
-from swapper.meters.observer import Observer
+from swapper.meters import BusyTimes, Observer
 from swapper.scheduling.operation import Handle, Operation
 from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.statistics import Statistics

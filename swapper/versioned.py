@@ -14,7 +14,7 @@ from swapper.backend import IOBackend
 from swapper.config import SwapperConfig, round_up
 from swapper.errors import DurableRunError, VolumeError, as_volume_error
 from swapper.measure.choice import open_backend
-from swapper.meters.busy import BusyTimes
+from swapper.meters import BusyTimes
 from swapper.swapper import Swapper
 from swapper.sync.limits import limits_in_words, start_threads
 from swapper.uncopyable import closed_unless_made

@@ -37,8 +37,7 @@ from swapper.config import ALIGNMENT, Priority, SwapperConfig, bounded_seconds
 from swapper.errors import ExtentError, ReentryError, SwapperClosedError
 from swapper.extents.extent import Extent, ExtentState
 from swapper.memory.held import watch_requests
-from swapper.meters.busy import MOST_SPANS, BusyTimes
-from swapper.meters.observer import Observers
+from swapper.meters import MOST_SPANS, BusyTimes, Observers
 from swapper.scheduling import waiting
 from swapper.scheduling.failure import behind_error, stall_error, transfer_error
 from swapper.scheduling.ledger import Ledger

@@ -8,8 +8,7 @@ from collections import deque
 
 from swapper.backend import CompletionCallback, Direction, IOBackend
 from swapper.config import ALIGNMENT, Priority, SwapperConfig
-from swapper.meters.busy import BusyTimes
-from swapper.meters.observer import Observers, TransferRecord
+from swapper.meters import BusyTimes, Observers, TransferRecord
 from swapper.scheduling.operation import Operation, OperationState, Transfer
 
 _FEW_BYTES = 1 << 20  # which any drive moves within a millisecond or two

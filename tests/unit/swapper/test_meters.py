@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swapper import ALIGNMENT, BusyTimes, Direction, Statistics, Swapper, SwapperConfig, TransferRecord
-from swapper.meters import busy
+from swapper import ALIGNMENT, BusyTimes, Direction, Statistics, Swapper, SwapperConfig, TransferRecord, meters
 from swapper.scheduling import scheduler, transfer_queue
 from tests.manual_backend import ManualBackend
 
@@ -35,7 +34,7 @@ class _Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Clock]:
     """The clock that busy times go by."""
     clock = _Clock()
-    for module in (busy, scheduler, transfer_queue):
+    for module in (meters, scheduler, transfer_queue):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     yield clock
 
@@ -47,7 +46,7 @@ _EVENTS = st.lists(st.tuples(st.sampled_from(_WORKERS), st.sampled_from(Directio
 def test_against_counting_every_second(events: list[tuple[str, Direction, bool, int]]) -> None:
     clock = _Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(busy, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+        patch.setattr(meters, "time", SimpleNamespace(perf_counter=clock.perf_counter))
         times = BusyTimes(total := BusyTimes())
         workers = {(worker, direction): times.watch(direction) for worker in _WORKERS for direction in Direction}
         at_work: set[tuple[str, Direction]] = set()

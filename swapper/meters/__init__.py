@@ -1,1 +1,0 @@
-"""Observers of transfers, and the time in which any transfer was running."""
