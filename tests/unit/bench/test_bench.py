@@ -13,7 +13,7 @@ from bench.case import Case, CaseResult, DriveSample, Outcome
 from bench.cgroup import Cgroup
 from bench.measured.models import Workload
 from bench.participant import Participant, ParticipantFailed, ParticipantSpec
-from bench.summary import IN_MEMORY, RECOMPUTING, bound_seconds, find_alone
+from bench_step import IN_MEMORY, RECOMPUTING, bound_seconds, find_alone
 
 _TINY = Workload(model="tiny", seq_len=16)
 _REFUSING = "import sys; sys.modules.update(infinity=None, swapper=None, rich=None, zarr=None)"
