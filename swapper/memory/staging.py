@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -87,20 +88,25 @@ class StagingBuffer(Uncopyable):
         Raises:
             SwapperClosedError: It was given back already.
         """
-        staging_pool = self._staging_pool
-        with staging_pool._lock:
-            if self._tensor is None:
-                raise SwapperClosedError(
-                    f"buffer {self.index} of {self.owner or 'an unnamed owner'} was released twice, which would let "
-                    "two owners write to it; release each lease once"
-                )
-            self._tensor = None
-            del staging_pool._leased[self.index]
-            # A request still uses it: then it is in neither list, and _look_again() finds it when the request has
-            # ended.
-            if not tenants(staging_pool._address + self.index * self.num_bytes, self.num_bytes):
-                staging_pool.free.append(self.index)
-                staging_pool._available.notify()
+        tensor, self._tensor = self._tensor, None
+        if tensor is None:
+            raise SwapperClosedError(
+                f"buffer {self.index} of {self.owner or 'an unnamed owner'} was released twice, which would let "
+                "two owners write to it; release each lease once"
+            )
+        # Without the lock, see [Note: giving back].
+        staging_pool, index = self._staging_pool, self.index
+        staging_pool._released[self] = index
+        del staging_pool._leased[index], tensor
+        # A request still uses it: then _look_again() finds it when the request has ended.
+        if not tenants(staging_pool._address + index * self.num_bytes, self.num_bytes):
+            try:  # noqa: SIM105 (called for each chunk: a context manager takes several times as long)
+                staging_pool.free.extend(map(staging_pool._released.pop, (self,)))
+            except KeyError:  # _look_again() on another thread was faster
+                pass
+            if staging_pool._num_waiting:
+                with staging_pool._lock:
+                    staging_pool._available.notify()
 
 
 class StagingPool(Closable):
@@ -109,6 +115,16 @@ class StagingPool(Closable):
     A buffer is leased again only after its release, and after the end of all reads and writes that use it, whether
     somebody waits for them or not (see [Note: whose memory it is] in ``swapper.memory.held``). A leased buffer whose
     last reference is gone, after an interrupt for example, counts as released.
+
+    [Note: giving back]
+    A buffer is leased under the lock, but its release takes none: it comes with each write that ends, on the threads of
+    a backend. Each of its steps is a single one under the interpreter's lock, and an interrupt between two loses nothing:
+
+        free        -> _leased      under the lock: put into _leased, taken out of free
+        _leased     -> _released    put into _released by a key of its own, taken out of _leased
+        _released   -> free         one step; of two threads, the key tells which one does it
+
+    While a buffer is still in _leased, nobody but its release moves it, as that keeps the array alive.
 
     Args:
         buffer_bytes: Size of a buffer, a multiple of 4096.
@@ -134,12 +150,15 @@ class StagingPool(Closable):
         self._unregister: list[Callable[[], None]] = []
         self._map()
         # A stack: the buffer released last is leased first. The kernel has backed it already, and it may still be in
-        # the cache. A buffer in neither free nor _leased was released while a transfer used it.
+        # the cache.
         self.free = list(range(num_buffers - 1, -1, -1))
-        """Which buffers can be leased now: always the same list. Changed under the lock; anybody may look at it."""
+        """Which buffers can be leased now: always the same list. Anybody may look at it."""
         # The array, which lives as long as any view of the buffer, and the owner.
         self._leased: dict[int, tuple[weakref.ref[npt.NDArray[np.uint8]], str]] = {}
-        # Guards all but the region; see [Note: coming in between] in swapper.sync.reentry.
+        # By a key of each release, the buffers that are released and not free: those that a transfer uses, as a rule.
+        self._released: dict[object, int] = {}
+        self._num_waiting = 0  # leases, each of which a release notifies
+        # Guards all but the region and releases; see [Note: coming in between] in swapper.sync.reentry.
         self._lock = threading.RLock()
         self._available = threading.Condition(self._lock)  # entered by its lock: see [Note: bells] in swapper.sync.bell
         self._is_refusing = self._is_closed = False
@@ -263,39 +282,45 @@ class StagingPool(Closable):
         """Find buffers that came free without a notification."""
         if not self._has_memory:
             return
-        # The last view of a leased buffer is gone, and with it every way to release the buffer.
-        for index, (array, _) in tuple(self._leased.items()):
-            if array() is None:
+        # The last view of a leased buffer is gone, and with it every way to release the buffer. It may be in another
+        # table already, if an interrupt came within its lease or its release.
+        for index, entry in tuple(self._leased.items()):
+            array, _ = entry
+            if array() is None and self._leased.get(index) is entry:  # else its release has just ended
+                if index not in self.free and index not in self._released.values():
+                    self._released[object()] = index
                 del self._leased[index]
-        if len(self.free) + len(self._leased) < self.num_buffers:
-            known = {*self.free, *self._leased}
-            for index in range(self.num_buffers):
-                if index not in known and not tenants(self._address + index * self.buffer_bytes, self.buffer_bytes):
-                    self.free.append(index)
+        for key, index in tuple(self._released.items()):
+            if index not in self._leased and not tenants(self._address + index * self.buffer_bytes, self.buffer_bytes):
+                with contextlib.suppress(KeyError):  # its release, on another thread, was faster
+                    self.free.extend(map(self._released.pop, (key,)))
 
     def _wait(self, is_over: Callable[[], bool], timeout_seconds: float) -> None:
         """Sleep until ``is_over()``; raise `StagingExhaustedError` if that takes too long. The caller has the lock."""
         left_seconds = timeout_seconds
         most_seconds = max(timeout_seconds / _NUM_PAUSES, _HELD_SECONDS)
-        while not is_over():
-            self._look_again()
-            if is_over():
-                return
-            if left_seconds <= 0:
-                raise StagingExhaustedError(self.num_buffers, timeout_seconds, self._owners())
-            # StagingBuffer.release() notifies. A transfer that ends after it does not: such a buffer is polled for.
-            pause_seconds = _HELD_SECONDS if len(self._leased) < self.num_buffers else _LOOK_UP_SECONDS
-            pause_seconds = min(left_seconds, pause_seconds, most_seconds)
-            paused_seconds = time.monotonic()
-            self._available.wait(pause_seconds)
-            # A process that was stopped meanwhile (SIGSTOP, a debugger) has lost no more than this pause.
-            left_seconds -= min(pause_seconds, time.monotonic() - paused_seconds)
+        self._num_waiting += 1  # before the look: a release that comes after it notifies
+        try:
+            while not is_over():
+                self._look_again()
+                if is_over():
+                    return
+                if left_seconds <= 0:
+                    raise StagingExhaustedError(self.num_buffers, timeout_seconds, self._owners())
+                # StagingBuffer.release() notifies. A transfer that ends after it does not: such a buffer is polled for.
+                pause_seconds = _HELD_SECONDS if len(self._leased) < self.num_buffers else _LOOK_UP_SECONDS
+                pause_seconds = min(left_seconds, pause_seconds, most_seconds)
+                paused_seconds = time.monotonic()
+                self._available.wait(pause_seconds)
+                # A process that was stopped meanwhile (SIGSTOP, a debugger) has lost no more than this pause.
+                left_seconds -= min(pause_seconds, time.monotonic() - paused_seconds)
+        finally:
+            self._num_waiting -= 1
 
     def _owners(self) -> list[tuple[str, int]]:
-        owners = Counter(owner for _, owner in self._leased.values())
-        num_held = self.num_buffers - len(self.free) - len(self._leased)
-        if num_held:
-            owners["transfers that have not ended, although nobody waits for them any more"] = num_held
+        owners = Counter(owner for _, owner in tuple(self._leased.values()))
+        if self._released:
+            owners["transfers that have not ended, although nobody waits for them any more"] = len(self._released)
         return owners.most_common()
 
     @property

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType, FunctionType
+from typing import Any
 
 import pytest
 import torch
 
-from swapper import ALIGNMENT, AlignedRegion, ArgumentError, StagingExhaustedError, StagingPool, SwapperClosedError
+from swapper import (
+    ALIGNMENT,
+    AlignedRegion,
+    ArgumentError,
+    StagingBuffer,
+    StagingExhaustedError,
+    StagingPool,
+    SwapperClosedError,
+)
 
 
 def test_pages_are_aligned_disjoint_pieces_of_one_region() -> None:
@@ -69,13 +82,50 @@ def test_no_page_has_two_owners_at_once() -> None:
                     if not (buffer.tensor == number).all():
                         errors.append(f"{number} lost buffer {buffer.index}")
 
+        def look() -> None:  # for buffers that came free without a notification
+            while any(thread.is_alive() for thread in threads):
+                if not 0 <= staging_pool.num_leased <= 3:
+                    errors.append("a buffer is free twice")
+
         threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
         for thread in threads:
             thread.start()
+        look()
         for thread in threads:
             thread.join()
-        assert staging_pool.num_leased == 0
+        assert staging_pool.num_leased == 0 and sorted(staging_pool.free) == [0, 1, 2]
     assert not errors
+
+
+@pytest.mark.parametrize("function", [StagingBuffer.__init__, StagingBuffer.release])
+def test_an_interrupt_at_any_line_loses_no_buffer_and_gives_none_twice(function: FunctionType) -> None:
+    for nth in itertools.count():
+        num_lines = 0
+
+        def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+            nonlocal num_lines
+            if frame.f_code is not function.__code__:
+                return None
+            num_lines += event == "line"
+            if event == "line" and num_lines == nth + 1:  # noqa: B023 (called within the turn)
+                raise KeyboardInterrupt
+            return trace
+
+        with StagingPool(ALIGNMENT, 2) as staging_pool:
+            buffer = None
+            before = sys.gettrace()
+            sys.settrace(trace)
+            with contextlib.suppress(KeyboardInterrupt):
+                buffer = staging_pool.lease()
+                buffer.release()
+            sys.settrace(before)
+            del buffer
+            assert staging_pool.num_leased == 0 and sorted(staging_pool.free) == [0, 1], nth
+            with staging_pool.lease() as one, staging_pool.lease() as other:
+                assert one.index != other.index and staging_pool.try_lease() is None
+        if num_lines <= nth:
+            assert nth > 5
+            return
 
 
 def test_pinned_once_as_a_whole_and_unpinned_before_the_memory_goes() -> None:
