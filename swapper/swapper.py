@@ -9,7 +9,6 @@ from swapper.backend import Direction, IOBackend, register_memory
 from swapper.backends.memory import MemoryBackend
 from swapper.config import Priority, SwapperConfig, whole_number
 from swapper.errors import ArgumentError, ExtentError, SwapperClosedError
-from swapper.extents.allocator import SpaceAllocator
 from swapper.extents.extent import Extent, NameOf
 from swapper.measure.choice import open_backend
 from swapper.measure.speeds import with_speeds
@@ -53,12 +52,8 @@ class Swapper(Closable):
         self.config = config or SwapperConfig()
         self._is_prewritten = is_prewritten
         self._backend = backend
-        self._allocator = allocator = SpaceAllocator(backend.capacity_bytes)
-        # The scheduler calls the function under its own lock: locks are taken in the order scheduler, allocator. The
-        # function does not refer to the swapper, which the scheduler must not keep alive.
-        self._scheduler = IOScheduler(
-            backend, self.config, busy, lambda extent: allocator.release(extent.start, extent.num_bytes)
-        )
+        self._scheduler = IOScheduler(backend, self.config, busy)
+        self._allocator = self._scheduler.allocator
         self._pid = os.getpid()
         self._is_closed = False
         switching.acquire(id(self))  # see [Note: switch interval] in swapper.sync.switching
@@ -249,7 +244,7 @@ class Swapper(Closable):
 
     def statistics(self) -> Statistics:
         """Return counters and gauges."""
-        return self._scheduler.statistics(self._allocator.capacity_bytes, self._allocator.free_bytes)
+        return self._scheduler.statistics()
 
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Call ``observer`` with a `TransferRecord` after each transfer that begins from now on.

@@ -28,13 +28,14 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from threading import get_ident
 from typing import Any
 
 from swapper.backend import NO_MEMORY, Direction, IOBackend
 from swapper.config import ALIGNMENT, Priority, SwapperConfig, bounded_seconds
 from swapper.errors import ExtentError, ReentryError, SwapperClosedError
+from swapper.extents.allocator import SpaceAllocator
 from swapper.extents.extent import Extent, ExtentState
 from swapper.memory.held import watch_requests
 from swapper.meters import MOST_SPANS, BusyTimes, Observers
@@ -69,22 +70,15 @@ class IOScheduler(Uncopyable):
     Thread safe. Callbacks and waiters never run under its lock.
     """
 
-    def __init__(
-        self,
-        backend: IOBackend,
-        config: SwapperConfig,
-        busy: BusyTimes | None = None,
-        free: Callable[[Extent], None] = lambda extent: None,
-    ) -> None:
-        """``free``: called with a freed extent when its last request has ended."""
+    def __init__(self, backend: IOBackend, config: SwapperConfig, busy: BusyTimes | None = None) -> None:
         self.pid = interrupts.pid
         self._backend = backend
         self.block_bytes = backend.block_bytes
-        self._free_extent = free
+        # Of the extents: the space of one is free when it has been freed and its last request has ended.
+        self.allocator = SpaceAllocator(backend.capacity_bytes)
         self._config = config
-        # Guards the queues, the ledgers and all operations. Taken before the swapper's allocator lock (in _free_extent)
-        # and never around backend.submit, callbacks or observers. Re-entrant, so that a finalizer is refused and does
-        # not hang.
+        # Guards the queues, the ledgers and all operations. Taken before the allocator's lock (in _retire) and never
+        # around backend.submit, callbacks or observers. Re-entrant, so that a finalizer is refused and does not hang.
         self.lock: Any = threading.RLock()
         self.observers = Observers()
         shared = (config, backend, self._on_complete, BusyTimes(busy), self.observers)
@@ -498,7 +492,7 @@ class IOScheduler(Uncopyable):
         """Free the space of an extent that is being freed, if no operation uses it."""
         ledger = self._ledgers.get(extent)
         if ledger is None or not ledger.operations:
-            self._free_extent(extent)
+            self.allocator.release(extent.start, extent.num_bytes)
             self._ledgers.pop(extent, None)
             extent.state = ExtentState.FREED
 
@@ -567,8 +561,8 @@ class IOScheduler(Uncopyable):
         while (error := self.pending.pop()) is not None:
             logger.error("closed with an error that nobody has seen: %s", error)
 
-    def statistics(self, capacity_bytes: int, free_bytes: int) -> Statistics:
-        """Return a consistent snapshot; the sizes are the caller's."""
+    def statistics(self) -> Statistics:
+        """Return a consistent snapshot."""
         self.check_process()
         with self.lock:
             reads, writes = self.queues
@@ -590,7 +584,7 @@ class IOScheduler(Uncopyable):
                 inflight_writes=len(writes.inflight),
                 queued_reads=queued.count(Direction.READ),
                 queued_writes=queued.count(Direction.WRITE),
-                capacity_bytes=capacity_bytes,
-                free_bytes=free_bytes,
+                capacity_bytes=self.allocator.capacity_bytes,
+                free_bytes=self.allocator.free_bytes,
                 is_direct=self._backend.is_direct,
             )
