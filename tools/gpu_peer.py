@@ -125,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # With less than 20 seconds left, no run would get to its first step.
             left = _SLOT_SECONDS - (time.monotonic() - began)
             print(f"== {run.name} (at most {min(run.limit, left):.0f} s)", flush=True)
-            problem = missing if run.kind == "deepspeed" else "" if left > 20 else "the time of this slot is used up"
+            problem = missing if run.kind == "deepspeed" else ""
+            problem = problem or ("" if left > 20 else "the time of this slot is used up")
             answer = {"error": problem} if problem else _measured(run, asked.drives, spec, min(run.limit, left))
             lines.append({"name": run.name, **_circumstances(), **answer})
             print(_told(answer), flush=True)
@@ -140,35 +141,31 @@ def _deepspeed_place(asked: argparse.Namespace) -> Iterator[tuple[dict[str, Any]
     """Yield where DeepSpeed runs (arguments of a ParticipantSpec), and what is missing for it ("": nothing)."""
     with tempfile.TemporaryDirectory() as site:
         if asked.peer_python:
-            spec: dict[str, Any] = {"python": asked.peer_python}
+            spec, problem = {"python": asked.peer_python}, ""
             cure = f"install it there: {asked.peer_python} -m pip install deepspeed"
         else:
             # The unpacked packages come before our own folder.
-            spec, folder = {"path": f"{site}:{OURS}"}, asked.peer_packages
-            cure = f"put its wheels, and ds_site.zip with its operators, into {folder}, or name a --peer-python that has it"
-            # A wheel is a zip file of packages. The operators come last: they belong into the package.
-            archives = [*sorted(folder.glob("*.whl")), *folder.glob("ds_site.zip")]
-            if not archives:
-                yield spec, f"DeepSpeed: no wheels and no ds_site.zip in {folder}; {cure}"
-                return
-            try:
-                for archive in archives:
-                    _unpack(archive, Path(site))
-            except shutil.ReadError as error:
-                yield spec, f"DeepSpeed: {error}; {cure}"
-                return
-        missing = _missing(spec)
-        yield spec, f"DeepSpeed: missing {', '.join(missing)}; {cure}" if missing else ""
+            spec, problem = {"path": f"{site}:{OURS}"}, _unpacked(asked.peer_packages, Path(site))
+            cure = f"put its wheels, and ds_site.zip with its operators, into {asked.peer_packages}, or name a "
+            cure += "--peer-python that has it"
+        problem = problem or _missing(spec)
+        yield spec, f"DeepSpeed: {problem}; {cure}" if problem else ""
 
 
-def _unpack(archive: Path, site: Path) -> None:
-    """Unpack a wheel as pip does."""
-    shutil.unpack_archive(archive, site, "zip")
-    # A wheel may keep its packages in NAME-VERSION.data/purelib or platlib, next to scripts and headers.
-    for kind in ("purelib", "platlib"):
-        for folder in site.glob(f"*.data/{kind}"):
-            shutil.copytree(folder, site, dirs_exist_ok=True)
-            shutil.rmtree(folder)
+def _unpacked(folder: Path, site: Path) -> str:
+    """Unpack the wheels of a folder as pip does; return what is wrong with them."""
+    # A wheel is a zip file of packages. The operators come last: they belong into the package.
+    archives = [*sorted(folder.glob("*.whl")), *folder.glob("ds_site.zip")]
+    try:
+        for archive in archives:
+            shutil.unpack_archive(archive, site, "zip")
+            # A wheel may keep its packages in NAME-VERSION.data/purelib or platlib, next to scripts and headers.
+            for packages in (*site.glob("*.data/purelib"), *site.glob("*.data/platlib")):
+                shutil.copytree(packages, site, dirs_exist_ok=True)
+                shutil.rmtree(packages)
+    except shutil.ReadError as error:
+        return str(error)
+    return "" if archives else f"no wheels and no ds_site.zip in {folder}"
 
 
 def _extensions() -> str:
@@ -176,7 +173,8 @@ def _extensions() -> str:
     return os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions"))
 
 
-def _missing(spec: dict[str, Any]) -> list[str]:
+def _missing(spec: dict[str, Any]) -> str:
+    """Return what DeepSpeed lacks there, in words."""
     python = spec.get("python", sys.executable)
     environment = {
         "PYTHONPATH": spec.get("path", ""),
@@ -188,8 +186,10 @@ def _missing(spec: dict[str, Any]) -> list[str]:
     asked = subprocess.run(child, capture_output=True, text=True, check=False, env=os.environ | environment)
     told = [line for line in asked.stdout.splitlines() if line.startswith("MISSING ")]
     if not told:
-        return [f"a DeepSpeed that can be imported ({(asked.stderr.strip().splitlines() or ['no reason given'])[-1]})"]
-    return list(json.loads(told[-1].removeprefix("MISSING ")))
+        reason = (asked.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return f"missing a DeepSpeed that can be imported ({reason})"
+    missing = json.loads(told[-1].removeprefix("MISSING "))
+    return f"missing {', '.join(missing)}" if missing else ""
 
 
 def _measured(run: Run, drives: Sequence[Path], place: dict[str, Any], limit: float) -> dict[str, Any]:
