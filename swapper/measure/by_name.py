@@ -5,8 +5,7 @@ from __future__ import annotations
 from swapper.backend import IOBackend
 from swapper.backends.aio_files import AiofilesBackend
 from swapper.backends.threads import ThreadsBackend
-from swapper.backends.uring.backend import MAX_QUEUE_DEPTH, UringBackend
-from swapper.backends.uring.self_test import TEST_BYTES, find_fault
+from swapper.backends.uring.backend import MAX_QUEUE_DEPTH, TEST_BYTES, UringBackend, find_fault
 from swapper.backends.workers import STOP_SECONDS
 from swapper.config import SwapperConfig
 from swapper.errors import ArgumentError, BackendUnavailableError, VolumeError

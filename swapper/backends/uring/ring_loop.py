@@ -1,4 +1,4 @@
-"""The one thread that submits to a ring and reaps from it.
+"""The one thread that submits to a ring and reaps from it, and the memory that is registered with the kernel.
 
 [Note: sleeping and waking]
 An idle thread sleeps in the kernel until a transfer completes, or until another thread writes to an eventfd that the
@@ -15,11 +15,13 @@ system call submits them all and waits for the next completion.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import errno
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -28,9 +30,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from swapper.backend import IORequest, ended
-from swapper.backends.uring.memory_slots import MemorySlots
 from swapper.backends.uring.ring import Ring, library, needed
+from swapper.memory.region import AlignedRegion
 from swapper.sync.callbacks import fulfil
 from swapper.sync.lifetimes import EXIT_SECONDS, LiveObjects
 from swapper.sync.limits import start_threads
@@ -43,6 +48,9 @@ _WAKE = 0  # the token of the poll; those of transfers count from 1
 _BACK_OFF_SECONDS = 0.001  # before another try when the kernel is short of memory
 _BURST = 4  # completions between two submissions: fewer cost more system calls, more let the drive's queue run empty
 _COMMAND_SECONDS = 60.0  # to pin a region, the kernel faults in each of its pages: long for a large one
+# A region of 10 GiB takes 10 slots. Without a free one, register_memory() logs it, and transfers work unregistered.
+_NUM_SLOTS = 256
+_MAX_SLOT_BYTES = 1 << 30  # the kernel's limit on one registered buffer
 _LATER = frozenset({errno.EAGAIN, errno.EBUSY})  # short of memory, or of room for completions: see Ring.submit
 
 _Result = TypeVar("_Result")
@@ -65,6 +73,74 @@ class _RingQueue:
     @property
     def is_ready(self) -> bool:
         return bool(self.waiting) and self.num_inflight < self.limit
+
+
+class MemorySlots:
+    """The table of registered memory. Only the ring's thread uses it.
+
+    Args:
+        ring: Whose memory it is.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._are_made = False
+        self._free = list(range(_NUM_SLOTS - 1, -1, -1))  # a stack: slot 0 is used first
+        self._ranges: list[tuple[int, int, int]] = []  # start, end and slot, in order of addresses
+        # By slot: an array that keeps the memory mapped. A new mapping at the same address would have other pages than
+        # those that the kernel has pinned, and transfers would miss it.
+        self._arrays: dict[int, npt.NDArray[np.uint8]] = {}
+
+    def find(self, address: int, num_bytes: int) -> int:
+        """Return the slot that holds all of these bytes, or -1."""
+        ranges = self._ranges
+        if ranges:
+            # The last range that begins at `address` or before; maxsize sorts behind each end.
+            index = bisect.bisect_right(ranges, (address, sys.maxsize, 0)) - 1
+            if index >= 0 and address + num_bytes <= ranges[index][1]:
+                return ranges[index][2]
+        return -1
+
+    def add(self, region: AlignedRegion) -> list[int]:
+        """Register a region and return its slots.
+
+        Raises:
+            OSError: It cannot be registered; then nothing of it is.
+        """
+        if not self._are_made:  # the kernel makes the table once for a ring
+            self._ring.make_slots(_NUM_SLOTS)
+            self._are_made = True
+        array, slots = region.array(), list[int]()
+        address = region.address
+        stop = address + array.size
+        try:
+            while address < stop:
+                if not self._free:
+                    raise OSError(None, f"all {_NUM_SLOTS} places for registered memory are taken")
+                num_bytes = min(_MAX_SLOT_BYTES, stop - address)
+                self._ring.fill_slot(self._free[-1], address, num_bytes)
+                slot = self._free.pop()  # only now: fill_slot may have raised
+                slots.append(slot)
+                self._arrays[slot] = array
+                self._ranges = sorted([*self._ranges, (address, address + num_bytes, slot)])
+                address += num_bytes
+        except OSError:
+            self.remove(slots)
+            raise
+        return slots
+
+    def remove(self, slots: list[int]) -> None:
+        """Release what these slots hold. The kernel keeps pages pinned for transfers that use them now."""
+        for slot in slots:
+            self._ranges = [held for held in self._ranges if held[2] != slot]
+            self._ring.fill_slot(slot, 0, 0)
+            self._free.append(slot)
+            del self._arrays[slot]
+
+    def clear(self) -> None:
+        """Release all memory, once the ring is gone."""
+        self._ranges = []
+        self._arrays.clear()
 
 
 class RingLoop(Uncopyable):

@@ -13,10 +13,10 @@ import pytest
 
 from swapper import ALIGNMENT, AlignedRegion, StagingPool, Swapper, Volume
 from swapper.backends.memory import MemoryBackend
-from swapper.backends.uring import memory_slots as memory_slots_module
+from swapper.backends.uring import ring_loop
 from swapper.backends.uring.backend import UringBackend
-from swapper.backends.uring.memory_slots import MemorySlots
 from swapper.backends.uring.ring import library
+from swapper.backends.uring.ring_loop import MemorySlots
 from swapper.wrappers.base import BackendWrapper
 from tests.conformance.suite import aligned_bytes, random_bytes, read, write
 from tests.uring import fixed_transfers, needs_uring
@@ -118,7 +118,7 @@ class _FakeRing:
 
 
 def test_long_memory_is_registered_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_slots_module, "_MAX_SLOT_BYTES", 4 * ALIGNMENT)
+    monkeypatch.setattr(ring_loop, "_MAX_SLOT_BYTES", 4 * ALIGNMENT)
     ring = _FakeRing()
     slots = MemorySlots(ring)  # type: ignore[arg-type]
     region = AlignedRegion(10 * ALIGNMENT)
@@ -140,7 +140,7 @@ def test_long_memory_is_registered_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_memory_is_registered_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_slots_module, "_MAX_SLOT_BYTES", ALIGNMENT)
+    monkeypatch.setattr(ring_loop, "_MAX_SLOT_BYTES", ALIGNMENT)
     ring = _FakeRing(failing_slots=3)
     slots = MemorySlots(ring)  # type: ignore[arg-type]
     region = AlignedRegion(4 * ALIGNMENT)
