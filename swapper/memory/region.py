@@ -1,7 +1,12 @@
-"""Page-aligned memory that direct I/O and the device driver both accept."""
+"""Page-aligned memory that direct I/O and the device driver both accept; and ``mmap(2)`` through ctypes.
+
+The latter is for mappings that Python's ``mmap`` cannot make: at a given address, without reserved memory, or of a file
+whose descriptor is closed afterwards.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -13,11 +18,35 @@ import numpy.typing as npt
 from swapper.config import round_up
 from swapper.errors import ArgumentError
 from swapper.memory.held import is_held
-from swapper.memory.mapping import advise, map_memory, unmap
 from swapper.sync.limits import limits_in_words
 from swapper.uncopyable import Uncopyable
 
 _HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of arm64 with pages of 4 KiB
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FAILED = ctypes.c_void_p(-1).value  # (void *) -1
+
+unmap = _libc.munmap
+"""``unmap(address, num_bytes)``"""
+advise = _libc.madvise
+"""``advise(address, num_bytes, advice)``; returns 0 if the kernel takes it."""
+
+
+def map_memory(num_bytes: int, flags: int, fd: int = -1, address: int | None = None) -> int:
+    """Return the address of a readable and writable mapping: of a file from its beginning, or anonymous.
+
+    Raises:
+        OSError: The kernel does not make it.
+    """
+    found = _libc.mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if found is None or found == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot map {num_bytes} bytes of memory: {os.strerror(code)}")
+    return int(found)
 
 
 _mapped: dict[int, int] = {}  # bytes of each mapping that are not discarded, by its address

@@ -23,14 +23,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from swapper.errors import VolumeError, as_volume_error, error_words
-from swapper.memory.mapping import map_memory, owned_array, unmap
+from swapper.memory.region import map_memory, unmap
 from swapper.sync.limits import start_threads
 from swapper.uncopyable import closed_unless_made
 from swapper.volumes.own_files import opened
@@ -96,7 +96,7 @@ class MappedMemory:
                         _writer.add(segment)
                     offset = segment.allocate(num_bytes)
                     # The array's finalizer holds the bound method, and so the segment with its mapping.
-                    return owned_array(segment.address + offset, num_bytes, segment.free, offset, num_bytes)
+                    return _owned_array(segment.address + offset, num_bytes, segment.free, offset, num_bytes)
                 except VolumeError as error:
                     failure = failure or error
             raise failure or ValueError("no directory is given")
@@ -265,6 +265,22 @@ def _is_touched(start: int, stop: int) -> bool:
     return len(entries) < last - first or bool((entries >> np.uint64(62)).any())
 
 
+class _OwnedArray:
+    # np.asarray() below keeps this object as the array's base, and so do all views: it dies with the last of them.
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _owned_array(address: int, num_bytes: int, release: Callable[..., object], *args: object) -> npt.NDArray[np.uint8]:
+    """Return memory as a 1-D writable uint8 array; call ``release(*args)`` when its last view is gone.
+
+    The call also comes in a forked child, and not at the end of the process.
+    """
+    owned = _OwnedArray(address, num_bytes)
+    weakref.finalize(owned, release, *args).atexit = False  # at exit, other threads may still use the memory
+    return np.asarray(owned)
+
+
 def _mapped_bytes() -> int:
     """Bytes of mapped files and shared memory in this process's memory."""
     with open("/proc/self/statm", "rb") as file:  # the third number, in pages
@@ -304,7 +320,7 @@ class MappedFile:
 def _map(fd: int, num_bytes: int) -> npt.NDArray[np.uint8]:
     """All bytes of a file; the mapping keeps it."""
     address = map_memory(num_bytes, _PRIVATE, fd)
-    return owned_array(address, num_bytes, unmap, address, num_bytes)
+    return _owned_array(address, num_bytes, unmap, address, num_bytes)
 
 
 def map_file(path: Path) -> npt.NDArray[np.uint8]:
