@@ -22,8 +22,7 @@ from swapper.backends.volume_backend import VolumeBackend
 from swapper.backends.workers import STOP_SECONDS, Workers, start_workers, stop_workers
 from swapper.sync.callbacks import fulfil
 from swapper.sync.lifetimes import EXIT_SECONDS, LiveObjects, call_when_collected
-from swapper.sync.limits import limits_in_words, start_threads
-from swapper.sync.timeouts import join_all
+from swapper.sync.limits import join_all, limits_in_words, start_threads
 from swapper.uncopyable import closed_unless_made
 from swapper.volumes.volume import FileRange, Volume
 

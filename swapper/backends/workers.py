@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from swapper.backend import Direction
 from swapper.sync.callbacks import log_raised
 from swapper.sync.lifetimes import EXIT_SECONDS, LiveObjects, call_when_collected
-from swapper.sync.limits import start_threads
-from swapper.sync.timeouts import join_all
+from swapper.sync.limits import join_all, start_threads
 from swapper.uncopyable import Uncopyable, closed_unless_made
 
 STOP_SECONDS = 10.0  # how long a constructor that failed waits for the threads it has started

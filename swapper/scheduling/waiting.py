@@ -13,7 +13,7 @@ from swapper.errors import SwapperError
 from swapper.scheduling.operation import Operation, observe
 from swapper.sync.bell import Bell
 from swapper.sync.callbacks import call_back
-from swapper.sync.timeouts import wait_in_parts
+from swapper.sync.limits import wait_in_parts
 
 # 1, 2, 4, ... ms: the 8 attempts of the default max_retries wait 255 ms in all.
 _FIRST_DELAY_SECONDS = 0.001

@@ -31,7 +31,7 @@ from swapper.backend import CorruptedDataError, Direction, IOBackend, IORequest,
 from swapper.config import ALIGNMENT, round_up
 from swapper.errors import ArgumentError
 from swapper.memory.region import AlignedRegion
-from swapper.sync.timeouts import wait_in_parts
+from swapper.sync.limits import wait_in_parts
 from swapper.wrappers.base import BackendWrapper
 from swapper.wrappers.checksum import PAGE_BYTES, Bytes, ChecksumTable, Segment, crc32c, is_fast
 

@@ -22,7 +22,7 @@ from swapper.config import ALIGNMENT
 from swapper.errors import ArgumentError, error_words
 from swapper.memory.region import AlignedRegion
 from swapper.sync.lifetimes import call_when_collected
-from swapper.sync.timeouts import join_all
+from swapper.sync.limits import join_all
 from swapper.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)

@@ -38,8 +38,7 @@ from swapper.backends.uring.ring import Ring, library, needed
 from swapper.memory.region import AlignedRegion
 from swapper.sync.callbacks import fulfil
 from swapper.sync.lifetimes import EXIT_SECONDS, LiveObjects
-from swapper.sync.limits import start_threads
-from swapper.sync.timeouts import join_all
+from swapper.sync.limits import join_all, start_threads
 from swapper.uncopyable import Uncopyable
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from swapper.sync.timeouts import join_all, wait_in_parts
+from swapper.sync.limits import join_all, wait_in_parts
 
 
 def test_a_stop_costs_one_part() -> None:
