@@ -27,7 +27,7 @@ from infinity.config.resolved import (
     UpdateMode,
 )
 from infinity.config.schema.block import Block, Findings
-from infinity.config.schema.blocks import CsvMonitorBlock, RootBlock, TensorBoardBlock
+from infinity.config.schema.blocks import CsvMonitorBlock, OffloadBlock, RootBlock, TensorBoardBlock
 from infinity.config.schema.directories import (
     check_capacities,
     check_directories,
@@ -35,7 +35,6 @@ from infinity.config.schema.directories import (
     resolve_directories,
     resolve_file,
 )
-from infinity.config.schema.offload_blocks import OffloadBlock
 from infinity.config.schema.quantities import parse_flag, parse_number
 from infinity.errors import ConfigError
 from infinity.optim.lr_schedules import schedule_parameters
