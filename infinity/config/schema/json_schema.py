@@ -41,7 +41,7 @@ _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "ex
 # The same keys as `reading._COMMENT_KEY`: JSON schema has no flag for upper and lower case.
 _COMMENTS = r"^(\$schema|\$?_*([cC][oO][mM][mM][eE][nN][tT])[sS]?[0-9]*|//.*|#.*)$"
 _DOTTED = r"^[a-z]\w*(\.\w+)+$"
-# Flags that `legacy.modernise` rewrites. They are no fields of a model.
+# Flags that `reading.modernise` rewrites. They are no fields of a model.
 _OLD = ("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory")
 
 
