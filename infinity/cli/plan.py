@@ -169,9 +169,8 @@ def plan(
 def _machine(paths: Sequence[Path], asked: SimpleNamespace) -> tuple[Machine, str]:
     """Return this machine with the described values in place of its own, and the source of its computing speed."""
     from infinity.machine.bandwidth_cache import now
-    from infinity.machine.description import measure_flops_per_second, measure_updates_per_second
     from infinity.machine.hardware import measure_copies
-    from infinity.machine.here import glance, this_machine
+    from infinity.machine.here import glance, measure_flops_per_second, measure_updates_per_second, this_machine
     from infinity.plan.machine import Bandwidth
 
     # Any of the three describes another machine: measured speeds of this one would be wrong there.

@@ -55,8 +55,8 @@ def profile(directories: tuple[Path, ...], quick: bool, minutes: float | None, a
     """
     from infinity.console import Console
     from infinity.machine.bandwidth_cache import store
-    from infinity.machine.description import describe_machine
     from infinity.machine.drive_profile import QUICK, Effort
+    from infinity.machine.here import describe_machine
 
     console = Console(highlight=False, stderr=as_json)
     # stdout is for the JSON, so tables and bars go to stderr with --json.

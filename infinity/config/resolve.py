@@ -42,7 +42,7 @@ from infinity.optim.lr_schedules import schedule_parameters
 # O_DIRECT needs offsets, lengths and addresses in multiples of the drive's logical block, of 512 or 4096 bytes.
 _ALIGNMENT = 4096
 # Defaults of `aio`. `infinity profile` measures better ones for a drive, and engines use those
-# (machine/measured_io.py).
+# (machine/bandwidth_cache.py).
 _REQUEST_BYTES = 1 << 20
 _NUM_THREADS = 4
 _QUEUE_DEPTH = 8  # per thread, as DeepSpeed counts it
