@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from infinity.cli.config import loaded_for_one
 from infinity.cli.output import PathType, json_option, print_json, table
-from infinity.machine.finding import Finding, Verdict
 
-# In the order of `Verdict`: good, note, poor, bad.
-_SIGNS = dict(zip(Verdict, [("ok", "green"), ("-", "dim"), ("!", "yellow"), ("X", "bold red")], strict=True))
+if TYPE_CHECKING:
+    from infinity.machine.findings import Finding
+
+_SIGNS = {"good": ("ok", "green"), "note": ("-", "dim"), "poor": ("!", "yellow"), "bad": ("X", "bold red")}
+"""For each value of `Verdict`."""
 
 
 @click.command()
@@ -43,14 +46,12 @@ def doctor(directories: tuple[Path, ...], file: Path | None, no_measure: bool, a
       infinity doctor --config ds_config.json --json
     """
     from infinity.console import Console
-    from infinity.machine.computing import computing_findings
-    from infinity.machine.storage import locked_memory, storage_findings
+    from infinity.machine.findings import Verdict, computing_findings, storage_findings
 
     wanted = list(directories)
     if file is not None:
         wanted += loaded_for_one(file, {}).nvme_paths
     findings = list(computing_findings(measures=not no_measure))
-    findings.append(locked_memory())
     with Console(stderr=True).status("looking at the drives"):
         # `dict.fromkeys` drops duplicates in order: a config often has one directory in both offload blocks.
         findings += storage_findings(list(dict.fromkeys(wanted or [Path.cwd()])), measures=not no_measure)

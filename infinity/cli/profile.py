@@ -75,7 +75,7 @@ def profile(directories: tuple[Path, ...], quick: bool, minutes: float | None, a
 def _checked(paths: tuple[Path, ...], console: Console) -> DriveProfile:
     """Refuse what can be refused before anything is measured."""
     from infinity.machine.drive_profile import DriveProfile, directories_of
-    from infinity.machine.storage import writable_drive
+    from infinity.machine.findings import writable_drive
     from swapper.errors import VolumeError
 
     try:
