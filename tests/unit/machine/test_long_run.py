@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from infinity.machine.long_run import LongRun, Moment, hold
+from infinity.machine.drive_profile import LongRun, Moment, hold
 from swapper.measure.measurement import DriveTest, IOSetting, Sample, Workload
 
 _SECONDS = 1e-3
