@@ -17,9 +17,6 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 UpdateMode = Literal["in_backward", "deferred", "step"]
 MainWeights = Literal["remainder", "fp32"]
 GradientDtype = Literal["fp32", "bf16"]
-StateDtype = Literal["fp32", "bf16", "int8", "int8_dynamic"]
-ScheduleMode = Literal["auto", "vertical", "ordinary"]
-ExpertsChoice = Literal["auto", "by_expert", "touched_only", "whole"]
 
 
 class Decision(NamedTuple):
@@ -174,15 +171,15 @@ class InfinitySection:
     main_weights: MainWeights
     gradient_dtype: GradientDtype
     rounds_gradients: bool
-    schedule: ScheduleMode
-    state_dtype: StateDtype = "fp32"
+    schedule: Literal["auto", "vertical", "ordinary"]
+    state_dtype: Literal["fp32", "bf16", "int8", "int8_dynamic"] = "fp32"
     timeline: Path | None = None
     run_log: Path | None = None
     activation_checkpointing: bool = False
     activations: Literal["memory", "cpu", "nvme"] = "memory"
     durable: DurableSection | None = None
     tile_above: int | None = None
-    experts: ExpertsChoice = "auto"
+    experts: Literal["auto", "by_expert", "touched_only", "whole"] = "auto"
     update_workers: int | None = None
     update_is_open: bool = False
     progress_bars: bool = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from infinity.errors import BudgetTooSmallError
 from infinity.paging.prefetch_schedule import simulate
@@ -44,16 +44,24 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes that the NVMe tier reads and writes in one step, in the steady state, when every parameter gets a gradient."""
+    """Bytes that one step moves, in the steady state, when every parameter gets a gradient."""
 
-    read_bytes: int
-    write_bytes: int
-    kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
-    """(read, written) by kind: "weights", "optimizer state", "gradients"."""
+    kinds: Mapping[str, tuple[int, int]]
+    """(read, written) on the NVMe tier by kind: "weights", "optimizer state", "gradients"."""
     upload_bytes: int = 0
     """Bytes copied from host memory to a GPU; 0 if the CPU computes, and so for `download_bytes`."""
     download_bytes: int = 0
     """Bytes copied from a GPU to host memory."""
+
+    @property
+    def read_bytes(self) -> int:
+        """All bytes that are read."""
+        return sum(read for read, _ in self.kinds.values())
+
+    @property
+    def write_bytes(self) -> int:
+        """All bytes that are written."""
+        return sum(written for _, written in self.kinds.values())
 
     def in_vertical_order(self, units: Sequence[UnitSize], request: Request) -> Prediction:
         """The same with fp32 sums of the gradients of several micro-batches, where these are added up on a device."""
@@ -74,13 +82,8 @@ class Prediction:
             name: (extrapolated(read, before.kinds[name][0]), extrapolated(write, before.kinds[name][1]))
             for name, (read, write) in self.kinds.items()
         }
-        return Prediction(
-            extrapolated(self.read_bytes, before.read_bytes),
-            extrapolated(self.write_bytes, before.write_bytes),
-            kinds,
-            extrapolated(self.upload_bytes, before.upload_bytes),
-            extrapolated(self.download_bytes, before.download_bytes),
-        )
+        copied = (self.upload_bytes, before.upload_bytes), (self.download_bytes, before.download_bytes)
+        return Prediction(kinds, *(extrapolated(now, then) for now, then in copied))
 
 
 def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
@@ -189,7 +192,7 @@ def _predict(
         in_backward = request.updates_in_backward and num_micro_batches == 1
         there = set(placement.resident_units).union(order[backward_start:] if in_backward else simulation.held)
         copied = _copied(units, request, placement, fetched, there, in_backward=in_backward)
-    return Prediction(read + records + spilled, write + records + spilled, kinds, *copied)
+    return Prediction(kinds, *copied)
 
 
 def _copied(
@@ -234,29 +237,28 @@ def place_for_schedule(
     Raises:
         BudgetTooSmallError, ConfigError: see `infinity.plan.placement.place`.
     """
-    if asked == "ordinary":
-        return _for_ordinary_steps(units, request, order), "the config asks for it"
+    reason = "the config asks for it" if asked == "ordinary" else None
     if asked == "auto" and request.num_micro_batches == 1:
-        return _for_ordinary_steps(units, request, order), "a step has one micro-batch"
-    # In the vertical order all micro-batches pass a unit together, so weights and gradients move as with one
-    # micro-batch.
-    placement = _with_activations(units, dataclasses.replace(request, num_micro_batches=1), order)
-    reason = reason_against(asked, units, request, placement, order)
-    if reason is not None:
-        placement = _for_ordinary_steps(units, request, order)
-    return placement, reason
+        reason = "a step has one micro-batch"
+    if reason is None:
+        # In the vertical order all micro-batches pass a unit together, so weights and gradients move as with one
+        # micro-batch.
+        one = dataclasses.replace(request, num_micro_batches=1)
+        placement = _with_activations(units, one, order, has_checkpoints=True)
+        reason = reason_against(asked, units, request, placement, order)
+        if reason is None:
+            return placement, None
+    return _with_activations(units, request, order, has_checkpoints=False), reason
 
 
-def _for_ordinary_steps(units: Sequence[UnitSize], request: Request, order: Sequence[int]) -> Placement:
-    if request.activations != "memory":
-        return _with_activations(units, request, order)
-    return best_placement(units, request, order, len(units))
-
-
-def _with_activations(units: Sequence[UnitSize], request: Request, order: Sequence[int]) -> Placement:
-    # Activations get a share of what is left above the minimum, and the rest is placed with a smaller budget.
+def _with_activations(
+    units: Sequence[UnitSize], request: Request, order: Sequence[int], *, has_checkpoints: bool
+) -> Placement:
+    # Activations get a share of what is left above the minimum, and the rest is placed with a smaller budget. With
+    # "memory", ordinary steps leave activations outside of the budget, and vertical ones have activation checkpoints.
     activations = 0
-    if request.uses_host_memory or request.activations == "cpu":
+    is_within = has_checkpoints or request.activations != "memory"
+    if is_within and (request.uses_host_memory or request.activations == "cpu"):
         left = request.budget_bytes - place(units, request).minimum_bytes
         activations = left // _ACTIVATIONS_SHARE[request.activations]
     smaller = dataclasses.replace(request, budget_bytes=request.budget_bytes - activations)

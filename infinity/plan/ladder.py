@@ -192,7 +192,7 @@ class Ladder:
         tiers = (config.offload_param.device, config.offload_optimizer.device)
         try:
             inputs = self._inputs(config, *cut)
-            plan = inputs.plan(*inputs.place(), self._room_bytes, self._machine.bandwidth)
+            plan = inputs.plan(*inputs.place(), self._room_bytes)
         except BudgetTooSmallError as error:
             memory, least = ("memory", error.minimum_bytes) if error.key == HOST_KEY else ("GPU memory", 0)
             given = format_bytes(max(0, error.budget_bytes))

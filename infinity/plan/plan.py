@@ -102,11 +102,11 @@ class Plan:
 
     def prediction_of_bytes(self) -> Prediction:
         """The bytes that a step moves, without `Traffic.extra_bytes`."""
-        if not self.traffic.is_vertical:
-            return predict(self.sizes, self.request, self.placement, self.order, self.backward_start)
-        request = dataclasses.replace(self.request, num_micro_batches=1)  # the order is that of a whole step
+        request, is_vertical = self.request, self.traffic.is_vertical
+        if is_vertical:  # the order is that of a whole step
+            request = dataclasses.replace(request, num_micro_batches=1)
         found = predict(self.sizes, request, self.placement, self.order, self.backward_start)
-        return found.in_vertical_order(self.sizes, self.request)
+        return found.in_vertical_order(self.sizes, self.request) if is_vertical else found
 
     def predicted(self) -> Plan:
         """A copy of the plan with its predicted bytes."""
