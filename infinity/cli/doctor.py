@@ -65,6 +65,8 @@ def doctor(directories: tuple[Path, ...], file: Path | None, no_measure: bool, a
 
 
 def _print(findings: list[Finding], *, is_ready: bool) -> None:
+    from rich.markup import escape
+
     from infinity.console import Console
 
     shown = table("", "what", "found")
@@ -74,10 +76,10 @@ def _print(findings: list[Finding], *, is_ready: bool) -> None:
         if finding.directory != directory:
             directory = finding.directory
             shown.add_row("", "", "")
-            shown.add_row("", "[bold]directory[/]", f"[bold]{_plain(directory)}[/]")
+            shown.add_row("", "[bold]directory[/]", f"[bold]{escape(directory)}[/]")
         sign, style = _SIGNS[finding.verdict]
         cure = f"\n-> {finding.cure}" if finding.cure else ""
-        shown.add_row(f"[{style}]{sign}[/]", _plain(finding.what), f"{_plain(finding.text)}{_plain(cure)}")
+        shown.add_row(f"[{style}]{sign}[/]", escape(finding.what), f"{escape(finding.text)}{escape(cure)}")
     console = Console(highlight=False)
     console.print(shown)
     num_cures = sum(bool(finding.cure) for finding in findings)
@@ -86,8 +88,3 @@ def _print(findings: list[Finding], *, is_ready: bool) -> None:
         many = "1 change would help: the line" if num_cures == 1 else f"{num_cures} changes would help: the lines"
         text += f" {many} with ->."
     console.print(f"\n{text}", markup=False)
-
-
-def _plain(text: str) -> str:
-    # rich reads [x] as markup.
-    return text.replace("[", r"\[")

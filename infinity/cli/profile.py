@@ -96,23 +96,23 @@ def _measure(found: DriveProfile, effort: Effort, minutes: float | None, console
     Returns:
         The exit status: 0, 1 if a drive failed, 2 if a directory is useless, 130 after Ctrl-C.
     """
-    from infinity.machine.drive_profile import drive_test, hold_for, settings_for, sweep
+    from infinity.machine.drive_profile import drive_test, hold, settings_for, sweep
     from swapper.errors import SwapperError, VolumeError
 
     try:
         with _progress(console) as show, _raising_interrupts(show) as progress, drive_test(found, effort) as test:
             sweep(test, found, effort, settings_for(found.directories), progress)
             if minutes:
-                hold_for(test, found, 60 * minutes, progress)
+                hold(test, found, 60 * minutes, progress)
     # `found` is filled sample by sample, so whatever was measured is reported.
     except KeyboardInterrupt:
-        found.stop("interrupted")
+        found.stopped_by = "interrupted"
         return _INTERRUPTED
     except VolumeError as error:  # a directory that only its first use shows to be useless
-        found.stop(str(error))
+        found.stopped_by = str(error)
         return _FAILED if found.written_bytes else _MISUSED
     except (SwapperError, RuntimeError) as error:
-        found.stop(f"{type(error).__name__}: {error}")
+        found.stopped_by = f"{type(error).__name__}: {error}"
         return _FAILED
     return 0
 

@@ -105,10 +105,6 @@ class DriveProfile:
     long_run: LongRun | None = None
     """The best setting over minutes, if that was asked for."""
 
-    def stop(self, reason: str) -> None:
-        """Record why the measurement is not complete."""
-        self.stopped_by = reason
-
     def rates(self, setting: IOSetting) -> list[float]:
         """Bytes per second of each sample."""
         return [sample.bytes_per_second for sample in self.samples.get(setting, ())]
@@ -262,26 +258,6 @@ def sweep(
         found.written_bytes += sample.write_bytes
 
 
-def hold_for(test: DriveTest, found: DriveProfile, seconds: float, progress: Progress) -> None:
-    """Run the best setting of a `sweep` for ``seconds``, to find where the cache of a drive ends.
-
-    Raises:
-        SwapperError: a drive failed.
-    """
-    best = found.advice()
-    if best is None:
-        return
-    drives = [drive for each in found.directories if (drive := describe_drive(each.path).device) is not None]
-
-    def hottest() -> float | None:
-        return max((told for drive in drives if (told := health(drive).celsius) is not None), default=None)
-
-    def count(sample: Sample) -> None:
-        found.written_bytes += sample.write_bytes
-
-    found.long_run = hold(test, best.setting, seconds, hottest, progress, count)
-
-
 def _add(test: DriveTest, found: DriveProfile, setting: IOSetting, seconds: float) -> None:
     # One failure to open a backend is enough: the kernel or the container forbids it.
     if setting.backend in found.unusable:
@@ -424,36 +400,29 @@ class LongRun:
         }
 
 
-def hold(
-    test: DriveTest,
-    setting: IOSetting,
-    seconds: float,
-    celsius: Callable[[], float | None],
-    progress: Callable[[str, float], None],
-    keep: Callable[[Sample], None],
-) -> LongRun:
-    """Measure for minutes which rate a drive holds under the reads and writes of an optimizer step.
-
-    Args:
-        test: the drive.
-        setting: how requests are made.
-        seconds: how long; at least twelve samples are taken.
-        celsius: returns the temperature now; None if it is not known.
-        progress: called with a text and the finished fraction.
-        keep: called with each sample.
+def hold(test: DriveTest, found: DriveProfile, seconds: float, progress: Progress) -> None:
+    """Run the best setting of a `sweep` for ``seconds``, and at least twelve samples: which rate does the drive hold?
 
     Raises:
-        SwapperError: the drive failed.
+        SwapperError: a drive failed.
     """
-    found = LongRun()
-    length = min(_LONG_SAMPLE_SECONDS, seconds / _LEAST_SAMPLES)
+    best = found.advice()
+    if best is None:
+        return
+    drives = [drive for each in found.directories if (drive := describe_drive(each.path).device) is not None]
+    run, length = LongRun(), min(_LONG_SAMPLE_SECONDS, seconds / _LEAST_SAMPLES)
     began, written = time.monotonic(), 0
-    while len(found.moments) < _LEAST_SAMPLES or time.monotonic() - began < seconds:
-        sample = test.measure(setting, Workload.MIXED, length)
-        keep(sample)
+    while len(run.moments) < _LEAST_SAMPLES or time.monotonic() - began < seconds:
+        sample = test.measure(best.setting, Workload.MIXED, length)
+        found.written_bytes += sample.write_bytes
         written += sample.write_bytes
         passed = time.monotonic() - began
-        found.moments.append(Moment(passed, written, sample.bytes_per_second, celsius()))
+        run.moments.append(Moment(passed, written, sample.bytes_per_second, _hottest(drives)))
         told = f"{written / 1e9:.0f} GB written, {sample.bytes_per_second / 1e9:.2f} GB/s"
         progress(told, min(1.0, passed / seconds))
-    return found
+    found.long_run = run
+
+
+def _hottest(drives: Sequence[str]) -> float | None:
+    """Temperature of the hottest drive; None if none reports it."""
+    return max((celsius for drive in drives if (celsius := health(drive).celsius) is not None), default=None)
