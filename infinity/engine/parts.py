@@ -53,7 +53,7 @@ from infinity.packed.sources import clear_source
 from infinity.paging.assigned import AssignedData
 from infinity.paging.parameter_cache import ParameterCache
 from infinity.paging.parameter_map import ParameterMap
-from infinity.plan.tracker import PlanTracker
+from infinity.plan.plan import PlanTracker
 from infinity.plan.volumes import resting_bytes
 from infinity.threads.engine_lock import EngineLock
 from infinity.threads.openmp import use_threads

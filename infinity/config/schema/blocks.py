@@ -10,9 +10,18 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from infinity.config.schema.block import Block, Count, Flag, NoEffect, NotNull, Number, Refused, Untyped
+from infinity.config.schema.block import (
+    Block,
+    Count,
+    Flag,
+    NoEffect,
+    NotNull,
+    Number,
+    Refused,
+    Untyped,
+    with_deepspeed_only_keys,
+)
 from infinity.config.schema.directories import parse_directories
-from infinity.config.schema.inert import with_deepspeed_only_keys
 from infinity.config.schema.quantities import (
     parse_bytes,
     parse_choice,
