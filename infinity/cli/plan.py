@@ -129,9 +129,8 @@ def plan(
         raise click.ClickException(str(error)) from error
     config = None if file is None else _config(file, directories)
     # The ladder tries every offload choice, so it needs the JSON: it replaces the devices and loads the config anew.
-    written = None if config is None else dict(config)
+    written = dict(PLAIN if config is None else config)
     if frozen_dtype is not None:
-        written = {**(PLAIN if written is None else written)}
         written["infinity"] = {**written.get("infinity", {}), "frozen_dtype": frozen_dtype}
     paths = list(directories) or ([] if config is None else list(config.nvme_paths)) or [Path.cwd()]
     machine, source = _machine(paths, SimpleNamespace(**described))
@@ -151,15 +150,15 @@ def plan(
                 "num_parameters": sum(each.numel() for each in shapes.parameters()),
                 "fits": given.fits,
                 "machine": dataclasses.asdict(machine),
-                "chosen": _as_json(given),
-                "choices": [_as_json(each) for each in rungs],
+                "chosen": _as_json(given, tokens),
+                "choices": [_as_json(each, tokens) for each in rungs],
                 "smallest_change": None if change is None else change.differences_from(given),
                 "largest": None if most is None else {"num_layers": most[0], "num_parameters": most[1]},
             }
         )
         return 0 if given.fits else 1
     _print_machine(name, shapes, machine, source, tokens)
-    _print_rungs(rungs, given, machine, is_given=config is not None)
+    _print_rungs(rungs, given, machine, tokens, is_given=config is not None)
     _print_verdict(given, change, machine, is_given=config is not None)
     if largest:
         display(f"\nThe largest model of this family that fits: {_largest_words(most)}")
@@ -257,7 +256,7 @@ def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens
     print_facts(rows)
 
 
-def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_given: bool) -> None:
+def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, tokens: int, *, is_given: bool) -> None:
     """Print a table of all choices of tiers. ``given``: the one with a star; ``is_given``: it is that of the config."""
     has_gpu = not machine.uses_host_memory
     gpu = ["GPU"] if has_gpu else []
@@ -277,7 +276,7 @@ def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_g
             _bytes(resting.get("nvme")),
             _bytes(moved),
             _seconds(each),
-            "-" if each.seconds is None else _figures(each.tokens / each.seconds),
+            "-" if each.seconds is None else _figures(tokens / each.seconds),
             _bytes(each.minimum_bytes or None),
         ]
         shown.add_row(*cells)
@@ -348,7 +347,7 @@ _OF_PLAN = {
 """Key of the JSON -> attribute of the plan."""
 
 
-def _as_json(each: Outcome) -> dict[str, Any]:
+def _as_json(each: Outcome, tokens: int) -> dict[str, Any]:
     retention = None if each.plan is None else each.plan.retention
     return {
         **{name: getattr(each, name) for name in ("param_tier", "optimizer_tier", "fits", "problem")},
@@ -356,5 +355,5 @@ def _as_json(each: Outcome) -> dict[str, Any]:
         "retention": None if retention is None else dataclasses.asdict(retention),
         "minimum_memory_bytes": each.minimum_bytes,
         "step_seconds": each.seconds,
-        "tokens_per_second": None if each.seconds is None else each.tokens / each.seconds,
+        "tokens_per_second": None if each.seconds is None else tokens / each.seconds,
     }
