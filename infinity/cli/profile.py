@@ -106,13 +106,13 @@ def _measure(found: DriveProfile, effort: Effort, minutes: float | None, console
                 hold(test, found, 60 * minutes, progress)
     # `found` is filled sample by sample, so whatever was measured is reported.
     except KeyboardInterrupt:
-        found.stopped_by = "interrupted"
+        found.stop("interrupted")
         return _INTERRUPTED
     except VolumeError as error:  # a directory that only its first use shows to be useless
-        found.stopped_by = str(error)
+        found.stop(str(error))
         return _FAILED if found.written_bytes else _MISUSED
     except (SwapperError, RuntimeError) as error:
-        found.stopped_by = f"{type(error).__name__}: {error}"
+        found.stop(f"{type(error).__name__}: {error}")
         return _FAILED
     return 0
 

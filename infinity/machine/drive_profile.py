@@ -105,6 +105,10 @@ class DriveProfile:
     long_run: LongRun | None = None
     """The best setting over minutes, if that was asked for."""
 
+    def stop(self, reason: str) -> None:
+        """Record why the measurement is not complete."""
+        self.stopped_by = reason
+
     def rates(self, setting: IOSetting) -> list[float]:
         """Bytes per second of each sample."""
         return [sample.bytes_per_second for sample in self.samples.get(setting, ())]
