@@ -63,6 +63,11 @@ class Prediction:
         """All bytes that are written."""
         return sum(written for _, written in self.kinds.values())
 
+    @property
+    def moved_bytes(self) -> int:
+        """All bytes that are read or written."""
+        return self.read_bytes + self.write_bytes
+
     def in_vertical_order(self, units: Sequence[UnitSize], request: Request) -> Prediction:
         """The same with fp32 sums of the gradients of several micro-batches, where these are added up on a device."""
         if request.uses_host_memory or request.records_on_device or request.num_micro_batches == 1:
@@ -86,7 +91,7 @@ class Prediction:
         return Prediction(kinds, *(extrapolated(now, then) for now, then in copied))
 
 
-def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
+def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[int]) -> Placement:
     """The best of a few placements by simulated bytes. One of them spends all memory on units that come and go.
 
     Raises:
@@ -94,8 +99,7 @@ def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[
     """
 
     def moved(placement: Placement) -> int:
-        prediction = predict(units, request, placement, order, backward_start)
-        return prediction.read_bytes + prediction.write_bytes
+        return predict(units, request, placement, order, len(units)).moved_bytes
 
     found = placements(units, request)[: _SIMULATED if len(units) <= _MANY_UNITS else 1]
     kept = min(found, key=lambda placement: moved(placement) + apparent_bytes(units, request, placement))
@@ -262,7 +266,7 @@ def _with_activations(
         left = request.budget_bytes - place(units, request).minimum_bytes
         activations = left // _ACTIVATIONS_SHARE[request.activations]
     smaller = dataclasses.replace(request, budget_bytes=request.budget_bytes - activations)
-    return dataclasses.replace(best_placement(units, smaller, order, len(units)), activation_bytes=activations)
+    return dataclasses.replace(best_placement(units, smaller, order), activation_bytes=activations)
 
 
 def reason_against(
@@ -276,10 +280,9 @@ def reason_against(
     sums_on_gpu = request.num_micro_batches > 1 and not request.uses_host_memory and not placement.gradients_on_device
     if asked == "vertical" or sums_on_gpu:
         return None
-    ordinary = predict(units, request, placement, order, len(units))
-    vertical = predict(units, dataclasses.replace(request, num_micro_batches=1), placement, order, len(units))
-    before = ordinary.read_bytes + ordinary.write_bytes
-    saved = before - vertical.read_bytes - vertical.write_bytes
+    before = predict(units, request, placement, order, len(units)).moved_bytes
+    one = dataclasses.replace(request, num_micro_batches=1)
+    saved = before - predict(units, one, placement, order, len(units)).moved_bytes
     if saved < _LEAST_SAVED_SHARE * before or saved == 0:
         return "it would save hardly any bytes: weights and gradients stay in memory"
     return None
