@@ -11,6 +11,7 @@ import torch
 
 from infinity.checkpoint.arrays import ArraySpec
 from infinity.checkpoint.saved import writing
+from infinity.cli import doctor
 from infinity.cli.main import main
 from infinity.machine import findings
 from infinity.machine.findings import Verdict
@@ -128,3 +129,10 @@ def test_two_directories_on_one_drive(tmp_path: Path) -> None:
         path.mkdir()
     found = list(findings.storage_findings(paths, measures=False))
     assert found[-1].verdict is Verdict.POOR and "one drive" in found[-1].text
+
+
+def test_the_doctor_prints_brackets_as_they_are(capsys: Captured) -> None:
+    found = findings.note("drive", "an [hf] and a [1]", "try [bold]", "/mnt/[1]")
+    doctor._print([found], is_ready=True)
+    shown = capsys.readouterr().out
+    assert "an [hf] and a [1]" in shown and "try [bold]" in shown and "/mnt/[1]" in shown and "\\" not in shown
