@@ -20,14 +20,13 @@ from infinity.config.resolved import (
     InfinitySection,
     IOSection,
     MainWeights,
-    MonitorsSection,
     OffloadSection,
     OptimizerSection,
     SchedulerSection,
     UpdateMode,
 )
 from infinity.config.schema.block import Block, Findings
-from infinity.config.schema.blocks import CsvMonitorBlock, OffloadBlock, RootBlock, TensorBoardBlock
+from infinity.config.schema.blocks import OffloadBlock, RootBlock, WandbBlock
 from infinity.config.schema.directories import (
     check_capacities,
     check_directories,
@@ -336,18 +335,15 @@ def _resolve_infinity(
     return InfinitySection(**_as_written(block, InfinitySection) | decided)
 
 
-def _resolve_monitors(root: RootBlock) -> MonitorsSection:
-    def directory(key: str, block: TensorBoardBlock | CsvMonitorBlock) -> Path | None:
-        if not block.enabled:
-            return None
-        # As DeepSpeed: OUTPUT_PATH/JOB_NAME.
-        return resolve_file(block.output_path or ".", key=f"{key}.output_path") / block.job_name
-
-    return MonitorsSection(
-        tensorboard=directory("tensorboard", root.tensorboard),
-        csv=directory("csv_monitor", root.csv_monitor),
-        wandb=root.wandb if root.wandb.enabled else None,
-    )
+def _resolve_monitors(root: RootBlock) -> dict[str, Path | WandbBlock]:
+    found: dict[str, Path | WandbBlock] = {}
+    for key in ("csv_monitor", "tensorboard"):
+        if (block := getattr(root, key)).enabled:
+            # As DeepSpeed: OUTPUT_PATH/JOB_NAME.
+            found[key] = resolve_file(block.output_path or ".", key=f"{key}.output_path") / block.job_name
+    if root.wandb.enabled:
+        found["wandb"] = root.wandb
+    return found
 
 
 def _resolve_durable(

@@ -118,15 +118,6 @@ class DurableSection:
 
 
 @dataclass(frozen=True)
-class MonitorsSection:
-    """Where curves are written: absolute directories of this run, and the block `wandb`. None switches a monitor off."""
-
-    tensorboard: Path | None = None
-    csv: Path | None = None
-    wandb: WandbBlock | None = None
-
-
-@dataclass(frozen=True)
 class InfinitySection:
     """`infinity`. Budgets and sizes are None if the engine chooses them.
 
@@ -208,7 +199,8 @@ class InfinityConfig(Mapping[str, Any]):
         io: how files are read and written.
         infinity: what DeepSpeed has no key for.
         steps_per_print: a progress line every so many steps; None for none.
-        monitors: where curves are written.
+        monitors: where curves are written, for each block that is enabled: an absolute directory of this run, or the
+            block `wandb`.
         wall_clock_breakdown: whether to report where the time of each step went.
         dataloader_drop_last: whether a loader made from `training_data` drops the last, smaller batch.
         zero_stage: as written, else 3 with an offload and 0 without. It says what several processes divide.
@@ -237,7 +229,7 @@ class InfinityConfig(Mapping[str, Any]):
     infinity: InfinitySection
     steps_per_print: int | None
     wall_clock_breakdown: bool
-    monitors: MonitorsSection
+    monitors: Mapping[str, Path | WandbBlock]
     dataloader_drop_last: bool
     zero_stage: int
     managed_gradient_accumulation: bool
