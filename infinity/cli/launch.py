@@ -100,20 +100,17 @@ def _hosts(arguments: SimpleNamespace) -> Hosts:
     else:
         found = read_hostfile(arguments.hostfile)
     found = chosen(found, arguments.include, arguments.exclude)
-    if arguments.num_nodes is not None and not 0 < arguments.num_nodes <= len(found):
-        raise ConfigError(
-            f"--num_nodes {arguments.num_nodes}: there are {len(found)} hosts. Give a number from 1 to {len(found)}"
-        )
+    _check_number("--num_nodes", arguments.num_nodes, len(found), f"there are {len(found)} hosts")
     # None takes all of them.
     found = dict(islice(found.items(), arguments.num_nodes))
-    if arguments.num_gpus is None:
-        return found
     for host, slots in found.items():
-        if not 0 < arguments.num_gpus <= len(slots):
-            raise ConfigError(
-                f"--num_gpus {arguments.num_gpus}: {host} has {len(slots)} slots. Give a number from 1 to {len(slots)}"
-            )
+        _check_number("--num_gpus", arguments.num_gpus, len(slots), f"{host} has {len(slots)} slots")
     return {host: slots[: arguments.num_gpus] for host, slots in found.items()}
+
+
+def _check_number(option: str, number: int | None, most: int, there: str) -> None:
+    if number is not None and not 0 < number <= most:
+        raise ConfigError(f"{option} {number}: {there}. Give a number from 1 to {most}")
 
 
 def _choice(arguments: SimpleNamespace) -> str:
