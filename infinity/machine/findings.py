@@ -402,7 +402,7 @@ def _files(drive: Drive, *, measures: bool) -> Iterator[Finding]:
     except SwapperError as error:
         yield bad("scratch files", str(error), "Name a directory on a local file system (ext4, xfs, btrfs)")
         return
-    try:
+    with contextlib.closing(volume):
         file = volume.files[0]
         if file.is_direct:
             yield good("O_DIRECT", "reads and writes go past the page cache")
@@ -412,8 +412,6 @@ def _files(drive: Drive, *, measures: bool) -> Iterator[Finding]:
             yield poor("O_DIRECT", text, "Name a directory on ext4, xfs or btrfs on a local drive")
         with _silent():
             yield _backend(volume, measures=num_bytes == _TRIAL_BYTES)
-    finally:
-        volume.close()
 
 
 def _backend(volume: Volume, *, measures: bool) -> Finding:
