@@ -19,7 +19,6 @@ from infinity.cli.output import PathType, display, json_option, print_facts, pri
 from infinity.errors import size
 
 if TYPE_CHECKING:
-    from infinity.config import InfinityConfig
     from infinity.plan.ladder import Outcome
     from infinity.plan.machine import Machine
 
@@ -127,7 +126,10 @@ def plan(
             name, shapes = f"{name}, LoRA of rank {lora}", add_adapters(shapes, lora)
     except ModelRefused as error:
         raise click.ClickException(str(error)) from error
-    config = None if file is None else _config(file, directories)
+    # The config's states go to these directories, if any are given.
+    places = [str(path) for path in directories]
+    keys = [f"zero_optimization.{name}.nvme_path" for name in ("offload_param", "offload_optimizer")] if places else []
+    config = None if file is None else loaded_for_one(file, dict.fromkeys(keys, places))
     # The ladder tries every offload choice, so it needs the JSON: it replaces the devices and loads the config anew.
     written = dict(PLAIN if config is None else config)
     if frozen_dtype is not None:
@@ -223,13 +225,6 @@ def _largest_words(most: tuple[int, int] | None) -> str:
         return "unknown: the model has no repeated layers, or does not fit with one"
     more = " or more" if most[0] >= MOST_LAYERS else ""
     return f"{most[0]:,} layers{more}, {most[1] / 1e9:,.2f}B parameters"
-
-
-def _config(file: Path, directories: Sequence[Path]) -> InfinityConfig:
-    """Load the config, with its states in these directories if any are given."""
-    paths = [str(path) for path in directories]
-    keys = [f"zero_optimization.{name}.nvme_path" for name in ("offload_param", "offload_optimizer")] if paths else []
-    return loaded_for_one(file, dict.fromkeys(keys, paths))
 
 
 def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens: int) -> None:

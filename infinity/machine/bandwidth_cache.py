@@ -167,11 +167,6 @@ def with_measured_io(config: InfinityConfig) -> InfinityConfig:
     except (SwapperError, OSError) as error:
         logger.info("the settings that `infinity profile` found do not work here: %s", error)
         return config
-    return _replaced(config, measured)
-
-
-def _replaced(config: InfinityConfig, measured: BandwidthCache) -> InfinityConfig:
-    setting = measured.setting
     shown: dict[str, object] = {
         "aio.block_size": setting.request_bytes,
         "aio.queue_depth": f"{setting.max_inflight} requests in flight",
