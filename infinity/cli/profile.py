@@ -100,7 +100,7 @@ def _measure(found: DriveProfile, effort: Effort, minutes: float | None, console
     from swapper.errors import SwapperError, VolumeError
 
     try:
-        with _progress(console) as show, _raising_interrupts(show) as progress, drive_test(found, effort) as test:
+        with _progress(console) as progress, drive_test(found, effort) as test:
             sweep(test, found, effort, settings_for(found.directories), progress)
             if minutes:
                 hold(test, found, 60 * minutes, progress)
@@ -118,54 +118,41 @@ def _measure(found: DriveProfile, effort: Effort, minutes: float | None, console
 
 
 @contextlib.contextmanager
-def _raising_interrupts(progress: Progress) -> Iterator[Progress]:
-    """``progress``, which also raises a KeyboardInterrupt that was dropped: Python ignores one that comes in a finalizer."""
-    has_come = False
-    handler = signal.getsignal(signal.SIGINT)
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal has_come
-        has_come = True
-        if callable(handler):
-            handler(number, frame)
-
-    def show(what: str, share: float) -> None:
-        if has_come:
-            raise KeyboardInterrupt
-        progress(what, share)
-
-    if not callable(handler):  # ignored, as in a job that a shell has put into the background
-        yield progress
-        return
-    signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield show
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-@contextlib.contextmanager
 def _progress(console: Console) -> Iterator[Progress]:
     """A bar with the time left; where there is no terminal, a line for each thing that begins.
 
-    It is drawn between samples only: drawing takes a core.
+    It is drawn between samples only: drawing takes a core. It also raises a KeyboardInterrupt that was dropped: Python
+    ignores one that comes in a finalizer.
     """
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     is_shown, text = console.is_terminal, [""]
+    interrupts: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
     # `auto_refresh=False`: rich would draw from a thread of its own, in the middle of a sample.
-    with Bar(*columns, console=console, transient=True, auto_refresh=False, disable=not is_shown) as bar:
-        task = bar.add_task("", total=1.0)
+    bar = Bar(*columns, console=console, transient=True, auto_refresh=False, disable=not is_shown)
+    task = bar.add_task("", total=1.0)
 
-        def show(what: str, share: float) -> None:
-            bar.update(task, description=what, completed=share, refresh=True)
-            # In a log file: one line per phase, not per sample.
-            if not is_shown and what != text[-1]:
-                console.print(what, markup=False)
-                text.append(what)
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        if callable(handler):
+            handler(number, frame)
 
+    def show(what: str, share: float) -> None:
+        if interrupts:
+            raise KeyboardInterrupt
+        bar.update(task, description=what, completed=share, refresh=True)
+        # In a log file: one line per phase, not per sample.
+        if not is_shown and what != text[-1]:
+            console.print(what, markup=False)
+            text.append(what)
+
+    with bar, contextlib.ExitStack() as ends:
+        if callable(handler):  # else it is ignored, as in a job that a shell has put into the background
+            signal.signal(signal.SIGINT, on_signal)
+            ends.callback(signal.signal, signal.SIGINT, handler)
         yield show
 
 
