@@ -29,7 +29,7 @@ from infinity.engine.assembly import build
 from infinity.engine.engine import Engine, engine_behind
 from infinity.engine.run_notes import RunNotes
 from infinity.errors import BudgetTooSmallError, ConfigError, ModelError
-from infinity.machine.measured_io import with_measured_io
+from infinity.machine.bandwidth_cache import with_measured_io
 from infinity.metrics.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer, begin_anew

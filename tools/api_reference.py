@@ -26,7 +26,7 @@ from pages import REFERENCE, ROOT, WIDTH, item, print_or_write, wrapped
 
 import infinity.deepspeed
 import swapper
-from infinity.config.schema.reference import texts_of
+from infinity.config.schema.json_schema import texts_of
 from infinity.engine.engine import Engine
 
 PAGE = REFERENCE / "api.md"

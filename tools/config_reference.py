@@ -22,7 +22,7 @@ from pydantic_core import PydanticUndefined
 
 from infinity.config.schema import directories, quantities
 from infinity.config.schema.block import Block, NoEffect, Refused
-from infinity.config.schema.reference import choices_of, has_effect, leaves, texts_of
+from infinity.config.schema.json_schema import choices_of, leaves, rules_of, texts_of
 from infinity.config.schema.vocabulary import blocks, child_block
 from infinity.optim.lr_schedules import SCHEDULES, schedule_parameters
 from infinity.optim.registry import BY_NAME
@@ -48,7 +48,7 @@ def _effective(path: str, block: type[Block]) -> list[str]:
     texts = texts_of(block)
     items = []
     for name, field in block.model_fields.items():
-        if has_effect(field) and child_block(field) is None:
+        if not any(rules_of(field)) and child_block(field) is None:
             text = texts.get(name, "")
             items.append(item(f"`{name}` ({kind_of(field)}; {default_of(field, text)}). {text}"))
     return items

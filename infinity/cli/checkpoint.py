@@ -1,4 +1,4 @@
-"""``infinity checkpoint``: inspect, verify and seal checkpoints, and export their weights."""
+"""``infinity checkpoint``: inspect, verify and seal checkpoints, export their weights, and convert those of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from infinity.cli.output import PathType, display, json_option, print_facts, print_json, table
+from infinity.cli.output import PathType, display, json_option, print_facts, print_json, print_result, table
 from infinity.errors import CheckpointError, format_bytes
 
 if TYPE_CHECKING:
@@ -173,11 +173,9 @@ def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int
         except CheckpointError as error:
             results.append({"folder": str(folder), "num_bytes": None, "problem": str(error)})
     is_whole = all(each["problem"] is None for each in results)
-    if as_json:
-        print_json({"is_whole": is_whole, "checkpoints": results})
-    for each in [] if as_json else results:
-        told = each["problem"] or f"every checksum is right, {format_bytes(each['num_bytes'])}"
-        display(f"{each['folder']}: {told}", soft_wrap=True)
+    told = [each["problem"] or f"every checksum is right, {format_bytes(each['num_bytes'])}" for each in results]
+    lines = (f"{each['folder']}: {words}" for each, words in zip(results, told, strict=True))
+    print_result(as_json, {"is_whole": is_whole, "checkpoints": results}, *lines)
     return 0 if is_whole else 1
 
 
@@ -205,10 +203,8 @@ def seal(source: Path, tag: str | None, as_json: bool) -> None:
     if folder is None:
         raise CheckpointError(source, "there is no checkpoint in it", cure="Give the directory that has tensors.zarr")
     found = seal_checkpoint(folder)
-    if as_json:
-        print_json({"folder": str(folder.absolute()), "num_tensors": len(found.tensors)})
-        return
-    display(f"{folder}: {len(found.tensors)} tensors, all files have a checksum", soft_wrap=True)
+    facts = {"folder": str(folder.absolute()), "num_tensors": len(found.tensors)}
+    print_result(as_json, facts, f"{folder}: {len(found.tensors)} tensors, all files have a checksum")
 
 
 @click.command()
@@ -270,3 +266,40 @@ def export(
 
 # The same command under two names: `infinity export` and `infinity checkpoint export`.
 checkpoint.add_command(export)
+
+
+@click.command()
+@click.argument("source", type=PathType())
+@click.argument("target", type=PathType(), required=False)
+@click.option("--tag", help="Tag of the checkpoint in SOURCE. Default: the one that the file 'latest' names.")
+@click.option(
+    "--skip-unknown",
+    is_flag=True,
+    help="Leave out objects of the script whose classes are neither torch's nor DeepSpeed's.",
+)
+@json_option
+def import_deepspeed(source: Path, target: Path | None, tag: str | None, skip_unknown: bool, as_json: bool) -> None:
+    """Convert a DeepSpeed checkpoint (ZeRO stage 1 to 3, or universal) into one for engine.load_checkpoint.
+
+    SOURCE is a directory that DeepSpeed's save_checkpoint wrote to, or one tag's. TARGET is made if it is missing; by
+    default it is SOURCE with "-infinity" appended. DeepSpeed need not be installed, and no object in the source is run.
+    It needs a few MiB of memory besides the page cache.
+
+    \b
+    Examples:
+      infinity import-deepspeed out/checkpoint-500
+      infinity import-deepspeed out/checkpoint-500 ours
+      infinity import-deepspeed out ours --tag global_step500 --json
+    """
+    from infinity.deepspeed.importer.conversion import convert
+
+    if target is None:
+        # `.` has no name to append to.
+        whole = source.absolute()
+        target = whole.with_name(f"{whole.name}-infinity")
+    done = convert(source, target, tag=tag, skips_unknown=skip_unknown)
+    facts = dict(vars(done))
+    facts = {"deepspeed_version": facts.pop("version"), **facts}
+    text = f"{done.num_tensors} tensors, {format_bytes(done.num_bytes)}, after {done.num_steps} steps"
+    left_out = (f"left out: {what}" for what in done.left_out)
+    print_result(as_json, facts, f"{done.folder}: {text} with DeepSpeed {done.version}", *left_out)

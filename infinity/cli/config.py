@@ -37,9 +37,9 @@ def loaded_for_one(file: Path, overrides: Mapping[str, Any]) -> InfinityConfig:
     """Load a config as one process would, without looking at its directories."""
     from infinity.config import load_config
     from infinity.config.batch import ACCUMULATION, MICRO, TRAIN
+    from infinity.config.load import read_file
     from infinity.config.reading import tidy
     from infinity.config.schema.block import Findings
-    from infinity.config.text import read_file
 
     # A config for 8 processes says train 64, micro 4, accumulation 2, and 64 = 4 * 2 * 8 is an error for one process.
     # `plan` and `doctor` do not know the number of processes. So the total is dropped if it is a multiple of the

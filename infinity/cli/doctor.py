@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from infinity.cli.config import loaded_for_one
 from infinity.cli.output import PathType, json_option, print_json, table
-from infinity.machine.finding import Finding, Verdict
 
-# In the order of `Verdict`: good, note, poor, bad.
-_SIGNS = dict(zip(Verdict, [("ok", "green"), ("-", "dim"), ("!", "yellow"), ("X", "bold red")], strict=True))
+if TYPE_CHECKING:
+    from infinity.machine.findings import Finding
+
+_SIGNS = {"good": ("ok", "green"), "note": ("-", "dim"), "poor": ("!", "yellow"), "bad": ("X", "bold red")}
+"""For each value of `Verdict`."""
 
 
 @click.command()
@@ -43,14 +46,12 @@ def doctor(directories: tuple[Path, ...], file: Path | None, no_measure: bool, a
       infinity doctor --config ds_config.json --json
     """
     from infinity.console import Console
-    from infinity.machine.computing import computing_findings
-    from infinity.machine.storage import locked_memory, storage_findings
+    from infinity.machine.findings import Verdict, computing_findings, storage_findings
 
     wanted = list(directories)
     if file is not None:
         wanted += loaded_for_one(file, {}).nvme_paths
     findings = list(computing_findings(measures=not no_measure))
-    findings.append(locked_memory())
     with Console(stderr=True).status("looking at the drives"):
         # `dict.fromkeys` drops duplicates in order: a config often has one directory in both offload blocks.
         findings += storage_findings(list(dict.fromkeys(wanted or [Path.cwd()])), measures=not no_measure)
@@ -64,6 +65,8 @@ def doctor(directories: tuple[Path, ...], file: Path | None, no_measure: bool, a
 
 
 def _print(findings: list[Finding], *, is_ready: bool) -> None:
+    from rich.markup import escape
+
     from infinity.console import Console
 
     shown = table("", "what", "found")
@@ -73,10 +76,10 @@ def _print(findings: list[Finding], *, is_ready: bool) -> None:
         if finding.directory != directory:
             directory = finding.directory
             shown.add_row("", "", "")
-            shown.add_row("", "[bold]directory[/]", f"[bold]{_plain(directory)}[/]")
+            shown.add_row("", "[bold]directory[/]", f"[bold]{escape(directory)}[/]")
         sign, style = _SIGNS[finding.verdict]
         cure = f"\n-> {finding.cure}" if finding.cure else ""
-        shown.add_row(f"[{style}]{sign}[/]", _plain(finding.what), f"{_plain(finding.text)}{_plain(cure)}")
+        shown.add_row(f"[{style}]{sign}[/]", escape(finding.what), f"{escape(finding.text)}{escape(cure)}")
     console = Console(highlight=False)
     console.print(shown)
     num_cures = sum(bool(finding.cure) for finding in findings)
@@ -85,8 +88,3 @@ def _print(findings: list[Finding], *, is_ready: bool) -> None:
         many = "1 change would help: the line" if num_cures == 1 else f"{num_cures} changes would help: the lines"
         text += f" {many} with ->."
     console.print(f"\n{text}", markup=False)
-
-
-def _plain(text: str) -> str:
-    # rich reads [x] as markup.
-    return text.replace("[", r"\[")

@@ -44,7 +44,7 @@ COMMANDS = {
 }
 """One line for each command: a `click.Command` of that name, with ``_`` for ``-``, in the module of that name."""
 # Commands whose module has another name.
-_IN_MODULES_OF_OTHERS = {"watch": "report", "export": "checkpoint"}
+_IN_MODULES_OF_OTHERS = {"watch": "report", "export": "checkpoint", "import-deepspeed": "checkpoint"}
 
 # By errno. Other errors get the system's text alone.
 _CURES = {

@@ -41,6 +41,14 @@ def print_json(value: Any) -> None:
     click.echo(_as_json(value))
 
 
+def print_result(as_json: bool, facts: Any, *lines: str) -> None:
+    """Print the result of a command: ``facts`` as JSON, or else ``lines`` for people."""
+    if as_json:
+        print_json(facts)
+    for line in () if as_json else lines:
+        display(line, soft_wrap=True)
+
+
 def write_json(value: Any, path: Path) -> None:
     """As `print_json`, to a file, or to stdout if `path` is "-"."""
     if path == Path(STDOUT):

@@ -19,7 +19,6 @@ from infinity.cli.output import PathType, display, json_option, print_facts, pri
 from infinity.errors import size
 
 if TYPE_CHECKING:
-    from infinity.config import InfinityConfig
     from infinity.plan.ladder import Outcome
     from infinity.plan.machine import Machine
 
@@ -127,11 +126,13 @@ def plan(
             name, shapes = f"{name}, LoRA of rank {lora}", add_adapters(shapes, lora)
     except ModelRefused as error:
         raise click.ClickException(str(error)) from error
-    config = None if file is None else _config(file, directories)
+    # The config's states go to these directories, if any are given.
+    places = [str(path) for path in directories]
+    keys = [f"zero_optimization.{name}.nvme_path" for name in ("offload_param", "offload_optimizer")] if places else []
+    config = None if file is None else loaded_for_one(file, dict.fromkeys(keys, places))
     # The ladder tries every offload choice, so it needs the JSON: it replaces the devices and loads the config anew.
-    written = None if config is None else dict(config)
+    written = dict(PLAIN if config is None else config)
     if frozen_dtype is not None:
-        written = {**(PLAIN if written is None else written)}
         written["infinity"] = {**written.get("infinity", {}), "frozen_dtype": frozen_dtype}
     paths = list(directories) or ([] if config is None else list(config.nvme_paths)) or [Path.cwd()]
     machine, source = _machine(paths, SimpleNamespace(**described))
@@ -151,15 +152,15 @@ def plan(
                 "num_parameters": sum(each.numel() for each in shapes.parameters()),
                 "fits": given.fits,
                 "machine": dataclasses.asdict(machine),
-                "chosen": _as_json(given),
-                "choices": [_as_json(each) for each in rungs],
+                "chosen": _as_json(given, tokens),
+                "choices": [_as_json(each, tokens) for each in rungs],
                 "smallest_change": None if change is None else change.differences_from(given),
                 "largest": None if most is None else {"num_layers": most[0], "num_parameters": most[1]},
             }
         )
         return 0 if given.fits else 1
     _print_machine(name, shapes, machine, source, tokens)
-    _print_rungs(rungs, given, machine, is_given=config is not None)
+    _print_rungs(rungs, given, machine, tokens, is_given=config is not None)
     _print_verdict(given, change, machine, is_given=config is not None)
     if largest:
         display(f"\nThe largest model of this family that fits: {_largest_words(most)}")
@@ -169,9 +170,8 @@ def plan(
 def _machine(paths: Sequence[Path], asked: SimpleNamespace) -> tuple[Machine, str]:
     """Return this machine with the described values in place of its own, and the source of its computing speed."""
     from infinity.machine.bandwidth_cache import now
-    from infinity.machine.description import measure_flops_per_second, measure_updates_per_second
     from infinity.machine.hardware import measure_copies
-    from infinity.machine.here import glance, this_machine
+    from infinity.machine.here import glance, measure_flops_per_second, measure_updates_per_second, this_machine
     from infinity.plan.machine import Bandwidth
 
     # Any of the three describes another machine: measured speeds of this one would be wrong there.
@@ -227,13 +227,6 @@ def _largest_words(most: tuple[int, int] | None) -> str:
     return f"{most[0]:,} layers{more}, {most[1] / 1e9:,.2f}B parameters"
 
 
-def _config(file: Path, directories: Sequence[Path]) -> InfinityConfig:
-    """Load the config, with its states in these directories if any are given."""
-    paths = [str(path) for path in directories]
-    keys = [f"zero_optimization.{name}.nvme_path" for name in ("offload_param", "offload_optimizer")] if paths else []
-    return loaded_for_one(file, dict.fromkeys(keys, paths))
-
-
 def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens: int) -> None:
     count = sum(each.numel() for each in shapes.parameters())
     drives = "no limit" if machine.drive_free_bytes is None else size(machine.drive_free_bytes)
@@ -258,7 +251,7 @@ def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens
     print_facts(rows)
 
 
-def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_given: bool) -> None:
+def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, tokens: int, *, is_given: bool) -> None:
     """Print a table of all choices of tiers. ``given``: the one with a star; ``is_given``: it is that of the config."""
     has_gpu = not machine.uses_host_memory
     gpu = ["GPU"] if has_gpu else []
@@ -278,7 +271,7 @@ def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_g
             _bytes(resting.get("nvme")),
             _bytes(moved),
             _seconds(each),
-            "-" if each.seconds is None else _figures(each.tokens / each.seconds),
+            "-" if each.seconds is None else _figures(tokens / each.seconds),
             _bytes(each.minimum_bytes or None),
         ]
         shown.add_row(*cells)
@@ -349,7 +342,7 @@ _OF_PLAN = {
 """Key of the JSON -> attribute of the plan."""
 
 
-def _as_json(each: Outcome) -> dict[str, Any]:
+def _as_json(each: Outcome, tokens: int) -> dict[str, Any]:
     retention = None if each.plan is None else each.plan.retention
     return {
         **{name: getattr(each, name) for name in ("param_tier", "optimizer_tier", "fits", "problem")},
@@ -357,5 +350,5 @@ def _as_json(each: Outcome) -> dict[str, Any]:
         "retention": None if retention is None else dataclasses.asdict(retention),
         "minimum_memory_bytes": each.minimum_bytes,
         "step_seconds": each.seconds,
-        "tokens_per_second": None if each.seconds is None else each.tokens / each.seconds,
+        "tokens_per_second": None if each.seconds is None else tokens / each.seconds,
     }

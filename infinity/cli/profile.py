@@ -55,8 +55,8 @@ def profile(directories: tuple[Path, ...], quick: bool, minutes: float | None, a
     """
     from infinity.console import Console
     from infinity.machine.bandwidth_cache import store
-    from infinity.machine.description import describe_machine
     from infinity.machine.drive_profile import QUICK, Effort
+    from infinity.machine.here import describe_machine
 
     console = Console(highlight=False, stderr=as_json)
     # stdout is for the JSON, so tables and bars go to stderr with --json.
@@ -75,7 +75,7 @@ def profile(directories: tuple[Path, ...], quick: bool, minutes: float | None, a
 def _checked(paths: tuple[Path, ...], console: Console) -> DriveProfile:
     """Refuse what can be refused before anything is measured."""
     from infinity.machine.drive_profile import DriveProfile, directories_of
-    from infinity.machine.storage import writable_drive
+    from infinity.machine.findings import writable_drive
     from swapper.errors import VolumeError
 
     try:
@@ -96,14 +96,14 @@ def _measure(found: DriveProfile, effort: Effort, minutes: float | None, console
     Returns:
         The exit status: 0, 1 if a drive failed, 2 if a directory is useless, 130 after Ctrl-C.
     """
-    from infinity.machine.drive_profile import drive_test, hold_for, settings_for, sweep
+    from infinity.machine.drive_profile import drive_test, hold, settings_for, sweep
     from swapper.errors import SwapperError, VolumeError
 
     try:
-        with _progress(console) as show, _raising_interrupts(show) as progress, drive_test(found, effort) as test:
+        with _progress(console) as progress, drive_test(found, effort) as test:
             sweep(test, found, effort, settings_for(found.directories), progress)
             if minutes:
-                hold_for(test, found, 60 * minutes, progress)
+                hold(test, found, 60 * minutes, progress)
     # `found` is filled sample by sample, so whatever was measured is reported.
     except KeyboardInterrupt:
         found.stop("interrupted")
@@ -118,54 +118,41 @@ def _measure(found: DriveProfile, effort: Effort, minutes: float | None, console
 
 
 @contextlib.contextmanager
-def _raising_interrupts(progress: Progress) -> Iterator[Progress]:
-    """``progress``, which also raises a KeyboardInterrupt that was dropped: Python ignores one that comes in a finalizer."""
-    has_come = False
-    handler = signal.getsignal(signal.SIGINT)
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal has_come
-        has_come = True
-        if callable(handler):
-            handler(number, frame)
-
-    def show(what: str, share: float) -> None:
-        if has_come:
-            raise KeyboardInterrupt
-        progress(what, share)
-
-    if not callable(handler):  # ignored, as in a job that a shell has put into the background
-        yield progress
-        return
-    signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield show
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-@contextlib.contextmanager
 def _progress(console: Console) -> Iterator[Progress]:
     """A bar with the time left; where there is no terminal, a line for each thing that begins.
 
-    It is drawn between samples only: drawing takes a core.
+    It is drawn between samples only: drawing takes a core. It also raises a KeyboardInterrupt that was dropped: Python
+    ignores one that comes in a finalizer.
     """
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     is_shown, text = console.is_terminal, [""]
+    interrupts: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
     # `auto_refresh=False`: rich would draw from a thread of its own, in the middle of a sample.
-    with Bar(*columns, console=console, transient=True, auto_refresh=False, disable=not is_shown) as bar:
-        task = bar.add_task("", total=1.0)
+    bar = Bar(*columns, console=console, transient=True, auto_refresh=False, disable=not is_shown)
+    task = bar.add_task("", total=1.0)
 
-        def show(what: str, share: float) -> None:
-            bar.update(task, description=what, completed=share, refresh=True)
-            # In a log file: one line per phase, not per sample.
-            if not is_shown and what != text[-1]:
-                console.print(what, markup=False)
-                text.append(what)
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        if callable(handler):
+            handler(number, frame)
 
+    def show(what: str, share: float) -> None:
+        if interrupts:
+            raise KeyboardInterrupt
+        bar.update(task, description=what, completed=share, refresh=True)
+        # In a log file: one line per phase, not per sample.
+        if not is_shown and what != text[-1]:
+            console.print(what, markup=False)
+            text.append(what)
+
+    with bar, contextlib.ExitStack() as ends:
+        if callable(handler):  # else it is ignored, as in a job that a shell has put into the background
+            signal.signal(signal.SIGINT, on_signal)
+            ends.callback(signal.signal, signal.SIGINT, handler)
         yield show
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from infinity.cli.output import PathType, display, json_option, print_json
+from infinity.cli.output import PathType, json_option, print_result
 
 _RUN = click.argument("run_dir", metavar="RUN_DIR", type=PathType())
 
@@ -39,12 +39,8 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     # An old page stays until the new one is whole.
     with replacing(path) as file:
         file.write(page.encode(errors="replace"))  # what a path has that is no text
-    if as_json:
-        alternatives = [vars(each) for each in verdict.alternatives]
-        print_json(vars(verdict) | {"alternatives": alternatives, "page": path})
-        return
-    display(verdict.words, soft_wrap=True)
-    display(str(path), soft_wrap=True)
+    facts = vars(verdict) | {"alternatives": [vars(each) for each in verdict.alternatives], "page": path}
+    print_result(as_json, facts, verdict.words, str(path))
 
 
 @click.command()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from infinity.config.resolved import LARGEST_LOSS_SCALE, LossScaling
-from infinity.config.schema.blocks import RootBlock
-from infinity.config.schema.precision_blocks import Fp16Block
+from infinity.config.schema.blocks import Fp16Block, RootBlock
 from infinity.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,7 +1,8 @@
 """Turns a raw dict into a validated `RootBlock`, and collects findings on the way.
 
-Three passes, each knowing dotted paths: names (unknown keys, other spellings, "auto", null, comments), types (by
-pydantic), and rules (what has no effect, what is refused).
+First overrides replace values, by dotted key (`overridden`). Then three passes, each knowing dotted paths: names (unknown
+keys, other spellings and older forms, "auto", null, comments), types (by pydantic), and rules (what has no effect, what is
+refused).
 """
 
 from __future__ import annotations
@@ -16,13 +17,20 @@ from pydantic.fields import FieldInfo
 
 from infinity.config.schema.block import Block, Findings, Keys, NoEffect, NotNull, Refused, Untyped
 from infinity.config.schema.blocks import RootBlock
-from infinity.config.schema.legacy import modernise
 from infinity.config.schema.quantities import is_auto, parse_flag
 from infinity.config.schema.vocabulary import child_block, opened, suggest
 from infinity.errors import ConfigError
 
 # JSON has no comments, so files carry them as keys: "//", "# note", "_comment2", "$schema" of editors.
 _COMMENT_KEY = re.compile(r"\$schema|\$?_*comments?\d*|//.*|#.*", re.IGNORECASE)
+# A dict that contains itself would recurse without end. The schema's blocks are nested a few levels deep.
+_MOST_DEPTH = 50
+_OFFLOAD = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "cpu_offload_params": "offload_param",
+}
+_DOTTED = re.compile(r"[a-z]\w*(\.\w+)+")
 
 
 def tidy(raw: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
@@ -191,3 +199,163 @@ def read_strictness(tidied: Mapping[str, Any]) -> bool:
         return value != "warn" and parse_flag(value)
     except ValueError:
         return True
+
+
+# ------------------------------------------------------------------------------------------------------------ overrides
+
+
+def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config with its overrides applied, under whatever spelling the config has for each key.
+
+    Raises:
+        ConfigError: an override names a key inside something that is not a block.
+    """
+    # Example: raw {"zero_optimization": {"cpu_offload": true}}, override {"zero_optimization.offload_optimizer.device":
+    # "nvme"}. `modernise` turns the old flag into {"offload_optimizer": {"device": "cpu"}}, and the merge replaces
+    # "cpu". Without the first step both forms would be in the config, and contradict each other.
+    copy: dict[str, Any] = _copied(raw)
+    if overrides:
+        # An override of an old flag has to replace the flag itself, before `modernise` makes a block of it.
+        if isinstance(zero := copy.get("zero_optimization"), dict):
+            for flag in _OFFLOAD.keys() & zero.keys():
+                if f"zero_optimization.{flag}" in overrides:
+                    del zero[flag]
+        copy = modernise(copy, Findings())
+    for dotted, value in overrides.items():
+        # "aio.block_size" becomes {"aio": {"block_size": value}}: the value then merges like any block.
+        _merge(copy, modernise({dotted: _copied(value)}, Findings()), RootBlock, dotted)
+    return copy
+
+
+def _copied(value: Any, depth: int = 0) -> Any:
+    if depth > _MOST_DEPTH:
+        raise ConfigError.in_text(
+            "dict",
+            f"its objects are nested more than {_MOST_DEPTH} deep",
+            cure="Check that none of them contains itself",
+        )
+    if isinstance(value, Mapping):
+        return {key: _copied(item, depth + 1) for key, item in value.items()}
+    # Tuples and other values are not changed by a merge, so the copy may share them.
+    return [_copied(item, depth + 1) for item in value] if isinstance(value, list) else value
+
+
+def _merge(target: dict[str, Any], patch: Mapping[str, Any], block: type[Block] | None, dotted: str) -> None:
+    """``block``: what `target` is; None where the schema does not know its keys."""
+    for name, given in patch.items():
+        field = _field(block, name)
+        # A block merges key by key; a value replaces the old one under every spelling, so that none contradicts it
+        # later.
+        value, spellings = opened(given, field), _spellings(target, name, block)
+        if not spellings or not isinstance(value, Mapping) or not _holds_block(field):
+            for spelling in spellings:
+                del target[spelling]
+            if not _removes(value):
+                target[name] = value
+            continue
+        for spelling in spellings:
+            # The config may say null, "auto" or `true` where the override names a key inside. Null and "auto" become
+            # {}, unless there is nothing to be removed.
+            there = opened(target[spelling], field)
+            if _removes(value) and not isinstance(there, dict):
+                continue
+            target[spelling] = there = {} if there is None or is_auto(there) else there
+            if not isinstance(there, dict):
+                raise ConfigError(f"override '{dotted}': '{spelling}' holds {there!r}, not an object", key=dotted)
+            _merge(there, value, child_block(field), dotted)
+
+
+def _removes(value: object) -> bool:
+    """Whether an override only removes keys: it is None, or a block of such."""
+    return value is None or (isinstance(value, Mapping) and bool(value) and all(map(_removes, value.values())))
+
+
+def _spellings(target: Mapping[str, Any], name: str, block: type[Block] | None) -> list[str]:
+    """Return the names under which `target` has a key: its present one, and those of `Block.renamed`."""
+    renamed = {} if block is None else block.renamed
+    return [key for key in target if renamed.get(key, key) == renamed.get(name, name)]
+
+
+def _field(block: type[Block] | None, name: str) -> FieldInfo | None:
+    return None if block is None else block.model_fields.get(block.renamed.get(name, name))
+
+
+def _holds_block(field: FieldInfo | None) -> bool:
+    # An unknown field counts as a block: `tidy` refuses it later with a better message than a merge could give.
+    return field is None or field.annotation == Untyped or child_block(field) is not None
+
+
+# ---------------------------------------------------------------------------------------------------------- older forms
+
+
+def modernise(raw: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
+    """Return a copy of `raw` in which `zero_optimization` has its present form.
+
+    Keys with dots are put into their blocks, `true` becomes stage 1, and the flags `cpu_offload` and `cpu_offload_param`
+    become the blocks that replaced them.
+    """
+    # {"zero_optimization.stage": 2, "zero_optimization": {"cpu_offload": true}} becomes
+    # {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}.
+    config = _undotted(raw, findings)
+    zero = config.get("zero_optimization")
+    if isinstance(zero, bool):
+        # An old form of DeepSpeed's: a switch in place of the stage.
+        config["zero_optimization"] = {"stage": 1 if zero else 0}
+    elif isinstance(zero, Mapping):
+        config["zero_optimization"] = _modernise_zero(dict(zero), findings)
+    return config
+
+
+def _undotted(raw: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
+    """Return a copy in which keys like "zero_optimization.stage" are in their block. TRL writes such keys."""
+    config: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
+    for key, value in raw.items():
+        # All blocks first: a dotted key replaces a value wherever it is in the file.
+        (dotted if _DOTTED.fullmatch(str(key)) else config)[key] = value
+    for key, value in dotted.items():
+        target = config
+        *blocks, name = key.split(".")
+        for block in blocks:
+            inner = target.get(block)
+            if isinstance(inner, bool):
+                inner = {"stage" if block == "zero_optimization" else "enabled": inner}
+            # A copy: `raw` is the caller's dict.
+            target[block] = dict(inner) if isinstance(inner, Mapping) else {}
+            target = target[block]
+        target[name] = value
+        findings.record(key, "taken as the key of that block, in place of the value there")
+    return config
+
+
+def _modernise_zero(zero: dict[str, Any], findings: Findings) -> dict[str, Any]:
+    if "cpu_offload_use_pin_memory" in zero:
+        del zero["cpu_offload_use_pin_memory"]
+        key = "zero_optimization.cpu_offload_use_pin_memory"
+        findings.record(key, "no effect: host memory is pinned when there is a GPU to pin it for")
+    for old, new in _OFFLOAD.items():
+        value = zero.pop(old, None)
+        if value is None or is_auto(value) or not _flag(f"zero_optimization.{old}", value):
+            continue
+        present = zero.get(new)
+        if present is None or is_auto(present):
+            present = {"device": "cpu"}
+        if not isinstance(present, Mapping):
+            continue  # whoever looks at types says what is wrong with it
+        # Both forms may be given if they agree. "nvme" and `cpu_offload` do not.
+        device = present.get("device", "none")
+        if device != "cpu" and not is_auto(device):
+            problem = f"it contradicts zero_optimization.{new}.device = {device!r}"
+            raise ConfigError.value(
+                f"zero_optimization.{old}", value, problem, cure=f"Remove {old}, which is deprecated"
+            )
+        zero[new] = {**present, "device": "cpu"}
+        findings.record(f"zero_optimization.{old}", f'old form of "{new}": {{"device": "cpu"}}, taken as that')
+    return zero
+
+
+def _flag(key: str, value: object) -> bool:
+    try:
+        return parse_flag(value)
+    except ValueError as error:
+        raise ConfigError.value(key, value, str(error), cure="Remove it, it is deprecated") from error

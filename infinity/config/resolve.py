@@ -20,14 +20,13 @@ from infinity.config.resolved import (
     InfinitySection,
     IOSection,
     MainWeights,
-    MonitorsSection,
     OffloadSection,
     OptimizerSection,
     SchedulerSection,
     UpdateMode,
 )
 from infinity.config.schema.block import Block, Findings
-from infinity.config.schema.blocks import CsvMonitorBlock, RootBlock, TensorBoardBlock
+from infinity.config.schema.blocks import OffloadBlock, RootBlock, WandbBlock
 from infinity.config.schema.directories import (
     check_capacities,
     check_directories,
@@ -35,7 +34,6 @@ from infinity.config.schema.directories import (
     resolve_directories,
     resolve_file,
 )
-from infinity.config.schema.offload_blocks import OffloadBlock
 from infinity.config.schema.quantities import parse_flag, parse_number
 from infinity.errors import ConfigError
 from infinity.optim.lr_schedules import schedule_parameters
@@ -43,7 +41,7 @@ from infinity.optim.lr_schedules import schedule_parameters
 # O_DIRECT needs offsets, lengths and addresses in multiples of the drive's logical block, of 512 or 4096 bytes.
 _ALIGNMENT = 4096
 # Defaults of `aio`. `infinity profile` measures better ones for a drive, and engines use those
-# (machine/measured_io.py).
+# (machine/bandwidth_cache.py).
 _REQUEST_BYTES = 1 << 20
 _NUM_THREADS = 4
 _QUEUE_DEPTH = 8  # per thread, as DeepSpeed counts it
@@ -337,18 +335,15 @@ def _resolve_infinity(
     return InfinitySection(**_as_written(block, InfinitySection) | decided)
 
 
-def _resolve_monitors(root: RootBlock) -> MonitorsSection:
-    def directory(key: str, block: TensorBoardBlock | CsvMonitorBlock) -> Path | None:
-        if not block.enabled:
-            return None
-        # As DeepSpeed: OUTPUT_PATH/JOB_NAME.
-        return resolve_file(block.output_path or ".", key=f"{key}.output_path") / block.job_name
-
-    return MonitorsSection(
-        tensorboard=directory("tensorboard", root.tensorboard),
-        csv=directory("csv_monitor", root.csv_monitor),
-        wandb=root.wandb if root.wandb.enabled else None,
-    )
+def _resolve_monitors(root: RootBlock) -> dict[str, Path | WandbBlock]:
+    found: dict[str, Path | WandbBlock] = {}
+    for key in ("csv_monitor", "tensorboard"):
+        if (block := getattr(root, key)).enabled:
+            # As DeepSpeed: OUTPUT_PATH/JOB_NAME.
+            found[key] = resolve_file(block.output_path or ".", key=f"{key}.output_path") / block.job_name
+    if root.wandb.enabled:
+        found["wandb"] = root.wandb
+    return found
 
 
 def _resolve_durable(

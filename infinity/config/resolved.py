@@ -17,9 +17,6 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 UpdateMode = Literal["in_backward", "deferred", "step"]
 MainWeights = Literal["remainder", "fp32"]
 GradientDtype = Literal["fp32", "bf16"]
-StateDtype = Literal["fp32", "bf16", "int8", "int8_dynamic"]
-ScheduleMode = Literal["auto", "vertical", "ordinary"]
-ExpertsChoice = Literal["auto", "by_expert", "touched_only", "whole"]
 
 
 class Decision(NamedTuple):
@@ -121,15 +118,6 @@ class DurableSection:
 
 
 @dataclass(frozen=True)
-class MonitorsSection:
-    """Where curves are written: absolute directories of this run, and the block `wandb`. None switches a monitor off."""
-
-    tensorboard: Path | None = None
-    csv: Path | None = None
-    wandb: WandbBlock | None = None
-
-
-@dataclass(frozen=True)
 class InfinitySection:
     """`infinity`. Budgets and sizes are None if the engine chooses them.
 
@@ -174,15 +162,15 @@ class InfinitySection:
     main_weights: MainWeights
     gradient_dtype: GradientDtype
     rounds_gradients: bool
-    schedule: ScheduleMode
-    state_dtype: StateDtype = "fp32"
+    schedule: Literal["auto", "vertical", "ordinary"]
+    state_dtype: Literal["fp32", "bf16", "int8", "int8_dynamic"] = "fp32"
     timeline: Path | None = None
     run_log: Path | None = None
     activation_checkpointing: bool = False
     activations: Literal["memory", "cpu", "nvme"] = "memory"
     durable: DurableSection | None = None
     tile_above: int | None = None
-    experts: ExpertsChoice = "auto"
+    experts: Literal["auto", "by_expert", "touched_only", "whole"] = "auto"
     update_workers: int | None = None
     update_is_open: bool = False
     progress_bars: bool = True
@@ -211,7 +199,8 @@ class InfinityConfig(Mapping[str, Any]):
         io: how files are read and written.
         infinity: what DeepSpeed has no key for.
         steps_per_print: a progress line every so many steps; None for none.
-        monitors: where curves are written.
+        monitors: where curves are written, for each block that is enabled: an absolute directory of this run, or the
+            block `wandb`.
         wall_clock_breakdown: whether to report where the time of each step went.
         dataloader_drop_last: whether a loader made from `training_data` drops the last, smaller batch.
         zero_stage: as written, else 3 with an offload and 0 without. It says what several processes divide.
@@ -240,7 +229,7 @@ class InfinityConfig(Mapping[str, Any]):
     infinity: InfinitySection
     steps_per_print: int | None
     wall_clock_breakdown: bool
-    monitors: MonitorsSection
+    monitors: Mapping[str, Path | WandbBlock]
     dataloader_drop_last: bool
     zero_stage: int
     managed_gradient_accumulation: bool

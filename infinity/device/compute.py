@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -37,10 +36,17 @@ class FlatBuffer:
     either.
     """
 
-    def __init__(self, num_bytes: int, address: int) -> None:
-        """``address``: of the first byte: ``untyped_storage().data_ptr()`` of every view."""
+    def __init__(self, num_bytes: int, address: int, memory: Any) -> None:
+        """
+        Args:
+            num_bytes: its size.
+            address: of the first byte: ``untyped_storage().data_ptr()`` of every view.
+            memory: what owners are made of. No tensor over it is handed out, so `release` can drop it while views live.
+        """
         self.num_bytes = num_bytes
         self.address = address
+        self._memory: Any = memory
+        """None after `release`: asking for a tensor is an error then."""
         self._owner: weakref.ref[Any] | None = None
 
     def tensor(self) -> torch.Tensor:
@@ -56,7 +62,7 @@ class FlatBuffer:
         """
         owner = known() if known is not None else None
         if owner is None:
-            owner = self._new_owner()
+            owner = self._owner_of(self._memory)
         return self._tensor_of(owner), weakref.ref(owner)
 
     @property
@@ -80,9 +86,9 @@ class FlatBuffer:
 
     def release(self) -> None:
         """Free the memory, as soon as its last view is dead."""
-        raise NotImplementedError
+        self._memory = None
 
-    def _new_owner(self) -> Any:
+    def _owner_of(self, memory: Any) -> Any:
         raise NotImplementedError
 
     def _tensor_of(self, owner: Any) -> torch.Tensor:
@@ -94,19 +100,13 @@ class HostFlatBuffer(FlatBuffer):
 
     def __init__(self, num_bytes: int) -> None:
         self._region = AlignedRegion(num_bytes)
-        self._bytes: np.ndarray[Any, Any] | None = self._region.array()
-        """Until `release`. Owners are views of it; no tensor is made of this array itself."""
-        super().__init__(num_bytes, self._region.address)
+        super().__init__(num_bytes, self._region.address, self._region.array())
 
     def tensor(self) -> torch.Tensor:
         # What the base class does, without its calls: nothing else is asked for as often in a step.
         owner = self._owner() if self._owner is not None else None
         if owner is None:
-            if self._bytes is None:
-                raise RuntimeError("the flat buffer has been released")
-            # A new array over the same memory, of which nobody else has a reference: its death says that the views are
-            # gone.
-            owner = self._bytes[:]
+            owner = self._memory[:]
             self._owner = weakref.ref(owner)
         return torch.from_numpy(owner)
 
@@ -114,13 +114,13 @@ class HostFlatBuffer(FlatBuffer):
         return self._region.discard(num_bytes)
 
     def release(self) -> None:
-        self._bytes = None
+        super().release()
         self._region.release()
 
-    def _new_owner(self) -> Any:
-        if self._bytes is None:
-            raise RuntimeError("the flat buffer has been released")
-        return self._bytes[:]
+    def _owner_of(self, memory: Any) -> Any:
+        # A new array over the same memory, of which nobody else has a reference: its death says that the views are
+        # gone.
+        return memory[:]
 
     def _tensor_of(self, owner: Any) -> torch.Tensor:
         return torch.from_numpy(owner)
@@ -145,18 +145,12 @@ class CudaFlatBuffer(FlatBuffer):
     """A block of the caching allocator. Allocated and freed on the compute stream, so reuse follows its order."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        # Never handed out itself: with the exporter in between, `release` can drop it while views live on.
-        self._base: torch.Tensor | None = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._device = device
-        super().__init__(num_bytes, self._base.data_ptr())
+        super().__init__(num_bytes, memory.data_ptr(), memory)
 
-    def release(self) -> None:
-        self._base = None
-
-    def _new_owner(self) -> Any:
-        if self._base is None:
-            raise RuntimeError("the flat buffer has been released")
-        return _CudaExporter(self._base)
+    def _owner_of(self, memory: Any) -> Any:
+        return _CudaExporter(memory)
 
     def _tensor_of(self, owner: Any) -> torch.Tensor:
         return torch.as_tensor(owner, device=self._device)

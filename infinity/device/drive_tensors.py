@@ -146,19 +146,13 @@ def explained() -> Iterator[None]:
     """Volume errors inside the ``with`` block become the `StorageError` that users know."""
     try:
         yield
-    except VolumeTooSmallError as error:
-        raise StorageError(
-            error.directory,
-            f"is too small for the model's parameters: {error.needed_bytes} bytes are needed for the next one, and "
-            f"{error.free_bytes} are free",
-            cure="Free some space, or choose another nvme_path",
-        ) from error
     except VolumeError as error:
-        raise StorageError(
-            error.directory,
-            f"cannot hold the model's parameters: {error}",
-            cure="Look at the drive, or choose another one",
-        ) from error
+        problem, cure = f"cannot hold the model's parameters: {error}", "Look at the drive, or choose another one"
+        if isinstance(error, VolumeTooSmallError):
+            needed = f"{error.needed_bytes} bytes are needed for the next one, and {error.free_bytes} are free"
+            problem = f"is too small for the model's parameters: {needed}"
+            cure = "Free some space, or choose another nvme_path"
+        raise StorageError(error.directory, problem, cure=cure) from error
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader
 
-from infinity.config.resolved import InfinityConfig, MonitorsSection
+from infinity.config.resolved import InfinityConfig
 from infinity.distributed.world import world
 from infinity.engine.module_facade import ModuleFacade
 from infinity.engine.parts import Parts
@@ -64,7 +64,7 @@ class LoopSettings(ModuleFacade):
         self.training_dataloader: Any = None
         self.report: StepReport | None = None
         # Both write nowhere until `Engine.begin_run` puts the real ones in their place.
-        self.monitor = Monitors(MonitorsSection())
+        self.monitor = Monitors({})
         self.counts = parts.counts
         # `close` compares it with `global_steps`, and warns of weights that nobody has saved.
         self._num_saved_steps = 0

@@ -39,7 +39,7 @@ from infinity.loop.parameter_coordinator import ParameterCoordinator, Preconditi
 from infinity.loop.parameter_handler import ParameterHandler
 from infinity.loop.phase import PhaseGuard
 from infinity.loop.style import LoopStyle
-from infinity.machine.here import bandwidth_of, room_bytes
+from infinity.machine.here import room_bytes
 from infinity.metrics.clock import StepClock
 from infinity.metrics.progress import progress
 from infinity.metrics.reporter import Reporter
@@ -53,7 +53,7 @@ from infinity.packed.sources import clear_source
 from infinity.paging.assigned import AssignedData
 from infinity.paging.parameter_cache import ParameterCache
 from infinity.paging.parameter_map import ParameterMap
-from infinity.plan.tracker import PlanTracker
+from infinity.plan.plan import PlanTracker
 from infinity.plan.volumes import resting_bytes
 from infinity.threads.engine_lock import EngineLock
 from infinity.threads.openmp import use_threads
@@ -365,9 +365,7 @@ class Parts:
         self.parameter_handler = ParameterHandler(
             parameter_map, self.module_hooks, self.coordinator, stepper, self.live_gradients, self.consistent, assigned
         )
-        self.plan_tracker = PlanTracker(
-            plan.plan(plan.placement, plan.reason_against, room_bytes, bandwidth_of(self.config))
-        )
+        self.plan_tracker = PlanTracker(plan.plan(plan.placement, plan.reason_against, room_bytes))
         self.vertical = StepContext(
             self.module_hooks,
             self.coordinator,

@@ -1,4 +1,7 @@
-"""Stores the results of `infinity profile` in one small JSON file. A file that cannot be used is only logged."""
+"""Stores the results of `infinity profile` in one small JSON file, and gives configs without I/O settings those that were best.
+
+A file that cannot be used is only logged.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,18 @@ import logging
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
 from pydantic import TypeAdapter
 
+from infinity.config.resolved import Decision, InfinityConfig
 from infinity.plan.machine import Bandwidth
+from swapper import Swapper
+from swapper.config import ALIGNMENT
+from swapper.errors import SwapperError
 from swapper.measure.measurement import IOSetting
 from swapper.volumes.publish import replacing
 
@@ -23,9 +30,8 @@ logger = logging.getLogger(__name__)
 
 # A file of another format fails validation, and is measured and written anew.
 _FORMAT: Literal[2] = 2
-# The newest entries are kept. 1 MiB is far more than 64 entries take: a larger file is none of ours.
+# The newest entries are kept.
 _MAX_ENTRIES = 64
-_MAX_FILE_BYTES = 1 << 20
 _MACHINE_ID = Path("/etc/machine-id")
 
 
@@ -124,10 +130,52 @@ def _read() -> Mapping[str, BandwidthCache]:
         path = cache_path()
         if not path.is_file():
             return {}
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
         # Strict, because the file may be damaged or edited by hand: no text becomes a number.
         return _FILE.validate_json(path.read_bytes(), strict=True).measured
     except (OSError, RuntimeError, ValueError) as error:
         logger.info("the file of measured I/O settings is not used: %s", " ".join(str(error).split())[:200])
         return {}
+
+
+_BUDGET_SHARE = 8
+"""At most one part in so many of the host memory budget is in flight."""
+
+
+def with_measured_io(config: InfinityConfig) -> InfinityConfig:
+    """Return the config with the measured settings for reads and writes.
+
+    It is unchanged if it has a setting of its own, if its drives were never measured, or if the measured settings do not work
+    here.
+    """
+    # The optimizer's states are by far the most bytes.
+    directories = config.offload_optimizer.nvme_directories or config.offload_param.nvme_directories
+    # Settings in the config win. A profile measures with O_DIRECT.
+    if not directories or config.io.is_from_config or not config.io.direct:
+        return config
+    measured = load([each.path for each in directories])
+    if measured is None:
+        return config
+    setting, budget = measured.setting, config.infinity.host_memory_budget
+    # A profile knows no budget: on a small one, requests in flight would take the memory of the staging pool.
+    if budget is not None and setting.request_bytes * setting.max_inflight > budget // _BUDGET_SHARE:
+        return config
+    try:
+        settings = setting.swapper_config()
+        if setting.backend != "threads":  # a container may forbid io_uring
+            # A trial with the smallest file. The profile may have run outside of the container.
+            Swapper.open(list(directories), ALIGNMENT, settings).close()
+    except (SwapperError, OSError) as error:
+        logger.info("the settings that `infinity profile` found do not work here: %s", error)
+        return config
+    shown: dict[str, object] = {
+        "aio.block_size": setting.request_bytes,
+        "aio.queue_depth": f"{setting.max_inflight} requests in flight",
+        "infinity.io_backend": setting.backend,
+    }
+    if setting.has_threads:
+        shown["aio.intra_op_parallelism"] = setting.num_threads
+    decided_by = f"measured on {measured.bandwidth.date}"
+    decisions = tuple(
+        Decision(each.key, shown[each.key], decided_by) if each.key in shown else each for each in config.decisions
+    )
+    return replace(config, io=replace(config.io, **asdict(setting)), decisions=decisions)

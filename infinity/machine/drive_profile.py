@@ -1,4 +1,5 @@
-"""Measures how fast drives are under the engine's requests, and which settings suit them, for `infinity profile`.
+"""Measures how fast drives are under the engine's requests, and which settings suit them, for `infinity profile`; and over
+minutes, where the write cache of a drive ends, how hot it gets, and the rate that it holds.
 
 [Note: choosing a setting]
 Every candidate moves the bytes of an optimizer step, reads and writes at once, for a tenth of a second or so; the best few
@@ -13,6 +14,7 @@ import contextlib
 import itertools
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,8 +23,7 @@ from typing import Any
 from infinity.config import load_config
 from infinity.config.batch import ANY_BATCH
 from infinity.machine.bandwidth_cache import BandwidthCache, now
-from infinity.machine.hardware import health
-from infinity.machine.long_run import LongRun, hold
+from infinity.machine.hardware import HOT_CELSIUS, health
 from infinity.plan.machine import Bandwidth
 from swapper.config import BackendName
 from swapper.errors import ArgumentError, BackendUnavailableError, VolumeError
@@ -54,6 +55,14 @@ _FREE_SHARE = 0.5
 """Of the free space, what test files may take."""
 _LEAST_FILE_BYTES = 64 << 20
 """With less, nothing is measured."""
+# Long against the bursts of a drive, short against the minutes of a run. `_LEAST_SAMPLES` keeps the medians below
+# meaningful in a short run.
+_LONG_SAMPLE_SECONDS = 5.0
+_LEAST_SAMPLES = 12
+_FALL = 0.1
+"""A rate that ends so much below the first ones has fallen; less is noise."""
+_IN_MEDIAN = 3
+"""Number of samples in a row whose median is compared: a single one may be slow for any reason."""
 
 
 @dataclass(frozen=True)
@@ -253,26 +262,6 @@ def sweep(
         found.written_bytes += sample.write_bytes
 
 
-def hold_for(test: DriveTest, found: DriveProfile, seconds: float, progress: Progress) -> None:
-    """Run the best setting of a `sweep` for ``seconds``, to find where the cache of a drive ends.
-
-    Raises:
-        SwapperError: a drive failed.
-    """
-    best = found.advice()
-    if best is None:
-        return
-    drives = [drive for each in found.directories if (drive := describe_drive(each.path).device) is not None]
-
-    def hottest() -> float | None:
-        return max((told for drive in drives if (told := health(drive).celsius) is not None), default=None)
-
-    def count(sample: Sample) -> None:
-        found.written_bytes += sample.write_bytes
-
-    found.long_run = hold(test, best.setting, seconds, hottest, progress, count)
-
-
 def _add(test: DriveTest, found: DriveProfile, setting: IOSetting, seconds: float) -> None:
     # One failure to open a backend is enough: the kernel or the container forbids it.
     if setting.backend in found.unusable:
@@ -326,3 +315,118 @@ def directories_of(paths: Sequence[Path]) -> list[Directory]:
             raise VolumeError(path, f"{seen[path.resolve()]} and {path} are the same directory: name each drive once")
         seen[path.resolve()] = path
     return [Directory(path) for path in paths]
+
+
+# --------------------------------------------------------------------------------------------------------- over minutes
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One sample of a long run.
+
+    Attributes:
+        seconds: Since its begin, at the sample's end.
+        written_bytes: Since its begin.
+        bytes_per_second: Of the sample, both directions.
+        celsius: Of the hottest drive; None if none tells.
+    """
+
+    seconds: float
+    written_bytes: int
+    bytes_per_second: float
+    celsius: float | None
+
+
+@dataclass
+class LongRun:
+    """Samples of a drive under the mix of reads and writes of an optimizer step."""
+
+    moments: list[Moment] = field(default_factory=list)
+
+    @property
+    def _rates(self) -> list[float]:
+        return [each.bytes_per_second for each in self.moments]
+
+    @property
+    def first_rate(self) -> float:
+        """Bytes per second at the beginning."""
+        # The cache of the drive still takes all writes.
+        return statistics.median(self._rates[:_IN_MEDIAN])
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second that it holds: the median of the last quarter."""
+        return statistics.median(self._rates[-max(_IN_MEDIAN, len(self.moments) // 4) :])
+
+    @property
+    def fell_at(self) -> Moment | None:
+        """The last sample before the rate falls; None if it does not fall."""
+        if self.rate > (1 - _FALL) * self.first_rate:
+            return None
+        # The first place whose median of three is below the middle of both rates. Example: rates 3, 3, 3, 3, 1, 1, 1,
+        # ... have the middle 2. At n = 3 the samples 3, 1, 1 have the median 1: moment 3 is the last fast one.
+        middle, rates = (self.first_rate + self.rate) / 2, self._rates
+        slow = (n for n in range(len(rates)) if statistics.median(rates[n : n + _IN_MEDIAN]) < middle)
+        return self.moments[next(slow)]
+
+    def words(self) -> str:
+        """Describe the result, and what to do."""
+        end = self.moments[-1]
+        heat = [each.celsius for each in self.moments if each.celsius is not None]
+        warmth = f" It went from {heat[0]:.0f} to {max(heat):.0f} °C." if heat else ""
+        fall = self.fell_at
+        if fall is None:
+            spread = 50 * (max(self._rates) - min(self._rates)) / self.rate
+            return (
+                f"It holds {self.rate / 1e9:.2f} GB/s (±{spread:.0f} %) over {end.seconds / 60:.1f} minutes and "
+                f"{end.written_bytes / 1e9:.1f} GB written.{warmth}"
+            )
+        text = (
+            f"It slows down from {self.first_rate / 1e9:.2f} to {self.rate / 1e9:.2f} GB/s after "
+            f"{fall.written_bytes / 1e9:.1f} GB written ({fall.seconds / 60:.1f} minutes)"
+        )
+        # Heat explains a fall as well as the end of a cache does, and can be cured.
+        if heat and max(heat) >= HOT_CELSIUS:
+            return f"{text}, hot.{warmth} Cool it (heat sink, air flow) and measure again. Plans take the lower rate."
+        return (
+            f"{text}: its cache ends there.{warmth} Plans take the lower rate. More free space keeps such a cache large; "
+            "drives for servers have none; a second drive doubles the rate."
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        fall = self.fell_at
+        return {
+            "first_bytes_per_second": self.first_rate,
+            "bytes_per_second": self.rate,
+            "fell_after_bytes": None if fall is None else fall.written_bytes,
+            "moments": [vars(each) for each in self.moments],
+        }
+
+
+def hold(test: DriveTest, found: DriveProfile, seconds: float, progress: Progress) -> None:
+    """Run the best setting of a `sweep` for ``seconds``, and at least twelve samples: which rate does the drive hold?
+
+    Raises:
+        SwapperError: a drive failed.
+    """
+    best = found.advice()
+    if best is None:
+        return
+    drives = [drive for each in found.directories if (drive := describe_drive(each.path).device) is not None]
+    run, length = LongRun(), min(_LONG_SAMPLE_SECONDS, seconds / _LEAST_SAMPLES)
+    began, written = time.monotonic(), 0
+    while len(run.moments) < _LEAST_SAMPLES or time.monotonic() - began < seconds:
+        sample = test.measure(best.setting, Workload.MIXED, length)
+        found.written_bytes += sample.write_bytes
+        written += sample.write_bytes
+        passed = time.monotonic() - began
+        run.moments.append(Moment(passed, written, sample.bytes_per_second, _hottest(drives)))
+        told = f"{written / 1e9:.0f} GB written, {sample.bytes_per_second / 1e9:.2f} GB/s"
+        progress(told, min(1.0, passed / seconds))
+    found.long_run = run
+
+
+def _hottest(drives: Sequence[str]) -> float | None:
+    """Temperature of the hottest drive; None if none reports it."""
+    return max((celsius for drive in drives if (celsius := health(drive).celsius) is not None), default=None)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import os
 import platform
 import statistics
 import struct
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,21 +15,18 @@ from typing import Any
 import torch
 
 from infinity.errors import size
-from infinity.machine.finding import Finding, good, note, poor
 
 SYS = Path("/sys")
 _BYTES_PER_TRANSFER = {2.5: 0.1, 5.0: 0.1}
 """Of a lane, by GT/s: 8 of 10 bits are data. Faster links send 128 of 130."""
 HOT_CELSIUS = 70.0
 """NVMe drives begin to slow down at 70 to 85."""
-# Of the writes that the drive is rated for.
-_WORN_PERCENT = 80
 # NVME_IOCTL_ADMIN_CMD of <linux/nvme_ioctl.h>: _IOWR('N', 0x41, struct nvme_admin_cmd), a struct of 72 bytes.
 # NVMe: Get Log Page (admin command 2) of the log "SMART / Health Information" (2), 512 bytes.
 _NVME_ADMIN_COMMAND = 0xC0484E41
 _HEALTH_BYTES = 512
 # Large enough that the launch of a copy does not count, small enough for a GPU that is nearly full.
-_COPY_BYTES = 256 << 20
+COPY_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class PciDevice:
     def words(self) -> str:
         """Return its link and node: ``"PCIe 16 GT/s x 4 (7.9 GB/s), NUMA node 0"``."""
         node = "" if self.numa_node is None else f", NUMA node {self.numa_node}"
-        return f"PCIe {_link(self.gigatransfers, self.lanes)}{node}"
+        return f"PCIe {link_words(self.gigatransfers, self.lanes)}{node}"
 
 
 @dataclass(frozen=True)
@@ -70,11 +65,11 @@ class Health:
     """Of the spare blocks, those that are left."""
 
 
-def _link(gigatransfers: float, lanes: int) -> str:
-    return f"{gigatransfers:g} GT/s x {lanes} ({size(_link_rate(gigatransfers, lanes))}/s)"
+def link_words(gigatransfers: float, lanes: int) -> str:
+    return f"{gigatransfers:g} GT/s x {lanes} ({size(link_rate(gigatransfers, lanes))}/s)"
 
 
-def _link_rate(gigatransfers: float, lanes: int) -> float:
+def link_rate(gigatransfers: float, lanes: int) -> float:
     """Return the bytes per second of a link in each direction."""
     # Example: 16 GT/s x 4 lanes: 16e9 * 4 * 128/130 bits = 63e9 bits, 7.9 GB/s. 2.5 and 5 GT/s send 8 of 10 bits: 0.1
     # bytes per transfer.
@@ -128,45 +123,7 @@ def gpu_devices() -> list[PciDevice]:
     return [each for each in found if each is not None]
 
 
-def link_finding(device: PciDevice, *, rests: bool) -> Finding:
-    """Judge the link of a device. ``rests``: it is idle, so only its lanes count and not its speed."""
-    speed, what = device.most_gigatransfers if rests else device.gigatransfers, f"link of {device.name}"
-    now, most = _link_rate(speed, device.lanes), _link_rate(device.most_gigatransfers, device.most_lanes)
-    # A narrower or slower link loses half as a rule, so the tolerance is only for rounding.
-    if now >= 0.9 * most:
-        return good(what, device.words())
-    text = f"{device.words()}, where the device can {_link(device.most_gigatransfers, device.most_lanes)}"
-    cure = "Use another slot, or change the slot's setting in the firmware"
-    return poor(what, text, f"{cure}: slots share lanes, and risers lower the speed")
-
-
-def node_finding(devices: Sequence[PciDevice]) -> Finding | None:
-    """Judge whether this process, its GPU and its drives are on one NUMA node; None on a machine of one node.
-
-    ``devices``: GPUs before drives.
-    """
-    nodes = sorted(int(each.name.removeprefix("node")) for each in (SYS / "devices/system/node").glob("node[0-9]*"))
-    if len(nodes) < 2:
-        return None
-    own = [node for node in nodes if _processors(node) & os.sched_getaffinity(0)]
-    text = f"{len(nodes)} nodes; this process may run on {', '.join(map(str, own))}"
-    known = [each for each in devices if each.numa_node is not None]
-    if not known:
-        return note("NUMA", f"{text}; the system does not say where devices sit")
-    # A GPU if there is one: drives and this process should be on its node.
-    first = known[0]
-    far = ", ".join(f"{each.name} on {each.numa_node}" for each in known if each.numa_node != first.numa_node)
-    if far:
-        cure = "Use drives on the GPU's node where there are some: bytes from the other node cross the link between processors"
-        return poor("NUMA", f"{text}; {first.name} sits on {first.numa_node}, {far}", cure)
-    text += f"; the devices sit on {first.numa_node}"
-    if own != [first.numa_node]:
-        bind = f"numactl --cpunodebind={first.numa_node} --membind={first.numa_node} python ..."
-        return poor("NUMA", text, f"{bind}: staging memory then lies next to them")
-    return good("NUMA", text)
-
-
-def _processors(node: int) -> set[int]:
+def processors_of(node: int) -> set[int]:
     """Numbers of a node's processors, each of which has a folder there."""
     folders = (SYS / f"devices/system/node/node{node}").glob("cpu[0-9]*")
     return {int(folder.name.removeprefix("cpu")) for folder in folders}
@@ -211,25 +168,6 @@ def _health_log(controller: Path) -> bytes:
     return log.raw
 
 
-def health_finding(block_device: str) -> Finding | None:
-    """Judge temperature and wear of a drive; None if it reports neither."""
-    found, told = health(block_device), []
-    if found.celsius is not None:
-        told.append(f"{found.celsius:.0f} °C")
-    if found.used_percent is not None:
-        told.append(
-            f"{found.used_percent} % of the writes it is rated for are used, {found.spare_percent} % of its spare is left"
-        )
-    if not told:
-        return None
-    text = ", ".join(told)
-    if (found.used_percent or 0) >= _WORN_PERCENT:
-        return poor("health", text, "Plan its replacement: paging writes much (`infinity plan` says how much a day)")
-    if (found.celsius or 0) >= HOT_CELSIUS:
-        return poor("health", text, "Cool it (heat sink, air flow): hot drives slow down")
-    return good("health", text)
-
-
 def is_wsl() -> bool:
     """Whether this is Linux inside Windows, whose driver pins little memory."""
     return "microsoft" in platform.release().lower()
@@ -242,7 +180,7 @@ class Copies:
     Attributes:
         up, down: From and to memory that is registered with the driver (pinned), as staging memory is.
         pageable_up, pageable_down: From and to other memory.
-        register_seconds: For registering `_COPY_BYTES`.
+        register_seconds: For registering `COPY_BYTES`.
         refused: What the driver said where it registers none; up and down then are those of other memory.
     """
 
@@ -261,13 +199,13 @@ def measure_copies() -> Copies:
         RuntimeError: The GPU has no room for them.
     """
     # Pageable memory first: registering pins the pages of `here` in place.
-    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
-    here = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cpu")
+    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    here = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cpu")
     up, down = _copy_rate(there, here), _copy_rate(here, there)
     runtime: Any = torch.cuda.cudart()
     began = time.perf_counter()
     # The call that the engine pins its staging memory with. torch's pin_memory would allocate other memory.
-    code = int(runtime.cudaHostRegister(here.data_ptr(), _COPY_BYTES, 0))
+    code = int(runtime.cudaHostRegister(here.data_ptr(), COPY_BYTES, 0))
     took = time.perf_counter() - began
     if code:
         return Copies(up, down, up, down, took, f"code {code} of cudaHostRegister")
@@ -288,15 +226,3 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - began)
     return target.nbytes / statistics.median(taken)
-
-
-def copy_finding(copies: Copies) -> Finding:
-    """Judge the speed of copies between host and GPU."""
-    text = f"{size(copies.up)}/s up, {size(copies.down)}/s down"
-    if copies.refused:
-        text = f"({copies.refused}): copies block the thread that launches kernels, {text}"
-        on_wsl = "Windows: native Linux pins more than WSL2, or raise memory in .wslconfig"
-        return poor("copies", f"the driver registers no memory {text}", on_wsl if is_wsl() else "ulimit -l unlimited")
-    others = f"{size(copies.pageable_up)}/s and {size(copies.pageable_down)}/s from other"
-    pinned = f"{_COPY_BYTES / copies.register_seconds / 1e9:.0f} GB/s to pin it"
-    return good("copies", f"{text} from pinned memory ({others}); {pinned}")

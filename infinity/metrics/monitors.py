@@ -5,11 +5,10 @@ from __future__ import annotations
 import csv
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from infinity.config.resolved import MonitorsSection
 from infinity.config.schema.blocks import WandbBlock
 from infinity.distributed.world import world
 from infinity.errors import ConfigError
@@ -33,8 +32,8 @@ class Monitor(Protocol):
 class Monitors:
     """The monitors that the config names, as DeepSpeed's ``MonitorMaster``. Other ranks than the first have none."""
 
-    def __init__(self, section: MonitorsSection) -> None:
-        """Open the monitors of the config.
+    def __init__(self, wanted: Mapping[str, Path | WandbBlock]) -> None:
+        """Open the monitors of the config. ``wanted``: for each one's block where it writes.
 
         Raises:
             ConfigError: one cannot be opened. Those that were opened are closed again.
@@ -45,12 +44,8 @@ class Monitors:
         if world().index:
             return
         try:
-            if section.csv is not None:
-                self._open("csv_monitor", "", _CsvFiles, section.csv)
-            if section.tensorboard is not None:
-                self._open("tensorboard", "tensorboard", _TensorBoard, section.tensorboard)
-            if section.wandb is not None:
-                self._open("wandb", "wandb", _Wandb, section.wandb)
+            for key, section in wanted.items():
+                self._open(key, *_MONITORS[key], section)
         # Also at Ctrl-C: a monitor may have threads and files open.
         except BaseException:
             self.close()
@@ -186,3 +181,11 @@ class _Wandb:
     def close(self) -> None:
         if self._is_own:
             self._run.finish()
+
+
+_MONITORS: dict[str, tuple[str, Callable[[Any], Monitor]]] = {
+    "csv_monitor": ("", _CsvFiles),
+    "tensorboard": ("tensorboard", _TensorBoard),
+    "wandb": ("wandb", _Wandb),
+}
+"""For each block of the config, the package that its monitor needs, and the monitor."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from torch.utils._pytree import tree_map
 
 from infinity.errors import BudgetTooSmallError
 from infinity.paging.prefetch_schedule import simulate
@@ -44,16 +46,29 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes that the NVMe tier reads and writes in one step, in the steady state, when every parameter gets a gradient."""
+    """Bytes that one step moves, in the steady state, when every parameter gets a gradient."""
 
-    read_bytes: int
-    write_bytes: int
-    kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
-    """(read, written) by kind: "weights", "optimizer state", "gradients"."""
+    kinds: Mapping[str, tuple[int, int]]
+    """(read, written) on the NVMe tier by kind: "weights", "optimizer state", "gradients"."""
     upload_bytes: int = 0
     """Bytes copied from host memory to a GPU; 0 if the CPU computes, and so for `download_bytes`."""
     download_bytes: int = 0
     """Bytes copied from a GPU to host memory."""
+
+    @property
+    def read_bytes(self) -> int:
+        """All bytes that are read."""
+        return sum(read for read, _ in self.kinds.values())
+
+    @property
+    def write_bytes(self) -> int:
+        """All bytes that are written."""
+        return sum(written for _, written in self.kinds.values())
+
+    @property
+    def moved_bytes(self) -> int:
+        """All bytes that are read or written."""
+        return self.read_bytes + self.write_bytes
 
     def in_vertical_order(self, units: Sequence[UnitSize], request: Request) -> Prediction:
         """The same with fp32 sums of the gradients of several micro-batches, where these are added up on a device."""
@@ -66,24 +81,10 @@ class Prediction:
     def after(self, num_cycles: int, before: Prediction) -> Prediction:
         """The prediction for ``num_cycles`` more micro-batches; ``before`` is the one for a micro-batch less."""
         # Worked example: 31 micro-batches read 310 MB, 32 read 320. For 100 that is 320 + 68 * (320 - 310) = 1000 MB.
-
-        def extrapolated(now: int, then: int) -> int:
-            return now + num_cycles * (now - then)
-
-        kinds = {
-            name: (extrapolated(read, before.kinds[name][0]), extrapolated(write, before.kinds[name][1]))
-            for name, (read, write) in self.kinds.items()
-        }
-        return Prediction(
-            extrapolated(self.read_bytes, before.read_bytes),
-            extrapolated(self.write_bytes, before.write_bytes),
-            kinds,
-            extrapolated(self.upload_bytes, before.upload_bytes),
-            extrapolated(self.download_bytes, before.download_bytes),
-        )
+        return Prediction(**tree_map(lambda now, then: now + num_cycles * (now - then), vars(self), vars(before)))
 
 
-def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
+def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[int]) -> Placement:
     """The best of a few placements by simulated bytes. One of them spends all memory on units that come and go.
 
     Raises:
@@ -91,8 +92,7 @@ def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[
     """
 
     def moved(placement: Placement) -> int:
-        prediction = predict(units, request, placement, order, backward_start)
-        return prediction.read_bytes + prediction.write_bytes
+        return predict(units, request, placement, order, len(units)).moved_bytes
 
     found = placements(units, request)[: _SIMULATED if len(units) <= _MANY_UNITS else 1]
     kept = min(found, key=lambda placement: moved(placement) + apparent_bytes(units, request, placement))
@@ -189,7 +189,7 @@ def _predict(
         in_backward = request.updates_in_backward and num_micro_batches == 1
         there = set(placement.resident_units).union(order[backward_start:] if in_backward else simulation.held)
         copied = _copied(units, request, placement, fetched, there, in_backward=in_backward)
-    return Prediction(read + records + spilled, write + records + spilled, kinds, *copied)
+    return Prediction(kinds, *copied)
 
 
 def _copied(
@@ -234,33 +234,32 @@ def place_for_schedule(
     Raises:
         BudgetTooSmallError, ConfigError: see `infinity.plan.placement.place`.
     """
-    if asked == "ordinary":
-        return _for_ordinary_steps(units, request, order), "the config asks for it"
+    reason = "the config asks for it" if asked == "ordinary" else None
     if asked == "auto" and request.num_micro_batches == 1:
-        return _for_ordinary_steps(units, request, order), "a step has one micro-batch"
-    # In the vertical order all micro-batches pass a unit together, so weights and gradients move as with one
-    # micro-batch.
-    placement = _with_activations(units, dataclasses.replace(request, num_micro_batches=1), order)
-    reason = reason_against(asked, units, request, placement, order)
-    if reason is not None:
-        placement = _for_ordinary_steps(units, request, order)
-    return placement, reason
+        reason = "a step has one micro-batch"
+    if reason is None:
+        # In the vertical order all micro-batches pass a unit together, so weights and gradients move as with one
+        # micro-batch.
+        one = dataclasses.replace(request, num_micro_batches=1)
+        placement = _with_activations(units, one, order, has_checkpoints=True)
+        reason = reason_against(asked, units, request, placement, order)
+        if reason is None:
+            return placement, None
+    return _with_activations(units, request, order, has_checkpoints=False), reason
 
 
-def _for_ordinary_steps(units: Sequence[UnitSize], request: Request, order: Sequence[int]) -> Placement:
-    if request.activations != "memory":
-        return _with_activations(units, request, order)
-    return best_placement(units, request, order, len(units))
-
-
-def _with_activations(units: Sequence[UnitSize], request: Request, order: Sequence[int]) -> Placement:
-    # Activations get a share of what is left above the minimum, and the rest is placed with a smaller budget.
+def _with_activations(
+    units: Sequence[UnitSize], request: Request, order: Sequence[int], *, has_checkpoints: bool
+) -> Placement:
+    # Activations get a share of what is left above the minimum, and the rest is placed with a smaller budget. With
+    # "memory", ordinary steps leave activations outside of the budget, and vertical ones have activation checkpoints.
     activations = 0
-    if request.uses_host_memory or request.activations == "cpu":
+    is_within = has_checkpoints or request.activations != "memory"
+    if is_within and (request.uses_host_memory or request.activations == "cpu"):
         left = request.budget_bytes - place(units, request).minimum_bytes
         activations = left // _ACTIVATIONS_SHARE[request.activations]
     smaller = dataclasses.replace(request, budget_bytes=request.budget_bytes - activations)
-    return dataclasses.replace(best_placement(units, smaller, order, len(units)), activation_bytes=activations)
+    return dataclasses.replace(best_placement(units, smaller, order), activation_bytes=activations)
 
 
 def reason_against(
@@ -274,10 +273,9 @@ def reason_against(
     sums_on_gpu = request.num_micro_batches > 1 and not request.uses_host_memory and not placement.gradients_on_device
     if asked == "vertical" or sums_on_gpu:
         return None
-    ordinary = predict(units, request, placement, order, len(units))
-    vertical = predict(units, dataclasses.replace(request, num_micro_batches=1), placement, order, len(units))
-    before = ordinary.read_bytes + ordinary.write_bytes
-    saved = before - vertical.read_bytes - vertical.write_bytes
+    before = predict(units, request, placement, order, len(units)).moved_bytes
+    one = dataclasses.replace(request, num_micro_batches=1)
+    saved = before - predict(units, one, placement, order, len(units)).moved_bytes
     if saved < _LEAST_SAVED_SHARE * before or saved == 0:
         return "it would save hardly any bytes: weights and gradients stay in memory"
     return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,7 @@ class PlanInputs:
         request: what the config asks for.
         guess: the expected order of units in a micro-batch, until one has been recorded.
         budget_source: where the host memory budget comes from, in words.
+        bandwidth: of the drives; None if unknown.
     """
 
     config: InfinityConfig
@@ -60,6 +61,7 @@ class PlanInputs:
     request: Request
     guess: list[int]
     budget_source: str
+    bandwidth: Bandwidth | None
 
     @classmethod
     def of(
@@ -98,7 +100,14 @@ class PlanInputs:
         # A parameter that was added to the model after the optimizer was wrapped is not in it, and gets no unit
         # (below).
         packed = packed_weights(model, config.infinity.frozen_dtype, config.compute_dtype)
-        with_states = _with_states(model, wrapped_optimizer, packed)
+        # No room for states of base weights under adapters, which nobody thaws, nor of packed ones, which cannot be
+        # updated. If the optimizer has states for them already, there must be room for those.
+        is_left_out = is_base(model)
+        with_states = [
+            p
+            for p in wrapped_optimizer.with_states()
+            if wrapped_optimizer.has_reserved_states(p) or not (is_left_out(p) or id(p) in packed)
+        ]
         units = make_units(model, config, with_states, lambda parameter: parameter in wrapped_optimizer, packed)
         names = {unit.index: _state_names(unit, wrapped_optimizer, updater) for unit in units}
         budget = config.infinity.host_memory_budget
@@ -138,6 +147,7 @@ class PlanInputs:
             request=ask(config),
             guess=guessed_order(len(units), is_trained=bool(wrapped_optimizer.param_groups)),
             budget_source="from the config" if budget is not None else str(free_memory),
+            bandwidth=bandwidth,
         )
         if not (uses_host_memory and config.infinity.update_is_open):
             return found
@@ -171,15 +181,12 @@ class PlanInputs:
         """
         return place_for_schedule(self.config.infinity.schedule, self.sizes, self.request, self.guess)
 
-    def plan(
-        self, placement: Placement, reason_against: str | None, room_bytes: RoomBytes, bandwidth: Bandwidth | None
-    ) -> Plan:
+    def plan(self, placement: Placement, reason_against: str | None, room_bytes: RoomBytes) -> Plan:
         """The plan of a placement, with predictions.
 
         Args:
             placement, reason_against: the results of `place`.
             room_bytes: returns how many bytes fit into directories.
-            bandwidth: of the drives; None if unknown.
         """
         retention, durable = self.volumes(placement).retention, self.config.infinity.durable
         if retention is not None and durable is not None:
@@ -196,7 +203,7 @@ class PlanInputs:
             backward_start=len(self.sizes),
             host_budget_source=self.budget_source,
             traffic=Traffic(is_vertical=expects_vertical),
-            bandwidth=bandwidth,
+            bandwidth=self.bandwidth,
             drive_tbw=self.config.infinity.drive_tbw,
             retention=retention,
         ).predicted()
@@ -258,20 +265,6 @@ def make_units(
         layout = UnitLayout(specs, StateFormat(config.infinity.state_dtype).block_numel)
         units.append(Unit(index, members.name or type(model).__name__, parameters, layout))
     return units
-
-
-def _with_states(
-    model: nn.Module, wrapped_optimizer: WrappedOptimizer, packed: Collection[int]
-) -> Sequence[nn.Parameter]:
-    """The parameters that get room for states."""
-    # Not base weights under adapters, which nobody thaws, and not packed ones, which cannot be updated. If the
-    # optimizer has states for them already, there must be room for those.
-    is_left_out = is_base(model)
-    return [
-        p
-        for p in wrapped_optimizer.with_states()
-        if wrapped_optimizer.has_reserved_states(p) or not (is_left_out(p) or id(p) in packed)
-    ]
 
 
 def _state_names(unit: Unit, wrapped_optimizer: WrappedOptimizer, updater: SliceUpdater) -> dict[str, None]:

@@ -8,7 +8,7 @@ memory never saves less.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -109,7 +109,7 @@ def select_gradients(units: Sequence[UnitSize], request: Request, capacity_bytes
             break
 
 
-def most_gradients(choices: Iterator[GradientPlacement]) -> GradientPlacement:
+def most_gradients(choices: Iterable[GradientPlacement]) -> GradientPlacement:
     """The choice that saves most bytes. Among equals: more units, then one without spilling, then the least memory."""
     return max(choices, key=lambda each: (each.saved_bytes, each.num_units, each.scratch_bytes == 0, -each.num_bytes))
 

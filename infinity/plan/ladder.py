@@ -66,7 +66,6 @@ class Outcome:
         plan: the engine's plan; None if the engine would refuse the config.
         minimum_bytes: the least host memory budget; 0 if a GPU's memory is too small.
         problem: why it does not fit; None if it does.
-        tokens: per step.
         lacks_room: whether memory or drives are too small; otherwise an engine would refuse the config on any machine.
     """
 
@@ -76,7 +75,6 @@ class Outcome:
     plan: Plan | None
     minimum_bytes: int
     problem: str | None
-    tokens: int
     lacks_room: bool = True
 
     @property
@@ -192,14 +190,14 @@ class Ladder:
         tiers = (config.offload_param.device, config.offload_optimizer.device)
         try:
             inputs = self._inputs(config, *cut)
-            plan = inputs.plan(*inputs.place(), self._room_bytes, self._machine.bandwidth)
+            plan = inputs.plan(*inputs.place(), self._room_bytes)
         except BudgetTooSmallError as error:
             memory, least = ("memory", error.minimum_bytes) if error.key == HOST_KEY else ("GPU memory", 0)
             given = format_bytes(max(0, error.budget_bytes))
             too_small = f"{memory}: {format_bytes(error.minimum_bytes)} are needed at least, {given} are given"
-            return Outcome(*tiers, keys, None, least, too_small, self._tokens)
+            return Outcome(*tiers, keys, None, least, too_small)
         except (ConfigError, OptimizerNotPageableError) as error:  # as an engine would
-            return Outcome(*tiers, keys, None, 0, str(error), self._tokens, lacks_room=False)
+            return Outcome(*tiers, keys, None, 0, str(error), lacks_room=False)
         machine = self._machine
         plan = dataclasses.replace(
             plan,
@@ -213,7 +211,7 @@ class Ladder:
             if taken > machine.host_free_bytes:
                 free = format_bytes(machine.host_free_bytes)
                 problem = f"the budget takes {format_bytes(taken)} of memory, and {free} are free"
-        return Outcome(*tiers, keys, plan, plan.minimum_budget_bytes, problem, self._tokens)
+        return Outcome(*tiers, keys, plan, plan.minimum_budget_bytes, problem)
 
     def _compute_seconds(self, plan: Plan, config: InfinityConfig) -> float | None:
         """Forward and backward, and updates by the CPU, as far as the machine's speeds are known."""

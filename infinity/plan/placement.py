@@ -403,9 +403,9 @@ class _Planner:
             spare = self._wished_gradients() - capacity
             capacity += max(min(spare, left if request.keeps_in_memory else left // 2), 0)
         states = tuple(unit.state_numel if option.keeps_all_records else 0 for unit in units)
-        chosen = most_gradients(select_gradients(units, request, capacity))
+        choices = list(select_gradients(units, request, capacity))
+        chosen = most_gradients(choices)
         if self._may_keep_records() and not option.keeps_all_records:
-            choices = select_gradients(units, request, capacity)
             rooms = [(left - max(each.num_bytes - given.gradients, 0), each) for each in choices]
             # More gradients in memory leave less room for states. The bound assumes that all the room saves 2 bytes per
             # byte; choices are tried from the highest bound on, until no bound can beat the best.
@@ -444,7 +444,6 @@ class _Planner:
             left -= more
             gradient_bytes += more
         chosen = most_gradients(select_gradients(units, request, gradient_bytes))
-        trainable = sum(unit.trainable_numel > 0 for unit in units)
         placement = Placement(
             weights_bytes=weights_bytes,
             staging_buffer_bytes=staging_buffer_bytes,
@@ -462,7 +461,7 @@ class _Planner:
             states_in_memory=states,
             kept_bytes=kept_bytes,
             minimum_bytes=minimum_bytes,
-            spills=chosen.num_units < trainable,
+            spills=chosen.num_units < len(chosen.by_size),
         )
         return (saved - apparent_bytes(units, request, placement), left), placement
 

@@ -90,10 +90,10 @@ def give_least_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     best = cost_model.best_placement
 
-    def place(units: Sequence[Any], request: Any, order: Sequence[int], backward_start: int) -> Any:
+    def place(units: Sequence[Any], request: Any, order: Sequence[int]) -> Any:
         if request.param_tier != "none":
             request = dataclasses.replace(request, device_budget_bytes=_least_device_memory(units, request))
-        return best(units, request, order, backward_start)
+        return best(units, request, order)
 
     monkeypatch.setattr(cost_model, "best_placement", place)
     monkeypatch.setattr(placement, "_UPLOAD_BUFFER_BYTES", _UPLOAD_BUFFER_BYTES)

@@ -15,7 +15,7 @@ from typing import Any
 from bench.cgroup import block_device, why_unavailable
 from bench.participant import ENVIRONMENT
 from infinity.config.schema.quantities import parse_bytes
-from infinity.machine import description
+from infinity.machine import here
 
 _BUILD_DIR = Path("~/.cache/infinity-offload/peer_extensions")
 
@@ -84,7 +84,7 @@ def describe_machine(directory: Path) -> dict[str, Any]:
     """Processor, memory, drive, accelerator and versions, as plain values for the table and the JSON."""
     # Variables that all participants get, see `participant.ENVIRONMENT`.
     environment = ", ".join(f"{name}={os.environ.get(name, value)}" for name, value in ENVIRONMENT.items())
-    return description.describe_machine(directory) | {"revision": revision(), "environment": environment}
+    return here.describe_machine(directory) | {"revision": revision(), "environment": environment}
 
 
 def version_in(python: str, distribution: str) -> str | None:

@@ -10,11 +10,18 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from infinity.config.schema.block import Block, Count, Flag, NoEffect, NotNull, Number, Refused, Untyped
+from infinity.config.schema.block import (
+    Block,
+    Count,
+    Flag,
+    NoEffect,
+    NotNull,
+    Number,
+    Refused,
+    Untyped,
+    with_deepspeed_only_keys,
+)
 from infinity.config.schema.directories import parse_directories
-from infinity.config.schema.inert import with_deepspeed_only_keys
-from infinity.config.schema.offload_blocks import EXACT_EXCHANGE, AioBlock, ZeroBlock
-from infinity.config.schema.precision_blocks import AutocastBlock, Bf16Block, DataTypesBlock, Fp16Block, float_type
 from infinity.config.schema.quantities import (
     parse_bytes,
     parse_choice,
@@ -26,6 +33,152 @@ from infinity.config.schema.quantities import (
 )
 from swapper.config import LEAST_DEADLINE_SECONDS, BackendName
 from swapper.volumes.directory import Directory
+
+_OTHER_NAMES = {"fp32": ("float32", "float"), "fp16": ("float16", "half"), "bf16": ("bfloat16",)}
+_FLOAT_TYPES = {name: kind for kind, others in _OTHER_NAMES.items() for name in (kind, *others)}
+
+
+def float_type(value: object) -> str:
+    """Return "fp32", "fp16" or "bf16" for any of their names. Raises ValueError for other values."""
+    # Accepts torch's own spelling as well, as in "torch.bfloat16".
+    name = _FLOAT_TYPES.get(str(value).lower().removeprefix("torch."))
+    if name is None:
+        raise ValueError(f"must be one of {', '.join(_FLOAT_TYPES)}")
+    return name
+
+
+def _half_type(value: object) -> str:
+    name = float_type(value)
+    if name == "fp32":
+        raise ValueError("must be bfloat16 or float16")
+    return name
+
+
+@with_deepspeed_only_keys
+class Fp16Block(Block):
+    """`fp16`, with its loss scaling."""
+
+    enabled: Flag = False
+    """Train in fp16, with fp32 main weights. A step whose gradients are not finite is skipped."""
+    loss_scale: Number = 0
+    """A fixed loss scale. 0 means a dynamic one."""
+    initial_scale_power: Number = 16
+    """The dynamic loss scale starts at 2 to this power."""
+    loss_scale_window: Count = 1000
+    """The scale is doubled after this many steps without overflow."""
+    hysteresis: Count = 2
+    """The scale is halved at this many overflows, and at each one after, until it grows again."""
+    consecutive_hysteresis: Flag = False
+    """A step without overflow resets the count of `hysteresis`."""
+    min_loss_scale: Number = 1
+    """Smallest loss scale. Gradients that overflow with it are an error."""
+    auto_cast: Flag = False
+    """Floating-point inputs of the model are cast to fp16."""
+
+
+@with_deepspeed_only_keys
+class Bf16Block(Block):
+    """`bf16`. Also takes the loss scaling keys of `fp16`, which many files repeat here."""
+
+    enabled: Flag = False
+    """Train in bf16, with exact fp32 main weights and fp32 gradient accumulation."""
+    check_grad_overflow: Flag | None = None
+    """Skip a step whose gradients are not finite. `"auto"`: enabled with `gradient_clipping` in ZeRO stages 1 and 2, as
+    in DeepSpeed. DeepSpeed's stage 3 never checks, and without clipping no update waits for all gradients."""
+    auto_cast: Flag = False
+    """Floating-point inputs of the model are cast to bf16."""
+
+
+class AutocastBlock(Block):
+    """`torch_autocast`."""
+
+    enabled: Flag = False
+    """Run the model under `torch.autocast`, with fp32 weights or weights of its own dtype. As in plain torch, the cast
+    copies of all fp32 weights stay in memory until backward has used them, outside of the budget."""
+    dtype: Annotated[Literal["fp16", "bf16"], BeforeValidator(_half_type)] = "bf16"
+    """Dtype to which autocast casts. With fp16, the loss scale follows the keys of the block `fp16`, which stays
+    disabled."""
+    lower_precision_safe_modules: Annotated[
+        Untyped | list[str], NoEffect("no effect: gradients go between processes as communication_data_type says")
+    ] = None
+
+
+class DataTypesBlock(Block):
+    """`data_types`. What does not fit the compute dtype is refused when that is known."""
+
+    grad_accum_dtype: Annotated[
+        Literal["fp32", "fp16", "bf16"] | None,
+        BeforeValidator(float_type),
+        NoEffect(
+            'no effect: gradients are accumulated in fp32; "infinity": {"gradient_dtype": "bf16"} rounds their sums',
+            silent=("fp32",),
+        ),
+    ] = None
+    param_dtype: Annotated[str | None, BeforeValidator(float_type)] = None
+    """May repeat the compute dtype that `bf16` or `fp16` sets; another dtype is an error."""
+    buffer_dtype: Annotated[str | None, BeforeValidator(float_type)] = None
+    """Cast floating-point buffers to this dtype. By default they keep their dtype, except buffers that torch requires
+    in the dtype of the weights."""
+    keep_in_fp32_modules: Annotated[
+        tuple[str, ...],
+        BeforeValidator(parse_names),
+        Refused("all parameters get the compute dtype", "Remove it", allowed=((),)),
+    ] = ()
+
+
+EXACT_EXCHANGE = (
+    "no effect: one process exchanges nothing. Several processes average gradients, and only communication_data_type "
+    "rounds them; with several processes, another value is an error"
+)
+
+
+@with_deepspeed_only_keys
+class OffloadBlock(Block):
+    """`offload_param` and `offload_optimizer`. Each takes the other's keys too: files in the wild mix them up."""
+
+    device: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(parse_choice)] = "none"
+    """Where these states are stored: in the compute device's memory, in host memory, or on drives."""
+    nvme_path: Annotated[tuple[Directory, ...], BeforeValidator(parse_directories)] = ()
+    """A directory on the drive, or a list of directories, one per drive, over which data is striped. Each may be an
+    object that limits how much is used: `{"path": "/mnt/nvme", "capacity": "400GB"}`. `~`, `$NAME` and `${NAME}` are
+    expanded. A missing directory is made if its parent exists. Scratch files in it have no name, and vanish with the
+    process."""
+
+    # "none" is DeepSpeed's word for a block that is switched off.
+    def is_active(self) -> bool:
+        return self.device != "none"
+
+
+@with_deepspeed_only_keys
+class ZeroBlock(Block):
+    """`zero_optimization`."""
+
+    stage: Annotated[Count | None, Field(le=3)] = None
+    """What several processes divide among them. Stages 1 and 2 divide main weights, optimizer states and their updates;
+    stage 3 also divides model weights. The numbers are the same in all stages (but see `bf16.check_grad_overflow`).
+    With one process, every stage runs as 3. If you leave it out, it is 3 if `offload_param` or `offload_optimizer`
+    names a device, and 0 otherwise, as in DeepSpeed."""
+    # An empty block is the same as none: its device is "none".
+    offload_param: OffloadBlock = OffloadBlock()
+    offload_optimizer: OffloadBlock = OffloadBlock()
+
+    zero_quantized_weights: Annotated[Flag, NoEffect(EXACT_EXCHANGE, silent=(False,))] = False
+    zero_quantized_gradients: Annotated[Flag, NoEffect(EXACT_EXCHANGE, silent=(False,))] = False
+
+
+@with_deepspeed_only_keys
+class AioBlock(Block):
+    """`aio`. Two of DeepSpeed's own tools write the number of threads under names that DeepSpeed does not read."""
+
+    block_size: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+    """Largest single request in bytes, rounded up to a multiple of 4096; 1 MiB by default."""
+    queue_depth: Annotated[Count | None, Field(gt=0)] = None
+    """Requests in flight per thread; 8 by default."""
+    intra_op_parallelism: Annotated[Count | None, Field(gt=0)] = None
+    """Threads for each direction (read, write) and each drive; at least 4 are used."""
+    use_gds: Flag = False
+    """`true` is an error: GPUDirect Storage is not implemented, and data goes through host memory."""
+
 
 # A silent 0 would train differently than the same file under DeepSpeed.
 DEFAULT_GRADIENT_CLIPPING = 1.0

@@ -1,4 +1,5 @@
-"""A JSON schema of the config, for editors, made from the models that read it.
+"""A JSON schema of the config, for editors, made from the models that read it; and the texts, choices and effects of keys, which
+the reference page shows as well.
 
 A file may also say "auto" or null, write sizes and numbers as texts, take other spellings, and hold comments. Whatever loads
 fits the schema; what fits may still contradict itself.
@@ -6,16 +7,18 @@ fits the schema; what fits may still contradict itself.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from infinity.config.schema import quantities
-from infinity.config.schema.block import Block, Keys, Untyped
+from infinity.config.schema.block import Block, Keys, NoEffect, Refused, Untyped
 from infinity.config.schema.blocks import RootBlock
-from infinity.config.schema.reference import choices_of, leaves, rules_of, texts_of
 from infinity.config.schema.vocabulary import child_block
 
 _NUMBERS: list[dict[str, Any]] = [
@@ -41,7 +44,7 @@ _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "ex
 # The same keys as `reading._COMMENT_KEY`: JSON schema has no flag for upper and lower case.
 _COMMENTS = r"^(\$schema|\$?_*([cC][oO][mM][mM][eE][nN][tT])[sS]?[0-9]*|//.*|#.*)$"
 _DOTTED = r"^[a-z]\w*(\.\w+)+$"
-# Flags that `legacy.modernise` rewrites. They are no fields of a model.
+# Flags that `reading.modernise` rewrites. They are no fields of a model.
 _OLD = ("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory")
 
 
@@ -104,3 +107,44 @@ def _bounds(parts: list[Any]) -> Iterator[tuple[str, float]]:
     for part in parts:
         for item in getattr(part, "metadata", None) or [part]:
             yield from ((word, getattr(item, name)) for name, word in _BOUNDS.items() if hasattr(item, name))
+
+
+def texts_of(block: type[Block]) -> dict[str, str]:
+    """Return the text under each field in the source, by the name of the field."""
+    # Python keeps no text under a field at run time, so it is read from the source of the class.
+    tree = ast.parse(textwrap.dedent(inspect.getsource(block)))
+    found: dict[str, str] = {}
+    name = None
+    for node in tree.body[0].body:  # type: ignore[attr-defined]
+        if name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            found[name] = " ".join(str(node.value.value).split())
+        is_field = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        name = node.target.id if is_field else None
+    return found
+
+
+def rules_of(field: FieldInfo) -> Iterator[str]:
+    """Yield sentences that say why a key has no effect, or when it is refused."""
+    for item in field.metadata:
+        if isinstance(item, NoEffect):
+            yield f"{item.reason[:1].upper()}{item.reason[1:]}."
+        elif isinstance(item, Refused):
+            yield f"Refused when switched on: {item.reason}. {item.cure}."
+
+
+def leaves(annotation: Any) -> Iterator[Any]:
+    """Yield the types and the metadata in an annotation."""
+    origin = get_origin(annotation)
+    # Example: Annotated[Literal["a"], reader] | None yields the union, then Annotated and reader, then the Literal.
+    yield origin if origin is dict else annotation
+    yield from getattr(annotation, "__metadata__", ())
+    # The arguments of Literal are values, and those of dict[str, Any] describe its content.
+    if origin not in (Literal, dict):
+        for inner in get_args(annotation):
+            yield from leaves(inner)
+
+
+def choices_of(field: FieldInfo) -> list[Any]:
+    """Return the values of a key with a fixed set of choices; empty for other keys."""
+    parts = [*field.metadata, *leaves(field.annotation)]
+    return [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]

@@ -12,9 +12,6 @@ from pydantic.fields import FieldInfo
 from infinity.config.schema.block import Block, Keys, Untyped
 from infinity.config.schema.blocks import RootBlock
 
-_FORMER = {"page_bytes": "staging_buffer_bytes"}
-"""Former name of a key -> its present name, for the error about the former one."""
-
 
 def child_block(field: FieldInfo | None) -> type[Block] | None:
     """Return the block that a field holds; None for a value or a missing field."""
@@ -42,8 +39,6 @@ def suggest(path: str, name: str, known_here: Iterable[str]) -> str | None:
     block first.
     """
     everywhere = known_keys()
-    if name in _FORMER:
-        return path + _FORMER[name]
     # A right key in the wrong block: "stage" at the top level is zero_optimization.stage.
     if name in everywhere:
         return _place(everywhere[name])

@@ -11,9 +11,10 @@ import torch
 
 from infinity.checkpoint.arrays import ArraySpec
 from infinity.checkpoint.saved import writing
+from infinity.cli import doctor
 from infinity.cli.main import main
-from infinity.machine import computing, storage
-from infinity.machine.finding import Verdict
+from infinity.machine import findings
+from infinity.machine.findings import Verdict
 
 Captured = pytest.CaptureFixture[str]
 
@@ -100,8 +101,8 @@ def test_directories_of_a_config(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_a_group_without_memory_prevents_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(computing, "free_bytes", lambda: 100_000_000)
-    memory = next(finding for finding in computing.computing_findings() if finding.what == "memory")
+    monkeypatch.setattr(findings, "free_bytes", lambda: 100_000_000)
+    memory = next(finding for finding in findings.computing_findings() if finding.what == "memory")
     assert memory.verdict is Verdict.BAD and memory.cure
 
 
@@ -113,7 +114,7 @@ def test_a_gpu_that_is_taken(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", taken)
-    gpu = computing._gpu()
+    gpu = findings._gpu()
     assert gpu.verdict is Verdict.BAD and gpu.cure and "are busy" in gpu.text and "\n" not in gpu.text
     plan = ["plan", "--params", "1m", "--no-measure", "--nvme-path", str(tmp_path)]
     assert main(plan) == 1
@@ -126,5 +127,12 @@ def test_two_directories_on_one_drive(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
-    findings = list(storage.storage_findings(paths, measures=False))
-    assert findings[-1].verdict is Verdict.POOR and "one drive" in findings[-1].text
+    found = list(findings.storage_findings(paths, measures=False))
+    assert found[-1].verdict is Verdict.POOR and "one drive" in found[-1].text
+
+
+def test_the_doctor_prints_brackets_as_they_are(capsys: Captured) -> None:
+    found = findings.note("drive", "an [hf] and a [1]", "try [bold]", "/mnt/[1]")
+    doctor._print([found], is_ready=True)
+    shown = capsys.readouterr().out
+    assert "an [hf] and a [1]" in shown and "try [bold]" in shown and "/mnt/[1]" in shown and "\\" not in shown

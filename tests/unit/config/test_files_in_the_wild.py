@@ -143,7 +143,7 @@ def test_megatron_style_kitchen_sink(tmp_path: Path) -> None:
     noted = " ".join(config.notices)
     assert all(key in noted for key in ("prescale_gradients", "checkpoint", "vocabulary_size"))
     assert "curriculum_learning" not in noted and "tensorboard" not in noted
-    assert config.monitors.tensorboard == Path.cwd() / "logs/train"
+    assert config.monitors["tensorboard"] == Path.cwd() / "logs/train"
 
 
 @pytest.mark.parametrize("form", ["path", "str", "text", "dict"])

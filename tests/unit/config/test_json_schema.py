@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 
 from infinity.config import load_config
+from infinity.config.load import read_text
 from infinity.config.schema.json_schema import json_schema
-from infinity.config.text import read_text
 from infinity.errors import ConfigError
 
 _ROOT = Path(__file__).resolve().parents[3]

@@ -10,7 +10,7 @@ import pytest
 
 import infinity.config
 from infinity.config import load_config
-from infinity.config.text import ready_names
+from infinity.config.load import ready_names
 from infinity.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

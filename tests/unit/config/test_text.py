@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.config.text import read_file, read_text
+from infinity.config.load import read_file, read_text
 from infinity.errors import ConfigError
 
 

@@ -12,17 +12,8 @@ import torch
 
 from infinity.device.host_memory import find_free_memory, free_bytes
 from infinity.machine import hardware
-from infinity.machine.finding import Verdict
-from infinity.machine.hardware import (
-    Copies,
-    Health,
-    PciDevice,
-    copy_finding,
-    health,
-    link_finding,
-    node_finding,
-    parse_health,
-)
+from infinity.machine.findings import Verdict, copy_finding, health_finding, link_finding, node_finding
+from infinity.machine.hardware import Copies, Health, PciDevice, health, parse_health
 from infinity.machine.here import this_machine
 
 _GPU = PciDevice("GPU 0", 0, 2.5, 16, 32.0, 16)
@@ -100,9 +91,9 @@ def test_nodes_are_compared_where_there_are_several(sys: Path, monkeypatch: pyte
 def test_heat_is_read_without_rights_and_wear_only_where_the_drive_tells(sys: Path) -> None:
     _add_drive(sys)
     assert health("nvme0n1") == Health(71.85)
-    hot = hardware.health_finding("nvme0n1")
+    hot = health_finding("nvme0n1")
     assert hot is not None and hot.verdict is Verdict.POOR and "slow down" in hot.cure
-    assert hardware.health_finding("sda") is None
+    assert health_finding("sda") is None
 
 
 def test_the_log_of_a_drive_is_read_as_nvm_express_defines_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +103,7 @@ def test_the_log_of_a_drive_is_read_as_nvm_express_defines_it(monkeypatch: pytes
     monkeypatch.setattr(
         hardware, "_health_log", lambda controller: bytes(log) if controller == Path("/dev/nvme0") else b""
     )
-    worn = hardware.health_finding("nvme0n1")
+    worn = health_finding("nvme0n1")
     assert worn is not None and worn.verdict is Verdict.POOR and "83 % of the writes" in worn.text
 
 

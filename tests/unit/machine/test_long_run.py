@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import cast
 
 import pytest
 
-from infinity.machine.long_run import LongRun, Moment, hold
+from infinity.machine import drive_profile
+from infinity.machine.drive_profile import DriveProfile, LongRun, Moment, hold
 from swapper.measure.measurement import DriveTest, IOSetting, Sample, Workload
 
 _SECONDS = 1e-3
@@ -28,16 +28,19 @@ class _Drive:
         return Sample(setting, workload, int(rate * seconds / 2), int(rate * seconds / 2), seconds, 0.0)
 
 
-def _run(drive: _Drive, heat: Iterator[float] | None = None) -> tuple[LongRun, list[Sample]]:
-    kept: list[Sample] = []
-    celsius = (lambda: next(heat)) if heat is not None else lambda: None
-    return hold(cast(DriveTest, drive), _SETTING, _SECONDS, celsius, lambda what, share: None, kept.append), kept
+def _run(drive: _Drive) -> tuple[LongRun, DriveProfile]:
+    profile = DriveProfile([], {_SETTING: [Sample(_SETTING, Workload.MIXED, 1, 1, 1.0, 0.0)]})
+    hold(cast(DriveTest, drive), profile, _SECONDS, lambda what, share: None)
+    assert profile.long_run is not None
+    return profile.long_run, profile
 
 
 def test_a_drive_that_holds_its_rate_is_told_so() -> None:
-    found, kept = _run(_Drive(1e18, 3e9, 1e9))
+    drive = _Drive(1e18, 3e9, 1e9)
+    found, profile = _run(drive)
     assert found.fell_at is None and found.rate == pytest.approx(3e9, rel=1e-3)
-    assert "It holds 3.00 GB/s" in found.words() and len(kept) >= 12
+    assert "It holds 3.00 GB/s" in found.words() and len(found.moments) >= 12
+    assert profile.written_bytes == pytest.approx(drive.written, rel=1e-3)
 
 
 def test_where_a_cache_ends_is_found_and_what_to_count_with() -> None:
@@ -54,8 +57,10 @@ def test_a_rate_falls_behind_the_last_fast_sample() -> None:
     assert LongRun(moments).fell_at is moments[3]
 
 
-def test_a_hot_drive_is_to_be_cooled() -> None:
+def test_a_hot_drive_is_to_be_cooled(monkeypatch: pytest.MonkeyPatch) -> None:
+    heat = itertools.chain(range(50, 80, 3), itertools.repeat(83))
+    monkeypatch.setattr(drive_profile, "_hottest", lambda drives: next(heat))
     drive = _Drive(0.0, 3e9, 1.2e9)
     drive.cache_bytes = 3e9 * _SECONDS / 12 / 2 * 5
-    found, _ = _run(drive, itertools.chain(range(50, 80, 3), itertools.repeat(83)))
+    found, _ = _run(drive)
     assert "from 50 to 83 °C" in found.words() and "Cool it" in found.words()

@@ -17,12 +17,18 @@ from torch import nn
 
 import infinity
 import infinity.machine.bandwidth_cache as cache_module
+import infinity.machine.bandwidth_cache as measured_module
 import infinity.machine.drive_profile as profile_module
-import infinity.machine.measured_io as measured_module
 from infinity.config import InfinityConfig, load_config
-from infinity.machine.bandwidth_cache import BandwidthCache, cache_path, load, measured_bandwidth, store
+from infinity.machine.bandwidth_cache import (
+    BandwidthCache,
+    cache_path,
+    load,
+    measured_bandwidth,
+    store,
+    with_measured_io,
+)
 from infinity.machine.drive_profile import QUICK, DriveProfile, choose, directories_of, drive_test
-from infinity.machine.measured_io import with_measured_io
 from infinity.plan.machine import Bandwidth
 from swapper import BackendUnavailableError
 from swapper.measure.measurement import IOSetting, Sample, Workload

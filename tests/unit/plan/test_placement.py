@@ -253,7 +253,7 @@ def test_what_the_main_job_moves(form: str, num_written: float) -> None:
 def _predicted(units: list[UnitSize], request: Request) -> tuple[int, int]:
     """Bytes read and written in a step through all units, forward and back; and what its chunks cost besides, as bytes."""
     order = [*range(len(units)), *reversed(range(len(units)))]
-    placement = best_placement(units, request, order, len(units))
+    placement = best_placement(units, request, order)
     prediction = predict(units, request, placement, order, len(units))
     return prediction.read_bytes + prediction.write_bytes, apparent_bytes(units, request, placement)
 
@@ -430,6 +430,6 @@ def test_chunks_do_not_shrink_where_nearly_all_states_fit(num_micro_batches: int
             num_micro_batches=num_micro_batches,
             update_workers=4,
         )
-        placement = best_placement(units, request, guessed_order(len(units)), len(units))
+        placement = best_placement(units, request, guessed_order(len(units)))
         found.append(sum(-(-unit.state_numel // placement.chunk_numel) for unit in units))
     assert max(found) <= 1.1 * found[0], found

@@ -11,9 +11,8 @@ from infinity.metrics import StepReport
 from infinity.paging.prefetch_schedule import PrefetchSchedule
 from infinity.plan.cost_model import Traffic
 from infinity.plan.machine import Bandwidth
-from infinity.plan.plan import Plan
+from infinity.plan.plan import Plan, PlanTracker
 from infinity.plan.sizes import Request, UnitSize
-from infinity.plan.tracker import PlanTracker
 from infinity.units.layout import CHUNK_GRANULE
 from tests.unit.plan.planned import plan_of, request_of
 

@@ -39,7 +39,7 @@ def test_weights_that_stay_in_memory_are_not_worth_it_unless_asked_for() -> None
     request = dataclasses.replace(_REQUEST, param_tier="none", keeps_in_memory=True)
     placement, reason = place_for_schedule("auto", _UNITS, request, _ORDER)
     assert "hardly any bytes" in (reason or "")
-    assert placement == best_placement(_UNITS, request, _ORDER, len(_UNITS)), "and nothing is set aside for inputs"
+    assert placement == best_placement(_UNITS, request, _ORDER), "and nothing is set aside for inputs"
     placement, reason = place_for_schedule("vertical", _UNITS, request, _ORDER)
     assert reason is None
     assert placement.activation_bytes > 0
@@ -61,7 +61,7 @@ def test_the_ordinary_order_gets_the_whole_budget(asked: str, num: int) -> None:
     placement, reason = place_for_schedule(asked, _UNITS, request, _ORDER)
     expected = "the config asks for it" if asked == "ordinary" else "a step has one micro-batch"
     assert reason == expected
-    assert placement == best_placement(_UNITS, request, _ORDER, len(_UNITS))
+    assert placement == best_placement(_UNITS, request, _ORDER)
 
 
 @pytest.mark.parametrize("update", ["in_backward", "deferred"])
@@ -74,7 +74,7 @@ def test_inputs_take_a_quarter_of_what_the_least_leaves_and_only_of_memory_that_
     smaller = dataclasses.replace(
         request, budget_bytes=request.budget_bytes - placement.activation_bytes, num_micro_batches=1
     )
-    assert dataclasses.replace(placement, activation_bytes=0) == best_placement(_UNITS, smaller, _ORDER, len(_UNITS))
+    assert dataclasses.replace(placement, activation_bytes=0) == best_placement(_UNITS, smaller, _ORDER)
     away = _tight(dataclasses.replace(_REQUEST, uses_host_memory=False))
     assert place_for_schedule("vertical", _UNITS, away, _ORDER)[0].activation_bytes == 0
 
@@ -83,7 +83,7 @@ def test_what_saves_less_than_a_tenth_is_not_worth_computing_everything_once_mor
     units = [dataclasses.replace(unit, num_states=100) for unit in _UNITS]
     request = dataclasses.replace(_REQUEST, num_micro_batches=2)
     request = dataclasses.replace(request, budget_bytes=place(units, request).minimum_bytes)
-    placement = best_placement(units, request, _ORDER, len(units))
+    placement = best_placement(units, request, _ORDER)
     assert reason_against("auto", units, request, placement, _ORDER) is not None
     many = dataclasses.replace(request, num_micro_batches=20)
     assert reason_against("auto", units, many, placement, _ORDER) is None

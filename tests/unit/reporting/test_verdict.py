@@ -27,7 +27,7 @@ _ORDER = tuple(guessed_order(8))
 def known(compute_seconds: float, bytes_per_second: float, **changes: Any) -> Plan:
     """Eight units on NVMe, in a budget that holds little more than is needed."""
     request = request_of(**{"budget_bytes": 10 * _NUMEL, "gradient_itemsize": 2} | changes)
-    placement = best_placement(_UNITS, request, _ORDER, 8)
+    placement = best_placement(_UNITS, request, _ORDER)
     seen = {"seen_bytes_per_second": bytes_per_second, "compute_seconds": compute_seconds}
     return plan_of(_UNITS, request, placement=placement, **seen).predicted()
 
@@ -75,7 +75,7 @@ def test_gains_are_those_of_the_cost_model() -> None:
     more = round(plan.states_bytes["nvme"] / 2)
     assert len(with_memory) == 3 and f"{size(more)} more RAM" == half.means
     request = dataclasses.replace(plan.request, budget_bytes=plan.request.budget_bytes + more)
-    moved = predict(_UNITS, request, best_placement(_UNITS, request, _ORDER, 8), _ORDER, 8)
+    moved = predict(_UNITS, request, best_placement(_UNITS, request, _ORDER), _ORDER, 8)
     assert half.seconds == pytest.approx((moved.read_bytes + moved.write_bytes) / 1e8)
     assert half.gain == pytest.approx((plan.predicted_step_seconds or 0) / half.seconds) and half.gain > 1.2
 
