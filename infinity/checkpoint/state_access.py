@@ -14,13 +14,12 @@ from torch import nn
 
 from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.checkpoint.record_stream import GatheredStream, RecordStream
-from infinity.checkpoint.stored_weights import PART_NUMEL, Gathered, StoredWeights, span_of
+from infinity.checkpoint.stored_weights import PART_NUMEL, Gathered, StoredWeights
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.remainder import split_bits
 from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.rank_weights import gather_weights
-from infinity.tiers.state_store import StateStore
 from infinity.units.layout import Slot, in_memory_order
 from infinity.units.parameter import release_parameters
 from infinity.units.unit import Unit
@@ -36,8 +35,6 @@ class StateAccess:
 
     _parameter_map: ParameterMap
     _coordinator: ParameterCoordinator
-    _records: StateStore
-    _states: dict[tuple[int, int], ParameterState]
     _stored: StoredWeights
     """Its exchange brings what other ranks keep. If ranks keep shards, all ranks make the calls that read or replace main
     weights and states, in the same order."""
@@ -93,27 +90,16 @@ class StateAccess:
 
     def _read(self, unit: Unit, wanted: Sequence[tuple[Slot, str]]) -> dict[tuple[int, str], torch.Tensor]:
         """(slot index, kind) -> a copy of the main weight (`WEIGHT`) or the state. Each record is read once."""
-        kinds: dict[int, list[str]] = {}
         with contextlib.ExitStack() as stack:
             made = {}
             for slot, kind in wanted:
-                kinds.setdefault(slot.index, []).append(kind)
                 copy = self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32)
                 made[slot.index, kind] = stack.enter_context(copy)
-            # Small parameters share chunks, and a large one has slices in several: so the loop goes over chunks, not
-            # parameters.
-            for chunk, slices in self._stored.slices(unit, kinds):
-                with self.stream.opened(unit, chunk) as workspace:
-                    # The record has only the lower half of the main weight: the bf16 model weight is the other. States
-                    # need no weight.
-                    if self._stored.splits_main_weights and any(
-                        WEIGHT in kinds[param_slice.slot.index] for param_slice in slices
-                    ):
-                        self._stored.bring_weights(unit, chunk, workspace)
-                    for param_slice in slices:
-                        for kind in kinds[param_slice.slot.index]:
-                            with made[param_slice.slot.index, kind].part(param_slice.start, param_slice.stop) as part:
-                                workspace.read(kind, span_of(param_slice), part)
+            # Small parameters share chunks: each is read once.
+            parts = self.stream.parts([unit], only=made)
+            with contextlib.closing(parts):
+                for part in parts:
+                    made[part.slot.index, part.kind].write(part.start, part.values)
             found = {key: copy.finish() for key, copy in made.items()}
         for slot, kind in wanted:
             what = "the main weight" if kind == WEIGHT else kind
@@ -144,7 +130,7 @@ class StateAccess:
 
     def _state_of(self, parameter: torch.Tensor) -> ParameterState | None:
         unit, slot = self._parameter_map.locate(parameter)
-        return self._states.get((unit.index, slot.index))
+        return self.stream.states.get((unit.index, slot.index))
 
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of a parameter's optimizer state, as torch keeps it; empty before its first update."""
@@ -172,7 +158,7 @@ class StateAccess:
             ValueError: a shape or a name does not fit; nothing has been changed.
         """
         unit, slot = self._parameter_map.locate(parameter)
-        state = self._states.get((unit.index, slot.index))
+        state = self.stream.states.get((unit.index, slot.index))
         if state is None:
             if values:
                 raise ValueError(
@@ -181,7 +167,7 @@ class StateAccess:
                 )
             return
         self._stored.wait_for_save(unit)
-        names = self._records.names_of(unit)
+        names = self.stream.records.names_of(unit)
         if values:
             state.check(slot, names, values)
         # Stochastic rounding of states draws its random numbers by this count, so a loaded state goes on with the same

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import InitVar, dataclass
 
 import torch
@@ -11,15 +11,12 @@ import torch
 from infinity.checkpoint.packed_writes import accept_packed, read_packed, store_packed
 from infinity.checkpoint.record_stream import RecordStream
 from infinity.errors import ModelError
-from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkBuffer, ChunkFormat, MainWeight
+from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkFormat, MainWeight
 from infinity.numerics.raw_bytes import checksum
 from infinity.numerics.remainder import split_bits
-from infinity.tiers.state_store import StateStore
 from infinity.tiers.weight_exchange import WeightExchange
-from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Chunk, ParameterSlice, Slot, in_memory_order, round_up
 from infinity.units.unit import Unit
-from infinity.updates.job import ParameterState
 from infinity.updates.stream import Saver
 
 PART_NUMEL = 1 << 20
@@ -39,12 +36,8 @@ class Gathered:
 class StoredWeights:
     """Stores weights from a unit's flat buffer: the `WeightWriter` of an engine."""
 
-    records: InitVar[StateStore]
-    _weights: WeightStore | None
-    """None if all units are resident."""
-    states: InitVar[dict[tuple[int, int], ParameterState]]
-    _chunks: Sequence[Sequence[Chunk]]
-    """Per unit, the chunks whose records this process keeps."""
+    stream: RecordStream
+    """Reads or replaces all of a unit in one pass."""
     record_format: InitVar[ChunkFormat]
     exchange: WeightExchange
     """Knows which weights other ranks keep in shards."""
@@ -52,11 +45,8 @@ class StoredWeights:
     """Called before each write. In a durable run, it returns when the last step is committed."""
     _saver: Saver | None = None
 
-    def __post_init__(
-        self, records: StateStore, states: dict[tuple[int, int], ParameterState], record_format: ChunkFormat
-    ) -> None:
-        self.stream = RecordStream(records, self._weights, states, self._chunks)
-        """Reads or replaces all of a unit in one pass."""
+    def __post_init__(self, record_format: ChunkFormat) -> None:
+        self._weights = self.stream.weights
         self.has_main_weights = record_format.main is not MainWeight.MODEL_WEIGHT
         """Whether main weights differ from model weights: they do not if the model is fp32."""
         self.splits_main_weights = record_format.main is MainWeight.REMAINDER
@@ -89,14 +79,14 @@ class StoredWeights:
                 for part, weight in zip(ordered, weights, strict=True):
                     weight.copy_(split_bits(part.to("cpu", torch.float32))[0].view(torch.bfloat16))
         if self.has_main_weights:
-            for chunk in self._chunks[unit.index]:
+            for chunk in self.stream.chunks[unit.index]:
                 self._store_main(unit, chunk, originals)
         self._write_weights(unit, base)
 
     def _store_main(self, unit: Unit, chunk: Chunk, originals: Sequence[torch.Tensor]) -> None:
         """Write main weights into a new record. If they are split, write their upper halves into the flat buffer."""
         # States are zeros until the first update: they are neither written nor, later, read.
-        with self.changing(unit, chunk, main_only=True) as workspace:
+        with self.stream.changing(unit, chunk, main_only=True) as (workspace, _):
             for param_slice in chunk.slices:
                 original = in_memory_order(originals[param_slice.slot.index], param_slice.slot)
                 workspace.write_main(span_of(param_slice), original[param_slice.start : param_slice.stop])
@@ -105,7 +95,6 @@ class StoredWeights:
 
     def _write_weights(self, unit: Unit, base: torch.Tensor, changed: Sequence[Slot] | None = None) -> None:
         """Store a flat buffer, or the part of it that holds these slots."""
-        self.wait_for_save(unit)
         if self._weights is None or unit.is_persistent:
             return
         start, stop = 0, base.numel()
@@ -121,11 +110,6 @@ class StoredWeights:
         if written is not None:
             written.wait()
 
-    def changing(self, unit: Unit, chunk: Chunk, *, main_only: bool = False) -> AbstractContextManager[ChunkBuffer]:
-        """A chunk in working memory. It is stored at the end of the ``with`` block, unless that raises."""
-        self.wait_for_save(unit)
-        return self.stream.opened(unit, chunk, stores=True, main_only=main_only)
-
     def wait_for_saver(self, saver: Saver | None) -> None:
         """From now on, units are changed only after this background save has written them. None: no save is running."""
         self._saver = saver
@@ -134,19 +118,6 @@ class StoredWeights:
         """Return when the running background save, if any, has written the unit."""
         if self._saver is not None:
             self._saver.wait_for(unit)
-
-    def slices(self, unit: Unit, indices: Collection[int]) -> Iterator[tuple[Chunk, list[ParameterSlice]]]:
-        """Chunks that hold parts of these slots, each with its slices of them."""
-        for chunk in self._chunks[unit.index]:
-            slices = [param_slice for param_slice in chunk.slices if param_slice.slot.index in indices]
-            if slices:
-                yield chunk, slices
-
-    def bring_weights(self, unit: Unit, chunk: Chunk, workspace: ChunkBuffer) -> None:
-        """Read the chunk's stored model weights into the workspace."""
-        read = self.stream.bring_weights(unit, chunk, workspace.weight)
-        if read is not None:
-            read.wait()
 
     def store_modified(self, unit: Unit, changed: Sequence[Slot], *, is_outdating: bool = True) -> None:
         """Store the weights of ``changed``, which were written to in the open flat buffer, and their main weights.
@@ -170,9 +141,13 @@ class StoredWeights:
             unit.outdate()
         base = unit.flat.tensor()
         self.exchange.before(unit)
+        self.wait_for_save(unit)
         if self.has_main_weights:
-            for chunk, slices in self.slices(unit, {slot.index for slot in changed}):
-                self._store_changed(unit, chunk, slices)
+            indices = {slot.index for slot in changed}
+            for chunk in self.stream.chunks[unit.index]:
+                slices = [param_slice for param_slice in chunk.slices if param_slice.slot.index in indices]
+                if slices:
+                    self._store_changed(unit, chunk, slices)
         self._write_weights(unit, base, changed)
         if error is not None:
             unit.forget_written(slot.index for slot in changed)
@@ -180,19 +155,17 @@ class StoredWeights:
             raise error
 
     def _store_changed(self, unit: Unit, chunk: Chunk, slices: Sequence[ParameterSlice]) -> None:
-        with self.changing(unit, chunk) as workspace:
+        with self.stream.changing(unit, chunk, brings_weights=not unit.is_persistent) as (workspace, _):
             # An element's main weight keeps its low bits if its model weight is the same as before the write. With bf16
             # weights [1.0, 2.0] of main weights [1.001, 2.001], after p[1] = 3: main weights [1.001, 3.0].
-            # First, the weights before the write go into the workspace: the cast of the fp32 main weights, a copy that
-            # a resident unit has kept, or what is stored.
+            # First, the workspace gets the weights before the write: the cast of the fp32 main weights, or a copy that a
+            # resident unit has kept, or what is stored (it has that already).
             if not self.splits_main_weights:
                 workspace.cast_main()
             elif unit.is_persistent:
                 for param_slice in slices:
                     before = in_memory_order(unit.before[param_slice.slot.index], param_slice.slot)
                     workspace.weight[span_of(param_slice)].copy_(before[param_slice.start : param_slice.stop])
-            else:
-                self.bring_weights(unit, chunk, workspace)
             for param_slice in slices:
                 span = span_of(param_slice)
                 new = unit.weights_of(chunk)[span].to(workspace.weight.device)

@@ -127,16 +127,6 @@ class NewCopy:
         else:
             self._file.write(values.view(torch.uint8).numpy(), start * self._dtype.itemsize)
 
-    @contextmanager
-    def part(self, start: int, stop: int) -> Iterator[torch.Tensor]:
-        """1-D memory for some elements, which the ``with`` block fills."""
-        if self._file is None:
-            yield self._whole[start:stop]
-        else:
-            values = torch.empty(stop - start, dtype=self._dtype, device="cpu")
-            yield values
-            self.write(start, values)
-
     def finish(self) -> torch.Tensor:
         """Return the copy as a tensor."""
         # A private mapping: a script's writes stay in memory, and the nameless file disappears with the tensor.
