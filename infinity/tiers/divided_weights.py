@@ -26,7 +26,7 @@ from infinity.distributed.collective_thread import CollectiveThread
 from infinity.distributed.collectives import CallCounts, Ranks
 from infinity.errors import RankError
 from infinity.tiers.extent_labels import weight_contents
-from infinity.tiers.weight_store import LandedRead, WeightStore, Written, extent_of, landed
+from infinity.tiers.weight_store import WeightStore, Written, extent_of
 from infinity.units.layout import Chunk
 from infinity.units.shards import Shards, clipped
 from infinity.units.unit import Arrival, LatchedArrival, Unit
@@ -155,8 +155,6 @@ class DividedWeights(WeightStore):
         self._in_memory = in_memory
         self.shards = shards
         self._gathers = gathers
-        self._swapper_of: dict[int, Swapper] = {}
-        """By index of a unit that is divided: where this rank's shard is."""
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         """Held for a moment, by the threads that fetch and the one that gathers; for what follows."""
         self._unread: deque[Gather] = deque()
@@ -167,13 +165,8 @@ class DividedWeights(WeightStore):
         if unit.is_persistent:
             return
         swapper = self._in_memory if in_host_memory else self._swapper
-        if swapper is None:
-            raise RuntimeError(f"there is nowhere for the weights of {unit.name}")
-        self._swapper_of[unit.index] = swapper
-        num_bytes = self._num_bytes(unit)
-        if num_bytes:
-            name = f"this rank's shard of the weights of {unit.name}"
-            unit.extent = swapper.allocate(num_bytes, name, name_of=self._contents(unit))
+        name = f"this rank's shard of the weights of {unit.name}"
+        self._allocate(unit, swapper, self._num_bytes(unit), name, self._contents(unit))
 
     def holds(self, unit: Unit) -> bool:
         """Whether this rank keeps its shard of the unit and no more."""
@@ -240,8 +233,7 @@ class DividedWeights(WeightStore):
         gather.landing = landing
         num_bytes = self._num_bytes(gather.unit)
         if num_bytes:
-            priority = Priority.DEMAND if gather.is_demand else Priority.PREFETCH
-            gather.handle = self._begin_read(gather.unit, 0, landing.tensor[:num_bytes], priority)
+            gather.handle = self._read(gather.unit, landing.tensor[:num_bytes], 0, is_demand=gather.is_demand)
 
     def on_end(self, gather: Gather) -> None:
         """Its memory is free."""
@@ -252,24 +244,10 @@ class DividedWeights(WeightStore):
             with contextlib.suppress(SwapperError):  # it is told by those that are not read
                 self._read_ahead()
 
-    def _begin_read(self, unit: Unit, offset: int, target: torch.Tensor, priority: Priority) -> Handle:
-        return self._swapper_of[unit.index].read(extent_of(unit), target, offset=offset, priority=priority)
-
-    # ----------------------------------------------------------------------------------------------------------- changing
-
-    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead:
-        place = self._place_of(unit, chunk, target)
-        return landed(lambda memory: self._begin_read(unit, place, memory, Priority.PREFETCH), target)
-
-    def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle:
-        place = self._place_of(unit, chunk, source)
-        return self._swapper_of[unit.index].write(extent_of(unit), source, offset=place)
-
     def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Written:
-        write = self._swapper_of[unit.index].write
-        places = self._places(unit, offset, offset + source.numel())
+        swapper, places = self._swapper_of[unit.index], self._places(unit, offset, offset + source.numel())
         return Written(
-            [write(extent_of(unit), source[a - offset : b - offset], offset=place) for a, b, place in places]
+            [swapper.write(extent_of(unit), source[a - offset : b - offset], offset=place) for a, b, place in places]
         )
 
     def close(self) -> None:

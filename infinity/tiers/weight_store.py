@@ -29,7 +29,7 @@ from infinity.tiers.packed_weights import Unpacker, UploadedUnpacking
 from infinity.tiers.user_copies import PutAside
 from infinity.units.layout import Chunk
 from infinity.units.unit import Arrival, LatchedArrival, SimpleArrival, Unit
-from swapper import Extent, Handle, Priority, StagingBuffer, StagingPool, Swapper
+from swapper import Extent, Handle, NameOf, Priority, StagingBuffer, StagingPool, Swapper
 from swapper.sync.limits import start_threads
 
 
@@ -49,14 +49,6 @@ class LandedRead:
         """Return when the target has the data."""
         self._handle.wait()
         self._target.copy_(self._landing)  # pageable memory: torch's copy to the GPU waits until it is done
-
-
-def landed(read: Callable[[torch.Tensor], Handle], target: torch.Tensor) -> Handle | LandedRead:
-    """Start a read into ``target``. For a target on a GPU, read into host memory (landing), and copy from there."""
-    if target.device.type == "cpu":
-        return read(target)
-    landing = torch.empty(target.shape, dtype=target.dtype, device="cpu")
-    return LandedRead(read(landing), landing, target)
 
 
 class Written:
@@ -87,6 +79,10 @@ class HostWeights(HostBlock):
         self._fence = self._device.upload(target, self.tensor, self._device.mark())
         return SimpleArrival(functools.partial(self._device.compute_waits_for, self._fence))
 
+    def read(self, offset: int, target: torch.Tensor) -> None:
+        """Copy the bytes from ``offset`` on into ``target``."""
+        target.copy_(self.tensor[offset : offset + target.nbytes].view(target.dtype))
+
     def write(self, offset: int, source: torch.Tensor) -> None:
         """Replace bytes from ``offset`` on by those of ``source`` (host memory), after waiting for a copy that reads
         them."""
@@ -111,6 +107,8 @@ class WeightStore:
             staging_pool: pinned buffers between drives and a GPU; None without that way.
         """
         self._swapper = swapper
+        self._swapper_of: dict[int, Swapper] = {}
+        """Unit index -> what its extent belongs to."""
         self._device = device
         self._uploader = None if staging_pool is None else Uploader(device, staging_pool)
         self._in_host_memory: dict[int, HostWeights] = {}
@@ -132,16 +130,14 @@ class WeightStore:
         if in_host_memory:
             self._in_host_memory[unit.index] = HostWeights(form.num_bytes, self._device)
         else:
-            unit.extent = self.swapper.allocate(
-                form.num_bytes, f"weights of {unit.name}", name_of=weight_contents(unit.layout, form)
-            )
+            name_of = weight_contents(unit.layout, form)
+            self._allocate(unit, self._swapper, form.num_bytes, f"weights of {unit.name}", name_of)
 
-    @property
-    def swapper(self) -> Swapper:
-        """The swapper of the weights on NVMe."""
-        if self._swapper is None:
-            raise RuntimeError("no weights rest on NVMe")
-        return self._swapper
+    def _allocate(self, unit: Unit, swapper: Swapper | None, num_bytes: int, name: str, name_of: NameOf) -> None:
+        if swapper is None:
+            raise RuntimeError(f"there is nowhere for the weights of {unit.name}")
+        self._swapper_of[unit.index] = swapper
+        unit.extent = swapper.allocate(num_bytes, name, name_of=name_of) if num_bytes else None
 
     def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
         """Start to fetch the unit's weights into ``unit.flat``. Waits for nothing."""
@@ -153,10 +149,10 @@ class WeightStore:
         """Start to bring the bytes of the unit as they are stored."""
         if unit.index in self._in_host_memory:
             return self._in_host_memory[unit.index].fetch(target)
+        read = functools.partial(self._read, unit)
         if self._uploader is not None:
-            read = functools.partial(self._read, unit)
             return self._uploader.fetch(f"weights of {unit.name}", target, read, is_demand=is_demand)
-        return self._read(unit, target, 0, is_demand=is_demand)
+        return read(target, 0, is_demand=is_demand)
 
     def _fetch_packed(self, unit: Unit, form: StoredForm, *, is_demand: bool) -> Arrival:
         block, memory = self._in_host_memory.get(unit.index), unit.memory
@@ -172,67 +168,66 @@ class WeightStore:
             return UploadedUnpacking(self._fetch_stored(unit, stored, is_demand=is_demand), unpack)
         if block is not None:
             return self._unpacker.begin((), functools.partial(_unpack_apart, form, block.tensor, memory))
-        priority = Priority.DEMAND if is_demand else Priority.PREFETCH
         # Two reads into one flat buffer: plain weights to its beginning, where they belong, and packed ones to its end.
         # Unpacking goes from front to back and overwrites packed bytes only after they have been used.
         packed, reads = form.landing(memory), []
         for start, target in ((0, memory[: form.raw_bytes]), (form.raw_bytes, packed)):
             if target.numel():
-                reads.append(self.swapper.read(extent_of(unit), target, offset=start, priority=priority))
+                reads.append(self._read(unit, target, start, is_demand=is_demand))
         return self._unpacker.begin(reads, functools.partial(form.unpack, packed, memory))
+
+    def _read(self, unit: Unit, target: torch.Tensor, offset: int, *, is_demand: bool = False) -> Handle:
+        """Start to read bytes of the unit's extent, from ``offset`` on, into host memory."""
+        raw = target.view(torch.uint8).numpy()  # as the swapper takes it with the fewest steps
+        priority = Priority.DEMAND if is_demand else Priority.PREFETCH
+        return self._swapper_of[unit.index].read(extent_of(unit), raw, offset=offset, priority=priority)
+
+    def _write(self, unit: Unit, source: torch.Tensor, offset: int) -> Handle | None:
+        """Start to write to where the unit is stored, from ``offset`` on. Returns None if it was copied at once."""
+        if unit.index in self._in_host_memory:
+            self._in_host_memory[unit.index].write(offset, source)
+            return None
+        return self._swapper_of[unit.index].write(extent_of(unit), source.view(torch.uint8).numpy(), offset=offset)
 
     def read_packed(self, unit: Unit, packed: PackedSlot, target: torch.Tensor) -> None:
         """Read one packed weight, still packed, into host memory (uint8). Returns when it has been read."""
         start = self._packed[unit.index].raw_bytes + packed.start
         if unit.index in self._in_host_memory:
-            target.copy_(self._in_host_memory[unit.index].tensor[start : start + packed.num_bytes])
-            return
-        self.swapper.read(extent_of(unit), target, offset=start).wait()
+            self._in_host_memory[unit.index].read(start, target)
+        else:
+            self._read(unit, target, start, is_demand=True).wait()
 
     def write_packed(self, unit: Unit, start: int, source: torch.Tensor) -> None:
         """Write packed bytes from host memory; ``start`` counts from the end of the plain weights. Returns when
         stored."""
-        place = self._packed[unit.index].raw_bytes + start
-        if unit.index in self._in_host_memory:
-            self._in_host_memory[unit.index].write(place, source)
-            return
-        self.swapper.write(extent_of(unit), source, offset=place).wait()
+        written = self._write(unit, source, self._packed[unit.index].raw_bytes + start)
+        if written is not None:
+            written.wait()
 
-    def _read(self, unit: Unit, target: torch.Tensor, offset: int, *, is_demand: bool) -> Arrival:
-        """Start to read bytes of the unit's extent, from ``offset`` on, into host memory."""
-        priority = Priority.DEMAND if is_demand else Priority.PREFETCH
-        return self.swapper.read(extent_of(unit), target, offset=offset, priority=priority)
+    def _place_of(self, unit: Unit, chunk: Chunk, weights: torch.Tensor) -> int:
+        """The byte at which a chunk's ``weights`` begin, where they are stored."""
+        return chunk.start * weights.element_size()  # the trainable segment is the first one
 
     def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead | None:
         """Start to read a chunk's model weights: ``target`` has the compute dtype and ``chunk.numel`` elements.
 
         Returns None if they were copied at once.
         """
-        offset = chunk.start * target.element_size()  # the trainable segment is the first one
+        place = self._place_of(unit, chunk, target)
         if unit.index in self._in_host_memory:
-            source = self._in_host_memory[unit.index].tensor[offset : offset + target.numel() * target.element_size()]
-            target.copy_(source.view(target.dtype))
+            self._in_host_memory[unit.index].read(place, target)
             return None
-        if unit.extent is None or self._swapper is None:
-            raise RuntimeError(f"the weights of unit {unit.name} rest elsewhere")
         if target.is_cpu:
-            raw = target.view(torch.uint8).numpy()  # as the swapper takes it with the fewest steps
-            return self._swapper.read(unit.extent, raw, offset=offset, priority=Priority.PREFETCH)
-        read = functools.partial(self._swapper.read, unit.extent, offset=offset, priority=Priority.PREFETCH)
-        return landed(read, target)
+            return self._read(unit, target, place)
+        landing = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+        return LandedRead(self._read(unit, landing, place), landing, target)
 
     def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle | None:
         """Start to write a chunk's new model weights. ``source`` is host memory, unchanged until the handle is done.
 
         Returns None if they were copied at once.
         """
-        offset = chunk.start * source.element_size()
-        if unit.index in self._in_host_memory:
-            self._in_host_memory[unit.index].write(offset, source)
-            return None
-        if unit.extent is None or self._swapper is None:
-            raise RuntimeError(f"the weights of unit {unit.name} rest elsewhere")
-        return self._swapper.write(unit.extent, source.view(torch.uint8).numpy(), offset=offset)
+        return self._write(unit, source, self._place_of(unit, chunk, source))
 
     def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Handle | Written | None:
         """Start to write bytes of a flat buffer, from ``offset`` on, from host memory. Returns None if copied at once.
@@ -241,12 +236,7 @@ class WeightStore:
         """
         if unit.index in self._packed:
             source = source[: max(self._packed[unit.index].raw_bytes - offset, 0)]
-            if not source.numel():
-                return None
-        if unit.index in self._in_host_memory:
-            self._in_host_memory[unit.index].write(offset, source)
-            return None
-        return self.swapper.write(extent_of(unit), source, offset=offset)
+        return self._write(unit, source, offset) if source.numel() else None
 
     def release_memory(self, put_aside: PutAside) -> None:
         """Move weights that rest in host memory elsewhere until `take_memory_back`, as far as ``put_aside`` takes them."""
