@@ -16,7 +16,7 @@ from infinity.numerics.remainder import split_bits
 from infinity.packed.formats import NotFiniteError
 from infinity.packed.sources import source_of
 from infinity.packed.stored_form import PackedSlot, StoredForm
-from infinity.tiers.weight_exchange import WeightExchange
+from infinity.tiers.divided_weights import WeightExchange
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Chunk, ParameterSlice, Slot, in_memory_order, round_up
 from infinity.units.unit import Unit

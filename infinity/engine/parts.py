@@ -58,8 +58,8 @@ from infinity.plan.tracker import PlanTracker
 from infinity.plan.volumes import resting_bytes
 from infinity.threads.engine_lock import EngineLock
 from infinity.threads.openmp import use_threads
+from infinity.tiers.divided_weights import WeightExchange
 from infinity.tiers.user_copies import UserCopies
-from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.experts import expert_groups
 from infinity.units.originals import Originals
 from infinity.units.parameter import hold
