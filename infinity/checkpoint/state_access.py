@@ -14,7 +14,7 @@ from torch import nn
 
 from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.checkpoint.record_stream import GatheredStream, RecordStream
-from infinity.checkpoint.stored_weights import PART_NUMEL, Gathered, StoredWeights
+from infinity.checkpoint.stored_weights import PART_NUMEL, StoredWeights
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.remainder import split_bits
@@ -58,7 +58,7 @@ class StateAccess:
                 exchange.shards,
                 exchange.ranks,
                 self._coordinator.parameter_cache,
-                lambda unit, slot: self._read_main_weights(unit, [slot]),
+                lambda unit, slot: self._read(unit, [(slot, WEIGHT)]),
             )
 
     # ---------------------------------------------------------------------------------------------------------- reading
@@ -74,12 +74,9 @@ class StateAccess:
         found = {slot.index: self._model_weight(unit, slot) for slot in slots if slot not in recorded}
         for slots in [[slot] for slot in recorded] if self.shared is not None else [recorded]:
             with contextlib.nullcontext() if self.shared is None else self.shared.reading(unit, slots):
-                found |= self._read_main_weights(unit, slots)
+                read = self._read(unit, [(slot, WEIGHT) for slot in slots])
+            found |= {index: values for (index, _), values in read.items()}
         return found
-
-    def _read_main_weights(self, unit: Unit, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
-        read = self._read(unit, [(slot, WEIGHT) for slot in slots])
-        return {index: values for (index, _), values in read.items()}
 
     def _model_weight(self, unit: Unit, slot: Slot) -> torch.Tensor:
         with self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32) as made, self._coordinator.opened(unit):
@@ -143,9 +140,7 @@ class StateAccess:
         state = self._state_of(parameter)
         if state is None or state.is_fresh:
             return {}
-        return {
-            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.scalars.items()
-        }
+        return _copies(state.scalars)
 
     # --------------------------------------------------------------------------------------------------------- modifying
 
@@ -174,11 +169,7 @@ class StateAccess:
         # ones.
         num_updates = int(values.get("step", 0))
         tensors = {name: value for name, value in values.items() if name in names and isinstance(value, torch.Tensor)}
-        scalars = {
-            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-            for name, value in values.items()
-            if name not in tensors
-        }
+        scalars = _copies({name: value for name, value in values.items() if name not in tensors})
         state.load(scalars, tuple(tensors) if values else None, num_updates)
         if self._elements_follow:
             return
@@ -277,10 +268,12 @@ class StateAccess:
             return self._coordinator.copy_for_user(unit, slot)
         return self.main_weight(parameter) if slot.spec.is_trainable else self._coordinator.copy_for_user(unit, slot)
 
-    def gather(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> list[Gathered]:
-        """Open the parameters' units and keep them open. Returns the argument of `StoredWeights.scatter`.
+    @contextlib.contextmanager
+    def gathered(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> Iterator[None]:
+        """Open the parameters' units, and keep them open inside the ``with`` block. At its end, store what was changed.
 
         Args:
+            parameters: whose.
             compares: find changes by checksums of the contents, however they were written. Otherwise, by torch's
                 version counters.
 
@@ -293,17 +286,24 @@ class StateAccess:
             self._stored.wait_for_save(unit)
             units[unit.index] = unit
         self._coordinator.parameter_cache.check_room(units.values())
-        gathering: list[Gathered] = []
-        try:
+        # All units are released, also if opening or storing one of them fails.
+        with contextlib.ExitStack() as released:
             for unit in units.values():
                 with self._coordinator.held([unit]):
-                    gathering.append(self._stored.begin_gathering(unit, compares=compares))
-                    unit.hold_gathered(gathering[-1])  # for longer than this block
-        except BaseException:
-            for gathered in gathering:
-                gathered.unit.release_gathered(gathered)
-            raise
-        return gathering
+                    gathered = self._stored.begin_gathering(unit, compares=compares)
+                    released.callback(self._stored.end_gathering, gathered)
+                    unit.hold_gathered(gathered)  # for longer than this block
+            try:
+                yield
+            finally:
+                self._stored.before_writes()
+                for unit in units.values():
+                    if unit.flat is not None:  # else the engine was closed meanwhile
+                        self._stored.store_gathered(unit)
+
+
+def _copies(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
 
 
 def _elements(values: torch.Tensor, slot: Slot) -> ElementsInOrder:

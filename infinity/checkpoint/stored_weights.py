@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import InitVar, dataclass
 
 import torch
@@ -96,9 +95,9 @@ class StoredWeights:
         with self.stream.changing(unit, chunk, main_only=True) as (workspace, _):
             for param_slice in chunk.slices:
                 original = in_memory_order(originals[param_slice.slot.index], param_slice.slot)
-                workspace.write_main(span_of(param_slice), original[param_slice.start : param_slice.stop])
+                workspace.write_main(_span_of(param_slice), original[param_slice.start : param_slice.stop])
                 if self.splits_main_weights:
-                    unit.weights_of(chunk)[span_of(param_slice)].copy_(workspace.weight[span_of(param_slice)])
+                    unit.weights_of(chunk)[_span_of(param_slice)].copy_(workspace.weight[_span_of(param_slice)])
 
     def _write_weights(self, unit: Unit, base: torch.Tensor, changed: Sequence[Slot] | None = None) -> None:
         """Store a flat buffer, or the part of it that holds these slots."""
@@ -113,9 +112,7 @@ class StoredWeights:
             start = min(slot.offset_bytes for slot in changed) // RECORD_GRANULE * RECORD_GRANULE
             end = max(slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize for slot in changed)
             stop = min(stop, round_up(end, RECORD_GRANULE))
-        written = self._weights.write_all(unit, base[start:stop].cpu(), start)
-        if written is not None:
-            written.wait()
+        self._weights.write_all(unit, base[start:stop].cpu(), start)
 
     def wait_for_saver(self, saver: Saver | None) -> None:
         """From now on, units are changed only after this background save has written them. None: no save is running."""
@@ -172,9 +169,9 @@ class StoredWeights:
             elif unit.is_persistent:
                 for param_slice in slices:
                     before = in_memory_order(unit.before[param_slice.slot.index], param_slice.slot)
-                    workspace.weight[span_of(param_slice)].copy_(before[param_slice.start : param_slice.stop])
+                    workspace.weight[_span_of(param_slice)].copy_(before[param_slice.start : param_slice.stop])
             for param_slice in slices:
-                span = span_of(param_slice)
+                span = _span_of(param_slice)
                 new = unit.weights_of(chunk)[span].to(workspace.weight.device)
                 # Compared as bits: -0.0 == 0.0, and a NaN equals nothing.
                 integer = {2: torch.int16, 4: torch.int32}[new.element_size()]
@@ -245,7 +242,7 @@ class StoredWeights:
     # --------------------------------------------------------------------------------------- held open for the user
 
     def begin_gathering(self, unit: Unit, *, compares: bool) -> Gathered:
-        """Prepare a unit that is in memory and will be held open. See `StateAccess.gather`."""
+        """Prepare a unit that is in memory and will be held open. See `StateAccess.gathered`."""
         self.store_gathered(unit)  # what an outer `with` block has written so far
         self._keep_before(unit)
         return Gathered(unit, _checksums(unit) if compares else None)
@@ -270,17 +267,8 @@ class StoredWeights:
             if self.needs_before(unit, slot) and slot.index not in unit.before:
                 unit.save_before(slot)
 
-    def scatter(self, gathering: Sequence[Gathered]) -> None:
-        """End `StateAccess.gather`: store what was changed, and release the units."""
-        with ExitStack() as rest:
-            for gathered in gathering:
-                # All units are released, also if storing one of them fails.
-                rest.callback(self._let_go, gathered)
-            for gathered in gathering:
-                if gathered.unit.flat is not None:  # else the engine was closed meanwhile
-                    self.store_gathered(gathered.unit)
-
-    def _let_go(self, gathered: Gathered) -> None:
+    def end_gathering(self, gathered: Gathered) -> None:
+        """Release the unit."""
         gathered.unit.release_gathered(gathered)
         if not gathered.unit.gathered:
             gathered.unit.forget_changes()
@@ -290,7 +278,7 @@ def _checksums(unit: Unit) -> dict[int, int]:
     return {slot.index: checksum(unit.bytes_of(slot)) for slot in unit.layout.slots}
 
 
-def span_of(param_slice: ParameterSlice) -> slice:
+def _span_of(param_slice: ParameterSlice) -> slice:
     """The elements of its chunk that a slice of a parameter takes."""
     return slice(param_slice.offset, param_slice.offset + param_slice.numel)
 

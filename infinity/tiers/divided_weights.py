@@ -27,7 +27,7 @@ from infinity.distributed.collective_thread import CollectiveThread
 from infinity.distributed.collectives import CallCounts, Ranks
 from infinity.errors import RankError
 from infinity.tiers.extent_labels import weight_contents
-from infinity.tiers.weight_store import WeightStore, Written, extent_of
+from infinity.tiers.weight_store import WeightStore, extent_of
 from infinity.units.layout import Chunk
 from infinity.units.shards import Shards, clipped
 from infinity.units.unit import Arrival, LatchedArrival, Unit
@@ -245,11 +245,13 @@ class DividedWeights(WeightStore):
             with contextlib.suppress(SwapperError):  # it is told by those that are not read
                 self._read_ahead()
 
-    def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Written:
+    def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> None:
         swapper, places = self._swapper_of[unit.index], self._places(unit, offset, offset + source.numel())
-        return Written(
-            [swapper.write(extent_of(unit), source[a - offset : b - offset], offset=place) for a, b, place in places]
-        )
+        writes = [
+            swapper.write(extent_of(unit), source[a - offset : b - offset], offset=place) for a, b, place in places
+        ]
+        for write in writes:
+            write.wait()
 
     def close(self) -> None:
         """What all ranks have asked for is gathered before."""

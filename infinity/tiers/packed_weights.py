@@ -106,25 +106,3 @@ class Unpacker:
                 self._begun.discard(unpacking)
                 unpacking.run()
                 del unpacking  # the thread waits in `get` next, and would hold the unit until then
-
-
-class UploadedUnpacking:
-    """Packed weights on their way to a GPU, where the first `wait` unpacks them."""
-
-    def __init__(self, upload: Arrival, unpack: Callable[[], None]) -> None:
-        self._upload = upload
-        self._unpack: Callable[[], None] | None = unpack
-
-    def wait(self) -> None:
-        self._upload.wait()
-        # Only now, by the waiting thread: its stream is the one that computes with the weights, so no further wait is
-        # needed.
-        unpack, self._unpack = self._unpack, None
-        if unpack is not None:
-            unpack()
-
-    def done(self) -> bool:
-        return self._upload.done()
-
-    def promote(self) -> None:
-        self._upload.promote()

@@ -16,7 +16,7 @@ import functools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from infinity.device.compute import ComputeDevice, Fence
 from infinity.packed.stored_form import PackedSlot, StoredForm
 from infinity.tiers.extent_labels import weight_contents
 from infinity.tiers.host_block import HostBlock
-from infinity.tiers.packed_weights import Unpacker, UploadedUnpacking
+from infinity.tiers.packed_weights import Unpacker
 from infinity.tiers.user_copies import PutAside
 from infinity.units.layout import Chunk
 from infinity.units.unit import Arrival, LatchedArrival, SimpleArrival, Unit
@@ -33,34 +33,30 @@ from swapper import Extent, Handle, NameOf, Priority, StagingBuffer, StagingPool
 from swapper.sync.limits import start_threads
 
 
-class LandedRead:
-    """A read into host memory (``landing``), from which `wait` copies to a target on a GPU."""
+class ReadThen:
+    """A read, and what has to be done with the data when it has ended: the first `wait` does that."""
 
     # As attributes of a `Handle`: it is not over without `wait`.
     is_finished = False
     failure = None
 
-    def __init__(self, handle: Handle, landing: torch.Tensor, target: torch.Tensor) -> None:
-        self._handle = handle
-        self._landing = landing
-        self._target = target
+    def __init__(self, read: Arrival, then: Callable[[], object]) -> None:
+        self._read = read
+        self._then: Callable[[], object] | None = then
 
     def wait(self) -> None:
-        """Return when the target has the data."""
-        self._handle.wait()
-        self._target.copy_(self._landing)  # pageable memory: torch's copy to the GPU waits until it is done
+        self._read.wait()
+        # Only now, by the waiting thread: its stream is the one that computes with the data, so no further wait is
+        # needed.
+        then, self._then = self._then, None
+        if then is not None:
+            then()
 
+    def done(self) -> bool:
+        return self._read.done()
 
-class Written:
-    """Several writes as one handle."""
-
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self._handles = handles
-
-    def wait(self) -> None:
-        """Return when all of them are done."""
-        for handle in self._handles:
-            handle.wait()
+    def promote(self) -> None:
+        self._read.promote()
 
 
 class HostWeights(HostBlock):
@@ -165,7 +161,7 @@ class WeightStore:
                 _unpack_apart(form, stored, memory)
                 self._scratch.pop(unit.index, None)
 
-            return UploadedUnpacking(self._fetch_stored(unit, stored, is_demand=is_demand), unpack)
+            return ReadThen(self._fetch_stored(unit, stored, is_demand=is_demand), unpack)
         if block is not None:
             return self._unpacker.begin((), functools.partial(_unpack_apart, form, block.tensor, memory))
         # Two reads into one flat buffer: plain weights to its beginning, where they belong, and packed ones to its end.
@@ -200,15 +196,13 @@ class WeightStore:
     def write_packed(self, unit: Unit, start: int, source: torch.Tensor) -> None:
         """Write packed bytes from host memory; ``start`` counts from the end of the plain weights. Returns when
         stored."""
-        written = self._write(unit, source, self._packed[unit.index].raw_bytes + start)
-        if written is not None:
-            written.wait()
+        _wait_for(self._write(unit, source, self._packed[unit.index].raw_bytes + start))
 
     def _place_of(self, unit: Unit, chunk: Chunk, weights: torch.Tensor) -> int:
         """The byte at which a chunk's ``weights`` begin, where they are stored."""
         return chunk.start * weights.element_size()  # the trainable segment is the first one
 
-    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead | None:
+    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | ReadThen | None:
         """Start to read a chunk's model weights: ``target`` has the compute dtype and ``chunk.numel`` elements.
 
         Returns None if they were copied at once.
@@ -220,7 +214,8 @@ class WeightStore:
         if target.is_cpu:
             return self._read(unit, target, place)
         landing = torch.empty(target.shape, dtype=target.dtype, device="cpu")
-        return LandedRead(self._read(unit, landing, place), landing, target)
+        # Pageable memory: torch's copy to the GPU waits until it is done.
+        return ReadThen(self._read(unit, landing, place), lambda: target.copy_(landing))
 
     def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle | None:
         """Start to write a chunk's new model weights. ``source`` is host memory, unchanged until the handle is done.
@@ -229,14 +224,15 @@ class WeightStore:
         """
         return self._write(unit, source, self._place_of(unit, chunk, source))
 
-    def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Handle | Written | None:
-        """Start to write bytes of a flat buffer, from ``offset`` on, from host memory. Returns None if copied at once.
+    def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> None:
+        """Write bytes of a flat buffer, from ``offset`` on, from host memory. Returns when stored.
 
         Weights that are stored packed are left out: see `write_packed`.
         """
         if unit.index in self._packed:
             source = source[: max(self._packed[unit.index].raw_bytes - offset, 0)]
-        return self._write(unit, source, offset) if source.numel() else None
+        if source.numel():
+            _wait_for(self._write(unit, source, offset))
 
     def release_memory(self, put_aside: PutAside) -> None:
         """Move weights that rest in host memory elsewhere until `take_memory_back`, as far as ``put_aside`` takes them."""
@@ -258,6 +254,11 @@ class WeightStore:
             block.release()
         self._in_host_memory.clear()
         self._scratch.clear()
+
+
+def _wait_for(written: Handle | None) -> None:
+    if written is not None:
+        written.wait()
 
 
 def _unpack_apart(form: StoredForm, stored: torch.Tensor, memory: torch.Tensor) -> None:

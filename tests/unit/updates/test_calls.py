@@ -52,9 +52,7 @@ class _Rig:
         self.weights = WeightStore(swapper, self.device)
         self.weights.allocate(self.unit)
         zeros = torch.zeros(self.unit.num_bytes, dtype=torch.uint8)
-        written = self.weights.write_all(self.unit, zeros)
-        assert written is not None
-        written.wait()
+        self.weights.write_all(self.unit, zeros)
         if is_resident:
             flat = self.device.allocate_flat(self.unit.num_bytes)
             flat.tensor().zero_()
