@@ -21,7 +21,7 @@ from infinity.config.schema.directories import make_directories
 from infinity.device.drive_tensors import large_results_on
 from infinity.errors import CheckpointError, ModelError
 from infinity.loading import hugging_face, plain_module
-from infinity.loading.quantized_files import plain_tensors
+from infinity.loading.quantized_files import QuantizedFiles
 from infinity.loading.weight_files import open_weights
 from infinity.packed.sources import set_source
 
@@ -89,7 +89,7 @@ def load_pretrained(
     directories = resolved.nvme_paths if resolved is not None else ()
     make_directories(directories)
     # Unpacks quantized files. What is not quantized stays a mapping of its file.
-    quantized = plain_tensors(place, open_weights(place), _wanted_dtype(dtype, model_or_class), directories)
+    quantized = QuantizedFiles(place, open_weights(place), _wanted_dtype(dtype, model_or_class), directories)
     tensors = quantized.tensors
     with large_results_on(directories):
         if not is_module:
