@@ -66,66 +66,48 @@ class Weights:
     shows_progress: bool = False
 
 
-def save_units(weights: Weights, directory: Path, filename: str, *, trained_only: bool, max_shard_bytes: int) -> None:
-    """Write model weights and buffers as one file, or as shards and an index. All files appear at once.
+def save_weights(
+    weights: Weights,
+    directory: Path,
+    max_shard_bytes: int,
+    *,
+    filename: str | None = None,
+    trained_only: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write weights and buffers as one file, or as shards and an index, and the configs. All files appear at once.
 
     It writes what the model's modules have now, including parameters that were added later. Files of an earlier save
     are removed at the end. A PEFT model's adapters are written by its own ``save_pretrained``. Memory: a unit's flat
     buffer, and one tensor if it is on a GPU or not contiguous.
 
     Args:
-        trained_only: leave out parameters that do not require a gradient, and buffers.
+        weights: where they come from.
+        directory: made if it is missing.
         max_shard_bytes: of a file with more than one tensor.
+        filename: None: the files of ``model.save_pretrained``, with its names of tensors and its layouts.
+        trained_only: leave out parameters that do not require a gradient, and buffers.
+        dtype: None: model weights. Else main weights, cast to it, and buffers of the model's dtype as well.
 
     Raises:
         ModelError: safetensors does not support a tensor; nothing has been written.
         StorageError: the directory cannot be written to or is full; its old files are still there.
     """
-    stem = filename.removesuffix(".safetensors")
-    if stem == _NAME_OF_PICKLES:
-        stem = "model"
-    _save(weights, directory, stem, functools.partial(all_entries, weights, trained_only=trained_only), max_shard_bytes)
-
-
-def save_pretrained(
-    weights: Weights, directory: Path, *, max_shard_bytes: int, dtype: torch.dtype | None = None
-) -> None:
-    """Write the files of ``model.save_pretrained``: its names, one file or shards and an index, and the configs.
-
-    Args:
-        max_shard_bytes: of a file with more than one tensor.
-        dtype: None: model weights. Else main weights, cast to it, and buffers of the model's dtype as well.
-
-    Raises:
-        ModelError, StorageError: as `save_units`.
-    """
     model = weights.parameter_map.model
-
-    def entries() -> list[Entry]:
-        return original_entries(model, all_entries(weights, dtype=dtype), weights.directories)
-
-    _save(weights, directory, "model", entries, max_shard_bytes, dtype or _dtype_of(model))
-
-
-def _save(
-    weights: Weights,
-    directory: Path,
-    stem: str,
-    entries: Callable[[], list[Entry]],
-    max_shard_bytes: int,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """``entries``: not called for a PEFT model. ``dtype``: for `save_configs`."""
-    model = weights.parameter_map.model
+    stem = "model" if filename is None else filename.removesuffix(".safetensors")
+    stem = "model" if stem == _NAME_OF_PICKLES else stem
     with as_storage_error(directory, sum(unit.num_bytes for unit in weights.parameter_map.units), "the weights"):
         if is_adapted(model):
             save_adapters(model, directory)
             return
-        found = entries()
+        entries = all_entries(weights, trained_only=trained_only, dtype=dtype)
+        if filename is None:
+            entries = original_entries(model, entries, weights.directories)
+            dtype = dtype or _dtype_of(model)
         configs = functools.partial(save_configs, model, dtype=dtype)
-        total = sum(entry.num_bytes for entry in found)
+        total = sum(entry.num_bytes for entry in entries)
         with progress("saving weights", total, is_shown=weights.shows_progress) as note:
-            write_shards(found, directory, stem, configs, max_shard_bytes, note)
+            write_shards(entries, directory, stem, configs, max_shard_bytes, note)
 
 
 def cut(tensors: Iterable[T], max_shard_bytes: int, num_bytes_of: Callable[[T], int]) -> list[list[T]]:
