@@ -201,10 +201,10 @@ class RecordStream:
             lease.wait()
             await_weights()
             yield lease.workspace, writes
+            lease.write_back(writes, main_only=main_only)
         except BaseException:
             lease.discard()
             raise
-        lease.write_back(writes, main_only=main_only)
 
     def fill(self, unit: Unit, sources: Mapping[tuple[int, str], ElementsInOrder]) -> None:
         """Replace main weights and states of a unit, and its model weights by their casts.
