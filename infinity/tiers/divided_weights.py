@@ -27,7 +27,7 @@ from infinity.distributed.collective_thread import CollectiveThread
 from infinity.distributed.collectives import CallCounts, Ranks
 from infinity.errors import RankError
 from infinity.tiers.extent_labels import weight_contents
-from infinity.tiers.weight_store import WeightStore, extent_of
+from infinity.tiers.weight_store import ReadThen, WeightStore, extent_of
 from infinity.units.layout import Chunk
 from infinity.units.shards import Shards, clipped
 from infinity.units.unit import Arrival, LatchedArrival, Unit
@@ -244,6 +244,12 @@ class DividedWeights(WeightStore):
                 gather.landing = None
             with contextlib.suppress(SwapperError):  # it is told by those that are not read
                 self._read_ahead()
+
+    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | ReadThen:
+        return self._read_landed(unit, target, self._place_of(unit, chunk, target))
+
+    def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle | None:
+        return self._write(unit, source, self._place_of(unit, chunk, source))
 
     def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> None:
         swapper, places = self._swapper_of[unit.index], self._places(unit, offset, offset + source.numel())

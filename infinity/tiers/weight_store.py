@@ -146,10 +146,10 @@ class WeightStore:
         """Start to bring the bytes of the unit as they are stored."""
         if unit.index in self._in_host_memory:
             return self._in_host_memory[unit.index].fetch(target)
-        read = functools.partial(self._read, unit)
         if self._uploader is not None:
+            read = functools.partial(self._read, unit)
             return self._uploader.fetch(f"weights of {unit.name}", target, read, is_demand=is_demand)
-        return read(target, 0, is_demand=is_demand)
+        return self._read(unit, target, 0, is_demand=is_demand)
 
     def _fetch_packed(self, unit: Unit, form: StoredForm, *, is_demand: bool) -> Arrival:
         block, memory = self._in_host_memory.get(unit.index), unit.memory
@@ -199,31 +199,39 @@ class WeightStore:
         stored."""
         _wait_for(self._write(unit, source, self._packed[unit.index].raw_bytes + start))
 
-    def _place_of(self, unit: Unit, chunk: Chunk, weights: torch.Tensor) -> int:
-        """The byte at which a chunk's ``weights`` begin, where they are stored."""
-        return chunk.start * weights.element_size()  # the trainable segment is the first one
+    # Both of these run for each chunk of each step, so they call the swapper themselves.
 
     def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | ReadThen | None:
         """Start to read a chunk's model weights: ``target`` has the compute dtype and ``chunk.numel`` elements.
 
         Returns None if they were copied at once.
         """
-        place = self._place_of(unit, chunk, target)
+        offset = chunk.start * target.element_size()  # the trainable segment is the first one
         if unit.index in self._in_host_memory:
-            self._in_host_memory[unit.index].read(place, target)
+            self._in_host_memory[unit.index].read(offset, target)
             return None
-        if target.is_cpu:
-            return self._read(unit, target, place)
-        landing = torch.empty(target.shape, dtype=target.dtype, device="cpu")
-        # Pageable memory: torch's copy to the GPU waits until it is done.
-        return ReadThen(self._read(unit, landing, place), lambda: target.copy_(landing))
+        if unit.extent is None or not target.is_cpu:
+            return self._read_landed(unit, target, offset)
+        raw, swapper = target.view(torch.uint8).numpy(), self._swapper_of[unit.index]
+        return swapper.read(unit.extent, raw, offset=offset, priority=Priority.PREFETCH)
 
     def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle | None:
         """Start to write a chunk's new model weights. ``source`` is host memory, unchanged until the handle is done.
 
         Returns None if they were copied at once.
         """
-        return self._write(unit, source, self._place_of(unit, chunk, source))
+        offset = chunk.start * source.element_size()
+        if unit.extent is None:
+            return self._write(unit, source, offset)
+        return self._swapper_of[unit.index].write(unit.extent, source.view(torch.uint8).numpy(), offset=offset)
+
+    def _read_landed(self, unit: Unit, target: torch.Tensor, offset: int) -> Handle | ReadThen:
+        """Start to read into ``target``, by way of host memory (landing) if that is on a GPU."""
+        if target.is_cpu:
+            return self._read(unit, target, offset)
+        landing = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+        # Pageable memory: torch's copy to the GPU waits until it is done.
+        return ReadThen(self._read(unit, landing, offset), lambda: target.copy_(landing))
 
     def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> None:
         """Write bytes of a flat buffer, from ``offset`` on, from host memory. Returns when stored.
