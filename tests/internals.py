@@ -41,8 +41,7 @@ from infinity.optim.registry import BY_NAME
 from infinity.plan import cost_model, placement
 from infinity.plan.cost_model import predict
 from infinity.tiers import user_copies
-from infinity.tiers.divided_weights import DividedWeights
-from infinity.tiers.weight_exchange import WeightExchange
+from infinity.tiers.divided_weights import DividedWeights, WeightExchange
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import CHUNK_GRANULE, ParameterSpec, Slot, UnitLayout
 from infinity.units.partition import find_blocks

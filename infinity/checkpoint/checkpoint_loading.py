@@ -77,12 +77,12 @@ def load(
     saved = Checkpoint(folder)
     saved.verify_small_files()
     training_state = saved.training_state()
-    loading = Loading(training, saved, is_strict=wanted.is_strict)
     # Order: everything that can fail without reading large tensors comes first. The scheduler gets its old state back
     # if the block fails, and the optimizer checks all states before it changes one. What comes after `changing` has
     # begun cannot be undone: the caller marks the engine as partly loaded.
-    loading.check_model(training_state.get(EXTRA_STATES))
-    with loading, ExitStack() as stack:
+    with ExitStack() as stack:
+        loading = Loading(training, saved, stack, is_strict=wanted.is_strict)
+        loading.check_model(training_state.get(EXTRA_STATES))
         if wanted.scheduler:
             otherwise = "load_lr_scheduler_states=False to load_checkpoint"
             stack.enter_context(scheduler_with(training.lr_scheduler, training_state, otherwise=otherwise))
@@ -109,10 +109,14 @@ def other_shapes(saved: Mapping[str, SavedTensor], wanted: Mapping[str, tuple[in
 
 
 class Loading:
-    """One load: first `check_model`, then the rest in a ``with`` block. The caller has flushed pending updates."""
+    """One load: first `check_model`, then the rest. The caller has flushed pending updates."""
 
-    def __init__(self, training: Training, saved: Checkpoint, *, is_strict: bool) -> None:
-        """``is_strict``: see `Wanted`."""
+    def __init__(self, training: Training, saved: Checkpoint, stack: ExitStack, *, is_strict: bool) -> None:
+        """
+        Args:
+            stack: closes files and ends threads at its end.
+            is_strict: see `Wanted`.
+        """
         self._training = training
         self._saved = saved
         self._is_strict = is_strict
@@ -121,18 +125,12 @@ class Loading:
         self._buffers = dict(persistent_buffers(training.model))
         self._missing: list[str] = []
         self._extra: list[str] = []
-        self._open = ExitStack()
+        self._open = stack
+        self._threads = stack.enter_context(BlockThreads(saved.largest_block))
         self._sources: dict[tuple[str, str], ElementsInOrder] = {}
         """(FQN, kind) of a tiled weight -> its elements. Each tile continues where the tile before it ended."""
         self._states: dict[int, dict[str, SavedTensor | torch.Tensor]] = {}
         """id of a parameter that the engine holds -> its element-wise states in the checkpoint."""
-
-    def __enter__(self) -> Loading:
-        self._threads = self._open.enter_context(BlockThreads(self._saved.largest_block))
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        self._open.close()
 
     # ---------------------------------------------------------------------------------------------- is it of this model
 

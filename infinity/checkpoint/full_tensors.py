@@ -85,8 +85,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """As `safe_get_full_fp32_param`, 1-D: the whole on every rank, where DeepSpeed gives the rank's shard."""
-    found = safe_get_full_fp32_param(param) if param.requires_grad else None
-    return None if found is None else found.flatten()
+    return _flat(safe_get_full_fp32_param(param) if param.requires_grad else None)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -100,8 +99,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """As `safe_get_full_optimizer_state`, 1-D, on every rank."""
-    found = safe_get_full_optimizer_state(param, optim_state_key)
-    return None if found is None else found.flatten()
+    return _flat(safe_get_full_optimizer_state(param, optim_state_key))
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -119,8 +117,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     Raises:
         AccessError: as reading ``param.grad`` does.
     """
-    found = safe_get_full_grad(param)
-    return None if found is None else found.flatten()
+    return _flat(safe_get_full_grad(param))
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -149,6 +146,10 @@ def safe_update_full_grad_vectorized(
         gradient = safe_get_full_grad(param)
         if gradient is not None:
             safe_set_full_grad(param, update_func(gradient, param))
+
+
+def _flat(found: torch.Tensor | None) -> torch.Tensor | None:
+    return None if found is None else found.flatten()
 
 
 def _shaped(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:

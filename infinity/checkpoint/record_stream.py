@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from infinity.numerics.chunk_format import WEIGHT, ChunkBuffer
 from infinity.paging.parameter_cache import ParameterCache
 from infinity.paging.rank_weights import align_ranks
 from infinity.tiers.state_store import Lease, StateStore, clear
-from infinity.tiers.weight_store import LandedRead, WeightStore
+from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Chunk, ParameterSlice, Slot
 from infinity.units.shards import Shards
 from infinity.units.unit import Unit
@@ -49,56 +49,73 @@ class Part(NamedTuple):
     unit: Unit
     slot: Slot
     kind: str
+    start: int
+    """Number of the first element."""
     values: torch.Tensor
     """fp32, 1-D, on the CPU. May be a view of a staging buffer: valid until you ask for the next part."""
 
 
-_Wanted = tuple[ParameterSlice, str, ElementsInOrder]
-"""A part of a chunk that is replaced: whose, of which kind, and by which elements."""
+class _Content(NamedTuple):
+    """A part of a chunk's record."""
+
+    param_slice: ParameterSlice
+    kind: str
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return self.param_slice.slot.index, self.kind
 
 
 class _Opened(NamedTuple):
     unit: Unit
-    chunk: Chunk
     lease: Lease
-    weights: Handle | LandedRead | None
+    await_weights: Callable[[], None]
+    wanted: Sequence[_Content]
 
 
 @dataclass(eq=False)
 class RecordStream:
-    """Reads and writes whole units, chunk by chunk."""
+    """Reads and writes records of whole units, chunk by chunk."""
 
-    _records: StateStore
-    _weights: WeightStore | None
+    records: StateStore
+    weights: WeightStore | None
     """Model weights outside of flat buffers; None if all units are resident."""
-    _states: Mapping[tuple[int, int], ParameterState]
+    states: Mapping[tuple[int, int], ParameterState]
     """(unit index, slot index) -> which states a parameter has."""
-    _chunks: Sequence[Sequence[Chunk]]
+    chunks: Sequence[Sequence[Chunk]]
     """Per unit, the chunks whose records this process keeps: its shard."""
 
     def names_of(self, unit: Unit, slot: Slot) -> Sequence[str]:
         """The names of a parameter's element-wise states; none before its first update."""
-        state = self._states.get((unit.index, slot.index))
+        state = self.states.get((unit.index, slot.index))
         if state is None or state.is_fresh:
             return ()
-        return [name for name in self._records.names_of(unit) if state.names is None or name in state.names]
+        return [name for name in self.records.names_of(unit) if state.names is None or name in state.names]
 
     def kinds_of(self, unit: Unit) -> list[str]:
         """`WEIGHT` and all names of states in the unit's records, whether a parameter has them yet or not."""
-        return [WEIGHT, *self._records.names_of(unit)]
+        return [WEIGHT, *self.records.names_of(unit)]
 
-    def parts(self, units: Iterable[Unit], ahead_bytes: int = AHEAD_BYTES) -> Iterator[Part]:
-        """Yield all main weights and states of these units. Each kind of each parameter comes in the order of memory.
+    def parts(
+        self, units: Iterable[Unit], ahead_bytes: int = AHEAD_BYTES, only: Container[tuple[int, str]] | None = None
+    ) -> Generator[Part, None, None]:
+        """Yield main weights and states of these units. Each kind of each parameter comes in the order of memory.
 
-        ``ahead_bytes``: of records that are read ahead, if staging buffers are free. The next record always is.
+        Args:
+            units: whose.
+            ahead_bytes: of records that are read ahead, if staging buffers are free. The next record always is.
+            only: the wanted ones, as (slot index, kind); None: all.
         """
-        waiting = ((unit, chunk) for unit in units for chunk in self._chunks[unit.index])
+        waiting = ((unit, chunk) for unit in units for chunk in self.chunks[unit.index])
         opened: deque[_Opened] = deque()
         try:
             for unit, chunk in waiting:
+                wanted = [each for each in self._contents(unit, chunk) if only is None or each.key in only]
+                if not wanted:
+                    continue
                 # Updates take buffers of the same pool. Whoever holds some and waits for more may wait forever. So this
                 # blocks only while it holds none, and otherwise uses up its oldest record to free one.
-                while (ahead := self._open(unit, chunk, is_blocking=not opened)) is None:
+                while (ahead := self._open(unit, chunk, wanted, is_blocking=not opened)) is None:
                     yield from self._parts_of(opened.popleft())
                 opened.append(ahead)
                 if sum(each.lease.workspace.record.nbytes for each in opened) > ahead_bytes and len(opened) > 1:
@@ -110,74 +127,84 @@ class RecordStream:
             for left in opened:
                 left.lease.discard()
 
-    def _open(self, unit: Unit, chunk: Chunk, *, is_blocking: bool) -> _Opened | None:
+    def _contents(self, unit: Unit, chunk: Chunk) -> Iterator[_Content]:
+        """What the chunk's record holds."""
+        for param_slice in chunk.slices:
+            yield from (_Content(param_slice, kind) for kind in (WEIGHT, *self.names_of(unit, param_slice.slot)))
+
+    def _open(self, unit: Unit, chunk: Chunk, wanted: Sequence[_Content], *, is_blocking: bool) -> _Opened | None:
         # If the main weight is split (bf16 weight and remainder), the record alone is half of it. The model weight is
         # then read beside it, or used where it rests in host memory.
         is_in_place = unit.is_persistent and unit.flat is not None and unit.flat.tensor().device.type == "cpu"
         in_place = unit.weights_of(chunk) if is_in_place else None
-        lease = self._records.open(unit, chunk, is_blocking=is_blocking, weight=in_place, needs_scratch=False)
+        lease = self.records.open(unit, chunk, is_blocking=is_blocking, weight=in_place, needs_scratch=False)
         if lease is None:
             return None
-        weights: Handle | LandedRead | None = None
+        await_weights = _nothing
         try:
-            if lease.workspace.needs_weight and in_place is None:
-                weights = self.bring_weights(unit, chunk, lease.workspace.weight)
+            if in_place is None and any(kind == WEIGHT for _, kind in wanted):
+                await_weights = self._bring_weights(unit, chunk, lease.workspace)
         except BaseException:
             lease.discard()
             raise
-        return _Opened(unit, chunk, lease, weights)
+        return _Opened(unit, lease, await_weights, wanted)
 
-    def bring_weights(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead | None:
-        """Copy the chunk's model weights into ``target``. Returns the read to wait for; None if it is done."""
-        if self._weights is not None and not unit.is_persistent:
-            return self._weights.read_chunk(unit, chunk, target)
-        target.copy_(unit.weights_of(chunk))
-        return None
-
-    @contextlib.contextmanager
-    def opened(
-        self, unit: Unit, chunk: Chunk, *, stores: bool = False, main_only: bool = False
-    ) -> Iterator[ChunkBuffer]:
-        """A chunk in working memory. ``stores``: store it at the end of the ``with`` block, unless that raises."""
-        with self._leased(unit, chunk) as lease:
-            lease.wait()
-            yield lease.workspace
-            if stores:
-                lease.write_back([], main_only=main_only)
-            else:
-                lease.discard()
-
-    @contextlib.contextmanager
-    def _leased(self, unit: Unit, chunk: Chunk, *, reads: bool = True) -> Iterator[Lease]:
-        """Waits for a staging buffer. The ``with`` block ends the lease; if it raises, nothing is stored."""
-        lease = self._records.open(unit, chunk, is_blocking=True, reads=reads)
-        if lease is None:
-            raise RuntimeError("a blocking lease gave nothing")
-        try:
-            yield lease
-        except BaseException:
-            lease.discard()
-            raise
+    def _bring_weights(self, unit: Unit, chunk: Chunk, workspace: ChunkBuffer) -> Callable[[], None]:
+        """Begin to read the chunk's model weights, if they are a part of the main weights. Returns what waits for that."""
+        if workspace.needs_weight and self.weights is not None and not unit.is_persistent:
+            read = self.weights.read_chunk(unit, chunk, workspace.weight)
+            return _nothing if read is None else read.wait
+        if workspace.needs_weight:
+            workspace.weight.copy_(unit.weights_of(chunk))
+        return _nothing
 
     def _parts_of(self, opened: _Opened) -> Iterator[Part]:
-        unit, chunk, lease, weights = opened
+        unit, lease, await_weights, wanted = opened
         workspace = lease.workspace
         try:
             lease.wait()
-            if weights is not None:
-                weights.wait()
-            for param_slice in chunk.slices:
-                for kind in (WEIGHT, *self.names_of(unit, param_slice.slot)):
-                    plain = _plain(workspace, kind)
-                    for span in _spans(param_slice):
-                        # fp32 in host memory: the part is a view of the record. Else it is decoded (rounded states,
-                        # split main weights) or copied from the GPU.
-                        values = _part_of(plain, span)
-                        if plain is None:
-                            workspace.read(kind, span, values)
-                        yield Part(unit, param_slice.slot, kind, values)
+            await_weights()
+            for param_slice, kind in wanted:
+                plain = _plain(workspace, kind)
+                for span in _spans(param_slice):
+                    # fp32 in host memory: the part is a view of the record. Else it is decoded (rounded states, split
+                    # main weights) or copied from the GPU.
+                    values = _part_of(plain, span)
+                    if plain is None:
+                        workspace.read(kind, span, values)
+                    start = param_slice.start + span.start - param_slice.offset
+                    yield Part(unit, param_slice.slot, kind, start, values)
         finally:
             lease.discard()
+
+    @contextlib.contextmanager
+    def changing(
+        self, unit: Unit, chunk: Chunk, *, reads: bool = True, brings_weights: bool = False, main_only: bool = False
+    ) -> Iterator[tuple[ChunkBuffer, list[Handle]]]:
+        """A chunk in working memory. It is stored at the end of the ``with`` block, unless that raises.
+
+        Args:
+            unit, chunk: which one.
+            reads: False: the record begins as zeros.
+            brings_weights: also read model weights that are a part of the main weights.
+            main_only: the states are blank, and are not stored.
+
+        Yields:
+            The working memory, and a list that takes other writes from it.
+        """
+        lease = self.records.open(unit, chunk, is_blocking=True, reads=reads)
+        if lease is None:
+            raise RuntimeError("a blocking lease gave nothing")
+        writes: list[Handle] = []
+        try:
+            await_weights = self._bring_weights(unit, chunk, lease.workspace) if brings_weights else _nothing
+            lease.wait()
+            await_weights()
+            yield lease.workspace, writes
+            lease.write_back(writes, main_only=main_only)
+        except BaseException:
+            lease.discard()
+            raise
 
     def fill(self, unit: Unit, sources: Mapping[tuple[int, str], ElementsInOrder]) -> None:
         """Replace main weights and states of a unit, and its model weights by their casts.
@@ -191,53 +218,51 @@ class RecordStream:
         # A source is read from front to back and has the whole parameter. For a parameter of 10 elements, of which this
         # rank's chunks have [2, 6) and [6, 8): skip 2, read 4, read 2, and skip 2 at the end. So a tile's source, which
         # goes on with the next tile, is left where that begins.
-        begun: dict[tuple[int, str], int] = {}
-        for chunk in self._chunks[unit.index]:
-            wanted: list[_Wanted] = []
-            # Whether everything that the chunk holds is replaced, so that its record need not be read.
-            is_whole = True
-            for param_slice in chunk.slices:
-                for kind in (WEIGHT, *self.names_of(unit, param_slice.slot)):
-                    key = param_slice.slot.index, kind
-                    if key in sources:
-                        wanted.append((param_slice, kind, sources[key]))
-                        _skip(sources[key], param_slice.start - begun.get(key, 0))
-                        begun[key] = param_slice.stop
-                    else:
-                        is_whole = False
+        begun = dict.fromkeys(sources, 0)
+        for chunk in self.chunks[unit.index]:
+            contents = list(self._contents(unit, chunk))
+            wanted = [each for each in contents if each.key in sources]
+            for each in wanted:
+                _skip(sources[each.key], each.param_slice.start - begun[each.key])
+                begun[each.key] = each.param_slice.stop
             if wanted:
-                self._fill_chunk(unit, chunk, wanted, is_whole=is_whole)
+                self._fill_chunk(unit, chunk, wanted, sources, is_whole=len(wanted) == len(contents))
         for (index, kind), source in sources.items():
-            _skip(source, unit.layout.slots[index].numel - begun.get((index, kind), 0))
+            _skip(source, unit.layout.slots[index].numel - begun[index, kind])
 
-    def _fill_chunk(self, unit: Unit, chunk: Chunk, wanted: Sequence[_Wanted], *, is_whole: bool) -> None:
-        with self._leased(unit, chunk, reads=not is_whole) as lease:
-            workspace = lease.workspace
+    def _fill_chunk(
+        self,
+        unit: Unit,
+        chunk: Chunk,
+        wanted: Sequence[_Content],
+        sources: Mapping[tuple[int, str], ElementsInOrder],
+        *,
+        is_whole: bool,
+    ) -> None:
+        """``is_whole``: everything that the chunk holds is replaced, so its record need not be read."""
+        with self.changing(unit, chunk, reads=not is_whole, brings_weights=not is_whole) as (workspace, writes):
             if is_whole:
                 # The padding between parameters is zeros; a staging buffer holds what was in it before.
                 clear(workspace.weight)
-            else:
-                weights = self.bring_weights(unit, chunk, workspace.weight) if workspace.needs_weight else None
-                lease.wait()
-                if weights is not None:
-                    weights.wait()
-            for param_slice, kind, source in wanted:
-                plain = _plain(workspace, kind)
-                for span in _spans(param_slice):
+            for each in wanted:
+                plain = _plain(workspace, each.kind)
+                for span in _spans(each.param_slice):
                     values = _part_of(plain, span)
-                    _fill(source, values)
+                    _fill(sources[each.key], values)
                     if plain is None:
-                        workspace.write(kind, span, values)
-            written: Handle | None = None
-            if any(kind == WEIGHT for _, kind, _ in wanted):
+                        workspace.write(each.kind, span, values)
+            if any(kind == WEIGHT for _, kind in wanted):
                 # Where main weights are split, `write` has written the model weights already.
                 workspace.cast_main()
                 if unit.flat is not None:
                     # An open unit computes with its flat buffer: it must have the same weights as the store.
                     unit.weights_of(chunk).copy_(workspace.weight)
-                if self._weights is not None and not unit.is_persistent:
-                    written = self._weights.write_chunk(unit, chunk, workspace.weight.cpu())
-            lease.write_back([] if written is None else [written])
+                if self.weights is not None and not unit.is_persistent:
+                    written = self.weights.write_chunk(unit, chunk, workspace.weight.cpu())
+                    writes += [] if written is None else [written]
+
+
+def _nothing() -> None: ...
 
 
 def _plain(workspace: ChunkBuffer, kind: str) -> torch.Tensor | None:
@@ -281,8 +306,8 @@ class GatheredStream:
 
     # What goes between ranks, while rank 0 reads unit 7 with two ranks:
     #   all ranks: all_gather of integers, of which rank 0's count: (_PARTS, 7, 0)
-    #   rank 1 -> 0, per part: (slot index, index of the kind, number of elements), then the elements in fp32
-    #   rank 1 -> 0, at the end of its shard: (-1, 0, 0), or (-2, 0, 0) if it could not read it
+    #   rank 1 -> 0, per part: (slot index, index of the kind, first element, number of elements), then these in fp32
+    #   rank 1 -> 0, at the end of its shard: (-1, 0, 0, 0), or (-2, 0, 0, 0) if it could not read it
     # Rank 0 takes shards in the order in which they lie in the unit, its own included.
 
     _own: RecordStream
@@ -297,7 +322,7 @@ class GatheredStream:
     def __post_init__(self) -> None:
         self._leader = Leader(self._ranks, _SHARING)
 
-    def parts(self, units: Iterable[Unit], ahead_bytes: int = AHEAD_BYTES) -> Iterator[Part]:
+    def parts(self, units: Iterable[Unit], ahead_bytes: int = AHEAD_BYTES) -> Generator[Part, None, None]:
         """See `RecordStream.parts`. Close the generator before anything else is exchanged.
 
         Raises:
@@ -325,15 +350,15 @@ class GatheredStream:
             raise RankError(_SHARING, problem, rank=self._ranks.number, cure=_CURE)
 
     def _receive(self, unit: Unit, rank: int) -> Part | None:
-        head = torch.empty(3, dtype=torch.int64, device="cpu")
+        head = torch.empty(4, dtype=torch.int64, device="cpu")
         self._ranks.receive(_SHARING, head, rank)
-        slot, kind, numel = head.tolist()
+        slot, kind, start, numel = head.tolist()
         if slot < 0:
             self._failed = rank if slot == _FAILED else self._failed
             return None
         values = torch.empty(numel, dtype=torch.float32, device="cpu")
         self._ranks.receive(_SHARING, values, rank)
-        return Part(unit, unit.layout.slots[slot], self._own.kinds_of(unit)[kind], values)
+        return Part(unit, unit.layout.slots[slot], self._own.kinds_of(unit)[kind], start, values)
 
     def run(self, what: str, function: Callable[[], None]) -> None:
         """Call ``function`` on the first rank, while the others do what it announces. What goes wrong is raised on all."""
@@ -366,14 +391,14 @@ class GatheredStream:
         try:
             kinds = self._own.kinds_of(unit)
             for part in self._own.parts([unit]):
-                self._send(part.slot.index, kinds.index(part.kind), part.values.numel())
+                self._send(part.slot.index, kinds.index(part.kind), part.start, part.values.numel())
                 self._ranks.send(_SHARING, part.values.contiguous(), 0)
         except RankError:  # the process group has failed, so rank 0 cannot be told
             raise
         except Exception:  # rank 0 waits for the end of this shard, and raises then
-            self._send(_FAILED, 0, 0)
+            self._send(_FAILED, 0, 0, 0)
             raise
-        self._send(_OVER, 0, 0)
+        self._send(_OVER, 0, 0, 0)
 
     def _send(self, *head: int) -> None:
         self._ranks.send(_SHARING, torch.tensor(head, dtype=torch.int64, device="cpu"), 0)

@@ -14,13 +14,12 @@ from torch import nn
 
 from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.checkpoint.record_stream import GatheredStream, RecordStream
-from infinity.checkpoint.stored_weights import PART_NUMEL, Gathered, StoredWeights, span_of
+from infinity.checkpoint.stored_weights import PART_NUMEL, StoredWeights
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.remainder import split_bits
 from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.rank_weights import gather_weights
-from infinity.tiers.state_store import StateStore
 from infinity.units.layout import Slot, in_memory_order
 from infinity.units.parameter import release_parameters
 from infinity.units.unit import Unit
@@ -36,8 +35,6 @@ class StateAccess:
 
     _parameter_map: ParameterMap
     _coordinator: ParameterCoordinator
-    _records: StateStore
-    _states: dict[tuple[int, int], ParameterState]
     _stored: StoredWeights
     """Its exchange brings what other ranks keep. If ranks keep shards, all ranks make the calls that read or replace main
     weights and states, in the same order."""
@@ -61,7 +58,7 @@ class StateAccess:
                 exchange.shards,
                 exchange.ranks,
                 self._coordinator.parameter_cache,
-                lambda unit, slot: self._read_main_weights(unit, [slot]),
+                lambda unit, slot: self._read(unit, [(slot, WEIGHT)]),
             )
 
     # ---------------------------------------------------------------------------------------------------------- reading
@@ -77,12 +74,9 @@ class StateAccess:
         found = {slot.index: self._model_weight(unit, slot) for slot in slots if slot not in recorded}
         for slots in [[slot] for slot in recorded] if self.shared is not None else [recorded]:
             with contextlib.nullcontext() if self.shared is None else self.shared.reading(unit, slots):
-                found |= self._read_main_weights(unit, slots)
+                read = self._read(unit, [(slot, WEIGHT) for slot in slots])
+            found |= {index: values for (index, _), values in read.items()}
         return found
-
-    def _read_main_weights(self, unit: Unit, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
-        read = self._read(unit, [(slot, WEIGHT) for slot in slots])
-        return {index: values for (index, _), values in read.items()}
 
     def _model_weight(self, unit: Unit, slot: Slot) -> torch.Tensor:
         with self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32) as made, self._coordinator.opened(unit):
@@ -93,27 +87,16 @@ class StateAccess:
 
     def _read(self, unit: Unit, wanted: Sequence[tuple[Slot, str]]) -> dict[tuple[int, str], torch.Tensor]:
         """(slot index, kind) -> a copy of the main weight (`WEIGHT`) or the state. Each record is read once."""
-        kinds: dict[int, list[str]] = {}
         with contextlib.ExitStack() as stack:
             made = {}
             for slot, kind in wanted:
-                kinds.setdefault(slot.index, []).append(kind)
                 copy = self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32)
                 made[slot.index, kind] = stack.enter_context(copy)
-            # Small parameters share chunks, and a large one has slices in several: so the loop goes over chunks, not
-            # parameters.
-            for chunk, slices in self._stored.slices(unit, kinds):
-                with self.stream.opened(unit, chunk) as workspace:
-                    # The record has only the lower half of the main weight: the bf16 model weight is the other. States
-                    # need no weight.
-                    if self._stored.splits_main_weights and any(
-                        WEIGHT in kinds[param_slice.slot.index] for param_slice in slices
-                    ):
-                        self._stored.bring_weights(unit, chunk, workspace)
-                    for param_slice in slices:
-                        for kind in kinds[param_slice.slot.index]:
-                            with made[param_slice.slot.index, kind].part(param_slice.start, param_slice.stop) as part:
-                                workspace.read(kind, span_of(param_slice), part)
+            # Small parameters share chunks: each is read once.
+            parts = self.stream.parts([unit], only=made)
+            with contextlib.closing(parts):
+                for part in parts:
+                    made[part.slot.index, part.kind].write(part.start, part.values)
             found = {key: copy.finish() for key, copy in made.items()}
         for slot, kind in wanted:
             what = "the main weight" if kind == WEIGHT else kind
@@ -144,7 +127,7 @@ class StateAccess:
 
     def _state_of(self, parameter: torch.Tensor) -> ParameterState | None:
         unit, slot = self._parameter_map.locate(parameter)
-        return self._states.get((unit.index, slot.index))
+        return self.stream.states.get((unit.index, slot.index))
 
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of a parameter's optimizer state, as torch keeps it; empty before its first update."""
@@ -157,9 +140,7 @@ class StateAccess:
         state = self._state_of(parameter)
         if state is None or state.is_fresh:
             return {}
-        return {
-            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.scalars.items()
-        }
+        return _copies(state.scalars)
 
     # --------------------------------------------------------------------------------------------------------- modifying
 
@@ -172,7 +153,7 @@ class StateAccess:
             ValueError: a shape or a name does not fit; nothing has been changed.
         """
         unit, slot = self._parameter_map.locate(parameter)
-        state = self._states.get((unit.index, slot.index))
+        state = self.stream.states.get((unit.index, slot.index))
         if state is None:
             if values:
                 raise ValueError(
@@ -181,18 +162,14 @@ class StateAccess:
                 )
             return
         self._stored.wait_for_save(unit)
-        names = self._records.names_of(unit)
+        names = self.stream.records.names_of(unit)
         if values:
             state.check(slot, names, values)
         # Stochastic rounding of states draws its random numbers by this count, so a loaded state goes on with the same
         # ones.
         num_updates = int(values.get("step", 0))
         tensors = {name: value for name, value in values.items() if name in names and isinstance(value, torch.Tensor)}
-        scalars = {
-            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-            for name, value in values.items()
-            if name not in tensors
-        }
+        scalars = _copies({name: value for name, value in values.items() if name not in tensors})
         state.load(scalars, tuple(tensors) if values else None, num_updates)
         if self._elements_follow:
             return
@@ -291,10 +268,12 @@ class StateAccess:
             return self._coordinator.copy_for_user(unit, slot)
         return self.main_weight(parameter) if slot.spec.is_trainable else self._coordinator.copy_for_user(unit, slot)
 
-    def gather(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> list[Gathered]:
-        """Open the parameters' units and keep them open. Returns the argument of `StoredWeights.scatter`.
+    @contextlib.contextmanager
+    def gathered(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> Iterator[None]:
+        """Open the parameters' units, and keep them open inside the ``with`` block. At its end, store what was changed.
 
         Args:
+            parameters: whose.
             compares: find changes by checksums of the contents, however they were written. Otherwise, by torch's
                 version counters.
 
@@ -307,17 +286,24 @@ class StateAccess:
             self._stored.wait_for_save(unit)
             units[unit.index] = unit
         self._coordinator.parameter_cache.check_room(units.values())
-        gathering: list[Gathered] = []
-        try:
+        # All units are released, also if opening or storing one of them fails.
+        with contextlib.ExitStack() as released:
             for unit in units.values():
                 with self._coordinator.held([unit]):
-                    gathering.append(self._stored.begin_gathering(unit, compares=compares))
-                    unit.hold_gathered(gathering[-1])  # for longer than this block
-        except BaseException:
-            for gathered in gathering:
-                gathered.unit.release_gathered(gathered)
-            raise
-        return gathering
+                    gathered = self._stored.begin_gathering(unit, compares=compares)
+                    released.callback(self._stored.end_gathering, gathered)
+                    unit.hold_gathered(gathered)  # for longer than this block
+            try:
+                yield
+            finally:
+                self._stored.before_writes()
+                for unit in units.values():
+                    if unit.flat is not None:  # else the engine was closed meanwhile
+                        self._stored.store_gathered(unit)
+
+
+def _copies(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
 
 
 def _elements(values: torch.Tensor, slot: Slot) -> ElementsInOrder:

@@ -315,7 +315,7 @@ class Saving:
         """
         try:
             records = self._records.parts(self._in_turn(), self._ahead_bytes)
-            with self._stack, one_thread(), contextlib.closing(records):  # type: ignore[type-var]  # it is a generator
+            with self._stack, one_thread(), contextlib.closing(records):
                 for part in records:
                     index = part.unit.index
                     tensor_writer = self._tensor_writers.get((index, part.slot.index, part.kind))

@@ -251,7 +251,7 @@ def export(
     """
     import torch
 
-    from infinity.checkpoint.checkpoint_export import export_checkpoint
+    from infinity.checkpoint.safetensors_export import export_checkpoint
 
     wanted: torch.dtype | None = getattr(torch, dtype) if dtype else None
     opened = _opened(source, tag)

@@ -98,10 +98,5 @@ class ConsistentAccess:
         """The parameters hold their full weights inside the ``with`` block. See `infinity.GatheredParameters`."""
         with self._coordinator.lock.held("gathering parameters"):
             self.flush()
-            gathered = self._access.gather(parameters, compares=compares)
-            try:
-                with self._coordinator.gathering():
-                    yield
-            finally:
-                self._stored.before_writes()
-                self._stored.scatter(gathered)
+            with self._access.gathered(parameters, compares=compares), self._coordinator.gathering():
+                yield

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from infinity.checkpoint.safetensors_export import Weights, all_entries, save_pretrained, save_units
+from infinity.checkpoint.safetensors_export import Weights, all_entries, save_weights
 from infinity.checkpoint.safetensors_file import Entry
 from infinity.config.schema.quantities import parse_bytes
 from infinity.device.host_memory import free_bytes
@@ -199,17 +199,8 @@ class ExportCalls(CheckpointCalls):
             ValueError: ``save_dir`` is empty, or an address ("s3://..."); or ``max_shard_size`` is no size.
         """
 
-        def save(max_shard_bytes: int) -> None:
-            save_units(
-                self._weights(),
-                Path(save_dir),
-                save_filename,
-                trained_only=exclude_frozen_parameters,
-                max_shard_bytes=max_shard_bytes,
-            )
-
-        what, needs_all = "engine.save_16bit_model", self._parts.exchange.is_divided
-        self._write(what, save_dir, max_shard_size, save, needs_all=needs_all)
+        what, trained_only = "engine.save_16bit_model", exclude_frozen_parameters
+        self._write(what, save_dir, max_shard_size, filename=save_filename, trained_only=trained_only)
         if self._mesh.data.index == 0 and is_adapted(self.module) and not self._has_warned_of_adapters:
             self._has_warned_of_adapters = True
             logger.warning(
@@ -255,7 +246,7 @@ class ExportCalls(CheckpointCalls):
             raise ValueError(
                 "push_to_hub=True: nothing is sent. Afterwards: huggingface_hub.upload_folder(folder_path=...)"
             )
-        self._save_pretrained(save_directory, max_shard_size, None)
+        self._write("exporting weights", save_directory, max_shard_size)
 
     def save_fp32_model(self, save_directory: str | Path, max_shard_size: int | str = "50GB") -> None:
         """Write the fp32 main weights as `save_pretrained` writes model weights; what is frozen is cast to fp32.
@@ -263,27 +254,19 @@ class ExportCalls(CheckpointCalls):
         Raises:
             CheckpointError, StorageError, ModelError: as `save_pretrained`.
         """
-        self._save_pretrained(save_directory, max_shard_size, torch.float32)
-
-    def _save_pretrained(self, directory: str | Path, max_shard_size: int | str, dtype: torch.dtype | None) -> None:
-        # Main weights of divided states, and in stage 3 model weights, need every rank's shard.
-        needs_all = self._parts.exchange.is_divided or (dtype is not None and self._parts.access.is_divided)
-
-        def save(max_shard_bytes: int) -> None:
-            save_pretrained(self._weights(), Path(directory), max_shard_bytes=max_shard_bytes, dtype=dtype)
-
-        self._write("exporting weights", directory, max_shard_size, save, needs_all=needs_all)
+        self._write("exporting weights", save_directory, max_shard_size, dtype=torch.float32)
 
     def _write(
         self,
         what: str,
         directory: str | Path,
         max_shard_size: int | str,
-        save: Callable[[int], None],
         *,
-        needs_all: bool,
+        filename: str | None = None,
+        trained_only: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """Save on the first rank, with the bytes of a shard. ``needs_all``: the others have shards of what is saved."""
+        """Save on the first rank. See `save_weights`."""
         check_directory(directory)
         try:
             max_shard_bytes = parse_bytes(max_shard_size)
@@ -292,11 +275,23 @@ class ExportCalls(CheckpointCalls):
         self._guard.check_loaded()
         self.flush()
         check_apart(self._mesh, Path(directory))
+
+        save = functools.partial(
+            save_weights,
+            self._weights(),
+            Path(directory),
+            max_shard_bytes,
+            filename=filename,
+            trained_only=trained_only,
+            dtype=dtype,
+        )
         shared = self._parts.access.shared
+        # Main weights of divided states, and in stage 3 model weights, need every rank's shard.
+        needs_all = self._parts.exchange.is_divided or (dtype is not None and self._parts.access.is_divided)
         if needs_all and shared is not None:
-            shared.run(what, functools.partial(save, max_shard_bytes))
+            shared.run(what, save)
         elif self._mesh.data.index == 0:
-            save(max_shard_bytes)
+            save()
         self._num_saved_steps = self.global_steps
 
     def _weights(self) -> Weights:

@@ -13,6 +13,7 @@ from torch import nn
 from infinity.activations.recomputation import RecomputedForward
 from infinity.activations.saved_activations import HostActivations, SavedActivations
 from infinity.activations.spilled import SpillSpace
+from infinity.checkpoint.record_stream import RecordStream
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.stored_weights import StoredWeights
 from infinity.config import InfinityConfig
@@ -57,8 +58,8 @@ from infinity.plan.plan import PlanTracker
 from infinity.plan.volumes import resting_bytes
 from infinity.threads.engine_lock import EngineLock
 from infinity.threads.openmp import use_threads
+from infinity.tiers.divided_weights import WeightExchange
 from infinity.tiers.user_copies import UserCopies
-from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.experts import expert_groups
 from infinity.units.originals import Originals
 from infinity.units.parameter import hold
@@ -148,10 +149,7 @@ class Parts:
         # records.
         self._states = {place: ParameterState() for place in plan.with_states}
         self.stored = StoredWeights(
-            storage.records,
-            storage.weights,
-            self._states,
-            plan.chunks,
+            RecordStream(storage.records, storage.weights, self._states, plan.chunks),
             plan.request.record_format,
             self.exchange,
             self.durable.wait if self.durable is not None else lambda: None,
@@ -355,7 +353,7 @@ class Parts:
         self.coordinator = ParameterCoordinator(
             parameter_map, parameter_cache, lock, self.backwards, preconditions, copies, self._trimmer, activations
         )
-        self.access = StateAccess(parameter_map, self.coordinator, storage.records, self._states, self.stored)
+        self.access = StateAccess(parameter_map, self.coordinator, self.stored)
         self.consistent = ConsistentAccess(
             self.coordinator, self.access, self.stored, self.stream, storage, self.mesh.data
         )

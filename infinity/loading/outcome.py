@@ -31,16 +31,27 @@ class Outcome:
         Raises:
             ModelError: there is a difference that the caller does not ignore.
         """
-        refused = Outcome(
-            () if ignore_missing else self.missing,
-            () if ignore_unexpected else self.unexpected,
-            () if ignore_mismatched else self.mismatched,
-            self.of_another_kind,
-        )
-        names = refused._names()
-        if names:
+        missing = () if ignore_missing else self.missing
+        unexpected = () if ignore_unexpected else self.unexpected
+        refused = [(name, f"missing: {name} (ignore_missing_keys=True makes it anew)") for name in missing]
+        refused += [
+            (name, f"not in the model: {name} (ignore_unexpected_keys=True leaves it out)") for name in unexpected
+        ]
+        refused += [
+            (
+                name,
+                f"of another shape: {name} is {there}, the model's is {here} (ignore_mismatched_sizes=True makes it anew)",
+            )
+            for name, there, here in (() if ignore_mismatched else self.mismatched)
+        ]
+        refused += [
+            (name, f"not floating-point, or only with scales: {name} is {dtype}")
+            for name, dtype in self.of_another_kind
+        ]
+        if refused:
+            lines = [*(line for _, line in refused), *_on_prefixes(missing, unexpected)]
             raise ModelError(
-                f"the weights in '{path}' are not the model's:\n  " + "\n  ".join(refused._lines()), fqn=names[0]
+                f"the weights in '{path}' are not the model's:\n  " + "\n  ".join(lines), fqn=refused[0][0]
             )
         return {
             "missing_keys": set(self.missing),
@@ -48,20 +59,6 @@ class Outcome:
             "mismatched_keys": set(self.mismatched),
             "error_msgs": [],
         }
-
-    def _names(self) -> list[str]:
-        mismatched, others = [each[0] for each in self.mismatched], [each[0] for each in self.of_another_kind]
-        return [*self.missing, *mismatched, *self.unexpected, *others]
-
-    def _lines(self) -> list[str]:
-        lines = [f"missing: {name} (ignore_missing_keys=True makes it anew)" for name in self.missing]
-        lines += [f"not in the model: {name} (ignore_unexpected_keys=True leaves it out)" for name in self.unexpected]
-        lines += [
-            f"of another shape: {name} is {there}, the model's is {here} (ignore_mismatched_sizes=True makes it anew)"
-            for name, there, here in self.mismatched
-        ]
-        lines += [f"not floating-point, or only with scales: {name} is {dtype}" for name, dtype in self.of_another_kind]
-        return lines + _on_prefixes(self.missing, self.unexpected)
 
 
 def _on_prefixes(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:

@@ -51,50 +51,41 @@ def check_method(path: Path, quantization: Any) -> None:
         raise CheckpointError.of_weights(path, f"has FP8 weights with tiles of {size}, not [128, 128]", cure=_CURE)
 
 
-def plain_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, directories: Sequence[Path]
-) -> QuantizedFiles:
-    """Unpack the quantized tensors. Other tensors stay as they are.
-
-    Args:
-        path: of the files, for messages.
-        tensors: of the files, by name.
-        dtype: of the unpacked weights; None: the dtype that bitsandbytes has recorded, or bf16.
-        directories: unpacked weights are in files in them; in memory if there are none.
-
-    Raises:
-        CheckpointError: the quantization of a weight is not supported, or its scales do not fit.
-    """
-    found = QuantizedFiles(path, tensors, dtype, directories)
-    for name in tensors:
-        found.refuse_others(name)
-    for name in tensors:
-        if _STATE in name:
-            found.read_four_bits(name)
-        elif name.endswith(".SCB"):
-            found.read_eight_bits(name)
-        elif name.endswith(".weight_scale_inv"):
-            found.read_fp8(name)
-    return found
-
-
 class QuantizedFiles:
-    """Tensors of files, which are unpacked here.
+    """Tensors of files, of which the quantized ones are unpacked. Other tensors stay as they are.
 
     Attributes:
-        tensors: all weights by name. In the end without the tensors of scales and codes.
+        tensors: all weights by name, without the tensors of scales and codes.
         packed: name of a weight that was quantized -> its format and packed bytes.
     """
 
     def __init__(
         self, path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, directories: Sequence[Path]
     ) -> None:
-        """See `plain_tensors`."""
+        """
+        Args:
+            path: of the files, for messages.
+            tensors: of the files, by name.
+            dtype: of the unpacked weights; None: the dtype that bitsandbytes has recorded, or bf16.
+            directories: unpacked weights are in files in them; in memory if there are none.
+
+        Raises:
+            CheckpointError: the quantization of a weight is not supported, or its scales do not fit.
+        """
         self.tensors = dict(tensors)
         self.packed: dict[str, tuple[str, torch.Tensor]] = {}
         self._path = path
         self._dtype = dtype
         self._drives = DriveTensors(directories) if directories else None
+        for name in tensors:
+            self._refuse_others(name)
+        for name in tensors:
+            if _STATE in name:
+                self._read_four_bits(name)
+            elif name.endswith(".SCB"):
+                self._read_eight_bits(name)
+            elif name.endswith(".weight_scale_inv"):
+                self._read_fp8(name)
 
     def packed_at(self) -> dict[int, tuple[str, torch.Tensor]]:
         """Address of the unpacked tensor -> the same."""
@@ -106,7 +97,7 @@ class QuantizedFiles:
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._drives.empty(shape, dtype) if self._drives else torch.empty(*shape, dtype=dtype, device="cpu")
 
-    def refuse_others(self, name: str) -> None:
+    def _refuse_others(self, name: str) -> None:
         """Raise if a tensor's name is one of a format that is not supported."""
         # A tensor whose name ends with "_blocks" is only MXFP4 if it has scales.
         is_plain = name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" not in self.tensors
@@ -127,7 +118,7 @@ class QuantizedFiles:
         self.tensors[name] = values
         self.packed[name] = form, stored
 
-    def read_four_bits(self, state_name: str) -> None:
+    def _read_four_bits(self, state_name: str) -> None:
         """Unpack a weight of bitsandbytes in NF4. ``state_name``: of the tensor with its quantization state."""
         weight, _, kind = state_name.partition(_STATE)
         tensors = self.tensors
@@ -177,7 +168,7 @@ class QuantizedFiles:
         self._check_scales(weight, absmax)
         self._unpack(weight, "nf4", shape, stored, noted)
 
-    def read_eight_bits(self, name: str) -> None:
+    def _read_eight_bits(self, name: str) -> None:
         """Unpack a weight of bitsandbytes in int8. ``name``: of its scales."""
         weight = f"{name.removesuffix('.SCB')}.weight"
         scales = self.tensors.pop(name)
@@ -203,7 +194,7 @@ class QuantizedFiles:
         self._check_scales(weight, scales)
         self._unpack(weight, "int8", codes.shape, stored)
 
-    def read_fp8(self, name: str) -> None:
+    def _read_fp8(self, name: str) -> None:
         """Unpack a weight in FP8 with a scale per tile. ``name``: of its scales."""
         weight = name.removesuffix("_scale_inv")
         scales, codes = self.tensors.pop(name), self.tensors.get(weight)

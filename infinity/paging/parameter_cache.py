@@ -27,8 +27,8 @@ from infinity.metrics.clock import StepClock
 from infinity.paging.prefetch_schedule import PrefetchSchedule
 from infinity.paging.weights_budget import WeightsBudget, moving_bytes_of
 from infinity.threads.engine_lock import refuse_in_between
+from infinity.tiers.divided_weights import WeightExchange
 from infinity.tiers.user_copies import PutAside
-from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Slot
 from infinity.units.unit import Arrival, PendingUpdate, SimpleArrival, Unit

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from traceback import clear_frames
 
 import torch
@@ -26,7 +27,7 @@ from infinity.distributed.collective_thread import CollectiveThread
 from infinity.distributed.collectives import CallCounts, Ranks
 from infinity.errors import RankError
 from infinity.tiers.extent_labels import weight_contents
-from infinity.tiers.weight_store import LandedRead, WeightStore, Written, extent_of, landed
+from infinity.tiers.weight_store import ReadThen, WeightStore, extent_of
 from infinity.units.layout import Chunk
 from infinity.units.shards import Shards, clipped
 from infinity.units.unit import Arrival, LatchedArrival, Unit
@@ -155,8 +156,6 @@ class DividedWeights(WeightStore):
         self._in_memory = in_memory
         self.shards = shards
         self._gathers = gathers
-        self._swapper_of: dict[int, Swapper] = {}
-        """By index of a unit that is divided: where this rank's shard is."""
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         """Held for a moment, by the threads that fetch and the one that gathers; for what follows."""
         self._unread: deque[Gather] = deque()
@@ -167,13 +166,8 @@ class DividedWeights(WeightStore):
         if unit.is_persistent:
             return
         swapper = self._in_memory if in_host_memory else self._swapper
-        if swapper is None:
-            raise RuntimeError(f"there is nowhere for the weights of {unit.name}")
-        self._swapper_of[unit.index] = swapper
-        num_bytes = self._num_bytes(unit)
-        if num_bytes:
-            name = f"this rank's shard of the weights of {unit.name}"
-            unit.extent = swapper.allocate(num_bytes, name, name_of=self._contents(unit))
+        name = f"this rank's shard of the weights of {unit.name}"
+        self._allocate(unit, swapper, self._num_bytes(unit), name, self._contents(unit))
 
     def holds(self, unit: Unit) -> bool:
         """Whether this rank keeps its shard of the unit and no more."""
@@ -240,8 +234,7 @@ class DividedWeights(WeightStore):
         gather.landing = landing
         num_bytes = self._num_bytes(gather.unit)
         if num_bytes:
-            priority = Priority.DEMAND if gather.is_demand else Priority.PREFETCH
-            gather.handle = self._begin_read(gather.unit, 0, landing.tensor[:num_bytes], priority)
+            gather.handle = self._read(gather.unit, landing.tensor[:num_bytes], 0, is_demand=gather.is_demand)
 
     def on_end(self, gather: Gather) -> None:
         """Its memory is free."""
@@ -252,27 +245,125 @@ class DividedWeights(WeightStore):
             with contextlib.suppress(SwapperError):  # it is told by those that are not read
                 self._read_ahead()
 
-    def _begin_read(self, unit: Unit, offset: int, target: torch.Tensor, priority: Priority) -> Handle:
-        return self._swapper_of[unit.index].read(extent_of(unit), target, offset=offset, priority=priority)
+    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | ReadThen:
+        return self._read_landed(unit, target, self._place_of(unit, chunk, target))
 
-    # ----------------------------------------------------------------------------------------------------------- changing
+    def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle | None:
+        return self._write(unit, source, self._place_of(unit, chunk, source))
 
-    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead:
-        place = self._place_of(unit, chunk, target)
-        return landed(lambda memory: self._begin_read(unit, place, memory, Priority.PREFETCH), target)
-
-    def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle:
-        place = self._place_of(unit, chunk, source)
-        return self._swapper_of[unit.index].write(extent_of(unit), source, offset=place)
-
-    def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Written:
-        write = self._swapper_of[unit.index].write
-        places = self._places(unit, offset, offset + source.numel())
-        return Written(
-            [write(extent_of(unit), source[a - offset : b - offset], offset=place) for a, b, place in places]
-        )
+    def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> None:
+        swapper, places = self._swapper_of[unit.index], self._places(unit, offset, offset + source.numel())
+        writes = [
+            swapper.write(extent_of(unit), source[a - offset : b - offset], offset=place) for a, b, place in places
+        ]
+        for write in writes:
+            write.wait()
 
     def close(self) -> None:
         """What all ranks have asked for is gathered before."""
         self._gathers.end()
         super().close()
+
+
+_MOST_PENDING = 4
+"""Writes under way, each of one block of one rank."""
+
+
+@dataclass(eq=False)
+class WeightExchange:
+    """Each rank's shard of a unit's trainable weights goes to all. Memory: two blocks, see `Ranks.all_gather_parts`.
+
+    New model weights of the shards that other ranks update come to where this rank keeps its copy. Only the thread that
+    trains calls it, in an order that follows from model and script alone: see [Note: ranks] in
+    ``infinity.distributed.collectives``.
+
+    Attributes:
+        ranks: those that divide states.
+        shards: which of them has the weights of which elements.
+    """
+
+    ranks: Ranks = field(default_factory=Ranks)
+    shards: Shards = field(default_factory=Shards)
+    _weights: WeightStore | None = None
+    """Where weights are stored that do not stay in flat buffers; None if all stay there."""
+    _device: ComputeDevice = field(default_factory=ComputeDevice)
+    """Where flat buffers are."""
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether this rank keeps no more of some units' weights than its shards."""
+        return isinstance(self._weights, DividedWeights)
+
+    def divides(self, unit: Unit) -> bool:
+        """Whether this rank keeps no more of the unit's weights than its shard."""
+        return isinstance(self._weights, DividedWeights) and self._weights.holds(unit)
+
+    def before(self, unit: Unit) -> None:
+        """Weights of the unit are about to be written to by the script. All ranks come here, where it is divided.
+
+        Raises:
+            RankError: another rank has ended, does not come, or is elsewhere.
+        """
+        if self.divides(unit):
+            self.ranks.all_gather_ints(f"writing to the weights of {unit.name}")
+
+    def gather(self, unit: Unit) -> None:
+        """The unit's trainable weights in memory, and where they rest, become what the rank has that updates them.
+
+        Where they are divided, those in memory do: of units that all ranks have there. No update of it may be pending. All
+        ranks call it at the same point of their scripts.
+
+        Raises:
+            RankError: another rank has ended, does not come, or is elsewhere.
+        """
+        if not self.shards.is_divided or unit.layout.trainable is None:
+            return
+        if unit.arrival is not None:
+            unit.arrival.wait()  # what it brings was read before the others' shards are written
+        what = f"gathering the weights of {unit.name}"
+        self.ranks.all_gather_ints(what)
+        flat = None if unit.flat is None else unit.trainable_view(unit.flat.tensor())
+        rests = self._weights if not unit.is_persistent else None
+        is_written = rests is not None and not self.divides(unit)
+        pending: deque[tuple[Handle, torch.Tensor]] = deque()
+
+        def read(start: int, target: torch.Tensor) -> None:
+            if flat is not None:
+                self._copy(target, flat[start : start + target.numel()])
+            elif rests is not None:
+                handle = rests.read_chunk(unit, _chunk(start, target), target)
+                if handle is not None:
+                    handle.wait()
+
+        def write(start: int, found: torch.Tensor) -> None:
+            if flat is not None:
+                self._copy(flat[start : start + found.numel()], found)
+            if is_written and rests is not None:
+                copy = found.to("cpu", copy=True)  # the memory it came in is used again
+                handle = rests.write_chunk(unit, _chunk(start, copy), copy)
+                if handle is not None:
+                    pending.append((handle, copy))
+            while len(pending) > _MOST_PENDING:
+                pending.popleft()[0].wait()
+
+        place = "cpu" if flat is None else flat.device
+        dtype = unit.layout.trainable.dtype
+        self.ranks.all_gather_parts(
+            what, self.shards.spans(unit), read, write, dtype=dtype, kind="weights", device=place
+        )
+        for handle, _ in pending:
+            handle.wait()
+        if flat is not None:
+            unit.outdate()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """On the device where both are there, else between it and host memory."""
+        if target.device == source.device and target.device.type != "cpu":
+            target.copy_(source)
+        else:
+            copy = self._device.download if target.device.type == "cpu" else self._device.upload
+            self._device.synchronize(copy(target, source, self._device.mark()))
+
+
+def _chunk(start: int, values: torch.Tensor) -> Chunk:
+    return Chunk(0, start, start + values.numel(), ())

@@ -17,6 +17,9 @@ _MOST_NAMES = 4  # a failed transfer may cover a whole unit, with hundreds of pa
 # By bytes per element of the record's first array. With fp32 compute there are 0: the model weight is the main weight.
 _MAIN_NAMES = {4: "main weight", 2: "remainder of the main weight"}
 
+_Span = tuple[int, int, str]
+"""First byte, end, and what is there."""
+
 
 def weight_contents(layout: UnitLayout, form: StoredForm | None = None) -> NameOf:
     """For an extent with the bytes of a unit's flat buffer, or, with packed weights, in the given ``form``."""
@@ -31,27 +34,19 @@ def weight_contents(layout: UnitLayout, form: StoredForm | None = None) -> NameO
             return start, start + packed[slot].num_bytes
         return slot.offset_bytes, slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize
 
-    def name_of(start: int, stop: int) -> str:
-        places = sorted((*span(slot), slot.spec.fqn) for slot in layout.slots if slot.numel)
-        return _listed(fqn for first, last, fqn in places if first < stop and start < last)
-
-    return name_of
+    return _name_of(lambda: sorted((*span(slot), slot.spec.fqn) for slot in layout.slots))
 
 
 def gradient_contents(layout: UnitLayout, itemsize_now: Callable[[], int]) -> NameOf:
     """For an extent with ``itemsize_now()`` bytes per element of a unit's trainable segment."""
+
     # A function, because spilled gradients may be bf16 in one step and fp32 sums in the next, in the same extent.
-
-    def name_of(start: int, stop: int) -> str:
+    def contents() -> Iterator[_Span]:
         itemsize = itemsize_now()
-        slots = layout.trainable.slots if layout.trainable is not None else ()
-        return _listed(
-            slot.spec.fqn
-            for slot in slots
-            if slot.numel and slot.start * itemsize < stop and start < slot.stop * itemsize
-        )
+        for slot in layout.trainable.slots if layout.trainable is not None else ():
+            yield slot.start * itemsize, slot.stop * itemsize, slot.spec.fqn
 
-    return name_of
+    return _name_of(contents)
 
 
 def record_contents(
@@ -71,28 +66,26 @@ def record_contents(
     # 656). With int8 states `num_bytes` counts whole blocks of codes with their scale, so the bounds are those of
     # blocks.
 
-    def name_of(start: int, stop: int) -> str:
-        return _listed(_in_records(start, stop))
-
-    def _in_records(start: int, stop: int) -> Iterator[str]:
+    def contents() -> Iterator[_Span]:
         main_itemsize = form.main_bytes(1)
         for chunk, low in zip(chunks, starts, strict=False):
             states, state_bytes = low + form.main_bytes(chunk.numel), form.states.num_bytes(chunk.numel)
-            if low >= stop or start >= states + state_bytes * len(state_names):
-                continue
             fields = [(_MAIN_NAMES[main_itemsize], low, form.main_bytes)] if main_itemsize else []
             fields += [(name, states + i * state_bytes, form.states.num_bytes) for i, name in enumerate(state_names)]
             for kind, origin, num_bytes in fields:
                 for param_slice in chunk.slices:
                     first = origin + num_bytes(param_slice.offset)
                     last = origin + num_bytes(param_slice.offset + param_slice.numel)
-                    if param_slice.numel and first < stop and start < last:
-                        yield f"{kind} of {param_slice.slot.spec.fqn}"
+                    yield first, last, f"{kind} of {param_slice.slot.spec.fqn}"
+
+    return _name_of(contents)
+
+
+def _name_of(contents: Callable[[], Iterable[_Span]]) -> NameOf:
+    def name_of(start: int, stop: int) -> str:
+        # Without empty ones, and each once.
+        names = [*dict.fromkeys(name for first, last, name in contents() if max(first, start) < min(last, stop))]
+        shown = ", ".join(names[:_MOST_NAMES])
+        return f"{shown} and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else shown
 
     return name_of
-
-
-def _listed(names: Iterable[str]) -> str:
-    unique = list(dict.fromkeys(names))
-    shown = ", ".join(unique[:_MOST_NAMES])
-    return f"{shown} and {len(unique) - _MOST_NAMES} more" if len(unique) > _MOST_NAMES else shown

@@ -7,7 +7,6 @@ any. So a state dict of a model that does not fit into memory can be made and sa
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,9 @@ class UserCopies:
     def __init__(self, directories: Iterable[Path] = ()) -> None:
         """``directories``: on the drives with the states; none if states are in memory."""
         self._directories = list(directories)
-        self._collected = _Collected()
+        self._destination: Callable[[], Any] = lambda: None
+        self._collected: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        """The dict that ``state_dict()`` fills, and by ``id`` of a parameter its copy there. Under the engine lock."""
         self._watched: list[tuple[weakref.ref[torch.Tensor], int, str]] = []
         """Copies that ``state_dict()`` returned, their version then, and their parameters' FQNs."""
         self._has_warned_of_writes = False
@@ -80,9 +81,17 @@ class UserCopies:
         destination = running[-1].f_locals.get("destination") if running else None
         if destination is None:
             return None
+        # Another dict, so another call of state_dict(). Weak, so that nothing is kept alive after it.
+        if self._destination() is not destination:
+            self._destination = weakref.ref(destination)
+            self._collected.clear()
         # Tied weights get the same memory under each name, as in torch, so that torch.save and safetensors store it
         # once.
-        found = self._collected.get(destination, parameter, copy)
+        found = self._collected.get(id(parameter))
+        if found is None:
+            self._collected[id(parameter)] = found = copy()
+        else:
+            found = found.detach()  # another tensor over the same memory
         if not self._has_warned_of_writes:
             self._watched.append((weakref.ref(found), found._version, fqn))
         return found
@@ -127,38 +136,8 @@ class NewCopy:
         else:
             self._file.write(values.view(torch.uint8).numpy(), start * self._dtype.itemsize)
 
-    @contextmanager
-    def part(self, start: int, stop: int) -> Iterator[torch.Tensor]:
-        """1-D memory for some elements, which the ``with`` block fills."""
-        if self._file is None:
-            yield self._whole[start:stop]
-        else:
-            values = torch.empty(stop - start, dtype=self._dtype, device="cpu")
-            yield values
-            self.write(start, values)
-
     def finish(self) -> torch.Tensor:
         """Return the copy as a tensor."""
         # A private mapping: a script's writes stay in memory, and the nameless file disappears with the tensor.
         whole = self._whole if self._file is None else torch.from_numpy(self._file.array()).view(self._dtype)
         return whole.as_strided(self._shape, self._stride)
-
-
-class _Collected(threading.local):
-    """The copies for the running ``state_dict()`` of this thread."""
-
-    def __init__(self) -> None:
-        self._destination: Callable[[], Any] = lambda: None
-        self._copies: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-
-    def get(self, destination: Any, parameter: nn.Parameter, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
-        # Another dict, so another call of state_dict(). Weak, so that nothing is kept alive after it.
-        if self._destination() is not destination:
-            self._destination = weakref.ref(destination)
-            self._copies = weakref.WeakValueDictionary()
-        known = self._copies.get(id(parameter))
-        if known is not None:
-            return known.detach()  # a tied weight: another tensor over the same memory
-        made = copy()
-        self._copies[id(parameter)] = made
-        return made

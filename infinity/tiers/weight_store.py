@@ -1,12 +1,14 @@
 """Stores model weights in host memory or on drives, and fetches them into flat buffers.
 
-For packed weights see `infinity.tiers.packed_weights`.
-
     stored on      compute on   way of a fetch
     drives         CPU          read straight into the flat buffer
     drives         GPU          read into pinned staging buffers, copied from there (`Uploader`)
     host memory    GPU          one copy from the pinned block (`HostWeights`)
     host memory    CPU          only packed weights: unpacked from the block into the flat buffer (`Unpacker`)
+
+Without a GPU, packed bytes are read into the end of the flat buffer. A thread of the engine unpacks them there, in the
+order in which reads end, while a drive reads the next unit and the model computes. For a GPU the packed bytes are
+uploaded, and unpacked in the compute stream when the unit is needed.
 """
 
 from __future__ import annotations
@@ -25,50 +27,37 @@ from infinity.device.compute import ComputeDevice, Fence
 from infinity.packed.stored_form import PackedSlot, StoredForm
 from infinity.tiers.extent_labels import weight_contents
 from infinity.tiers.host_block import HostBlock
-from infinity.tiers.packed_weights import Unpacker, UploadedUnpacking
 from infinity.tiers.user_copies import PutAside
 from infinity.units.layout import Chunk
 from infinity.units.unit import Arrival, LatchedArrival, SimpleArrival, Unit
-from swapper import Extent, Handle, Priority, StagingBuffer, StagingPool, Swapper
+from swapper import Extent, Handle, NameOf, Priority, StagingBuffer, StagingPool, Swapper
 from swapper.sync.limits import start_threads
 
 
-class LandedRead:
-    """A read into host memory (``landing``), from which `wait` copies to a target on a GPU."""
+class ReadThen:
+    """A read, and what has to be done with the data when it has ended: the first `wait` does that."""
 
     # As attributes of a `Handle`: it is not over without `wait`.
     is_finished = False
     failure = None
 
-    def __init__(self, handle: Handle, landing: torch.Tensor, target: torch.Tensor) -> None:
-        self._handle = handle
-        self._landing = landing
-        self._target = target
+    def __init__(self, read: Arrival, then: Callable[[], object]) -> None:
+        self._read = read
+        self._then: Callable[[], object] | None = then
 
     def wait(self) -> None:
-        """Return when the target has the data."""
-        self._handle.wait()
-        self._target.copy_(self._landing)  # pageable memory: torch's copy to the GPU waits until it is done
+        self._read.wait()
+        # Only now, by the waiting thread: its stream is the one that computes with the data, so no further wait is
+        # needed.
+        then, self._then = self._then, None
+        if then is not None:
+            then()
 
+    def done(self) -> bool:
+        return self._read.done()
 
-def landed(read: Callable[[torch.Tensor], Handle], target: torch.Tensor) -> Handle | LandedRead:
-    """Start a read into ``target``. For a target on a GPU, read into host memory (landing), and copy from there."""
-    if target.device.type == "cpu":
-        return read(target)
-    landing = torch.empty(target.shape, dtype=target.dtype, device="cpu")
-    return LandedRead(read(landing), landing, target)
-
-
-class Written:
-    """Several writes as one handle."""
-
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self._handles = handles
-
-    def wait(self) -> None:
-        """Return when all of them are done."""
-        for handle in self._handles:
-            handle.wait()
+    def promote(self) -> None:
+        self._read.promote()
 
 
 class HostWeights(HostBlock):
@@ -86,6 +75,10 @@ class HostWeights(HostBlock):
         # After `mark`: kernels that were launched before may still read what the flat buffer held.
         self._fence = self._device.upload(target, self.tensor, self._device.mark())
         return SimpleArrival(functools.partial(self._device.compute_waits_for, self._fence))
+
+    def read(self, offset: int, target: torch.Tensor) -> None:
+        """Copy the bytes from ``offset`` on into ``target``."""
+        target.copy_(self.tensor[offset : offset + target.nbytes].view(target.dtype))
 
     def write(self, offset: int, source: torch.Tensor) -> None:
         """Replace bytes from ``offset`` on by those of ``source`` (host memory), after waiting for a copy that reads
@@ -111,6 +104,8 @@ class WeightStore:
             staging_pool: pinned buffers between drives and a GPU; None without that way.
         """
         self._swapper = swapper
+        self._swapper_of: dict[int, Swapper] = {}
+        """Unit index -> what its extent belongs to."""
         self._device = device
         self._uploader = None if staging_pool is None else Uploader(device, staging_pool)
         self._in_host_memory: dict[int, HostWeights] = {}
@@ -132,16 +127,14 @@ class WeightStore:
         if in_host_memory:
             self._in_host_memory[unit.index] = HostWeights(form.num_bytes, self._device)
         else:
-            unit.extent = self.swapper.allocate(
-                form.num_bytes, f"weights of {unit.name}", name_of=weight_contents(unit.layout, form)
-            )
+            name_of = weight_contents(unit.layout, form)
+            self._allocate(unit, self._swapper, form.num_bytes, f"weights of {unit.name}", name_of)
 
-    @property
-    def swapper(self) -> Swapper:
-        """The swapper of the weights on NVMe."""
-        if self._swapper is None:
-            raise RuntimeError("no weights rest on NVMe")
-        return self._swapper
+    def _allocate(self, unit: Unit, swapper: Swapper | None, num_bytes: int, name: str, name_of: NameOf) -> None:
+        if swapper is None:
+            raise RuntimeError(f"there is nowhere for the weights of {unit.name}")
+        self._swapper_of[unit.index] = swapper
+        unit.extent = swapper.allocate(num_bytes, name, name_of=name_of) if num_bytes else None
 
     def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
         """Start to fetch the unit's weights into ``unit.flat``. Waits for nothing."""
@@ -169,57 +162,58 @@ class WeightStore:
                 _unpack_apart(form, stored, memory)
                 self._scratch.pop(unit.index, None)
 
-            return UploadedUnpacking(self._fetch_stored(unit, stored, is_demand=is_demand), unpack)
+            return ReadThen(self._fetch_stored(unit, stored, is_demand=is_demand), unpack)
         if block is not None:
             return self._unpacker.begin((), functools.partial(_unpack_apart, form, block.tensor, memory))
-        priority = Priority.DEMAND if is_demand else Priority.PREFETCH
         # Two reads into one flat buffer: plain weights to its beginning, where they belong, and packed ones to its end.
         # Unpacking goes from front to back and overwrites packed bytes only after they have been used.
         packed, reads = form.landing(memory), []
         for start, target in ((0, memory[: form.raw_bytes]), (form.raw_bytes, packed)):
             if target.numel():
-                reads.append(self.swapper.read(extent_of(unit), target, offset=start, priority=priority))
+                reads.append(self._read(unit, target, start, is_demand=is_demand))
         return self._unpacker.begin(reads, functools.partial(form.unpack, packed, memory))
+
+    def _read(self, unit: Unit, target: torch.Tensor, offset: int, *, is_demand: bool = False) -> Handle:
+        """Start to read bytes of the unit's extent, from ``offset`` on, into host memory."""
+        raw = target.view(torch.uint8).numpy()  # as the swapper takes it with the fewest steps
+        priority = Priority.DEMAND if is_demand else Priority.PREFETCH
+        return self._swapper_of[unit.index].read(extent_of(unit), raw, offset=offset, priority=priority)
+
+    def _write(self, unit: Unit, source: torch.Tensor, offset: int) -> Handle | None:
+        """Start to write to where the unit is stored, from ``offset`` on. Returns None if it was copied at once."""
+        if unit.index in self._in_host_memory:
+            self._in_host_memory[unit.index].write(offset, source)
+            return None
+        return self._swapper_of[unit.index].write(extent_of(unit), source.view(torch.uint8).numpy(), offset=offset)
 
     def read_packed(self, unit: Unit, packed: PackedSlot, target: torch.Tensor) -> None:
         """Read one packed weight, still packed, into host memory (uint8). Returns when it has been read."""
         start = self._packed[unit.index].raw_bytes + packed.start
         if unit.index in self._in_host_memory:
-            target.copy_(self._in_host_memory[unit.index].tensor[start : start + packed.num_bytes])
-            return
-        self.swapper.read(extent_of(unit), target, offset=start).wait()
+            self._in_host_memory[unit.index].read(start, target)
+        else:
+            self._read(unit, target, start, is_demand=True).wait()
 
     def write_packed(self, unit: Unit, start: int, source: torch.Tensor) -> None:
         """Write packed bytes from host memory; ``start`` counts from the end of the plain weights. Returns when
         stored."""
-        place = self._packed[unit.index].raw_bytes + start
-        if unit.index in self._in_host_memory:
-            self._in_host_memory[unit.index].write(place, source)
-            return
-        self.swapper.write(extent_of(unit), source, offset=place).wait()
+        _wait_for(self._write(unit, source, self._packed[unit.index].raw_bytes + start))
 
-    def _read(self, unit: Unit, target: torch.Tensor, offset: int, *, is_demand: bool) -> Arrival:
-        """Start to read bytes of the unit's extent, from ``offset`` on, into host memory."""
-        priority = Priority.DEMAND if is_demand else Priority.PREFETCH
-        return self.swapper.read(extent_of(unit), target, offset=offset, priority=priority)
+    # Both of these run for each chunk of each step, so they call the swapper themselves.
 
-    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead | None:
+    def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | ReadThen | None:
         """Start to read a chunk's model weights: ``target`` has the compute dtype and ``chunk.numel`` elements.
 
         Returns None if they were copied at once.
         """
         offset = chunk.start * target.element_size()  # the trainable segment is the first one
         if unit.index in self._in_host_memory:
-            source = self._in_host_memory[unit.index].tensor[offset : offset + target.numel() * target.element_size()]
-            target.copy_(source.view(target.dtype))
+            self._in_host_memory[unit.index].read(offset, target)
             return None
-        if unit.extent is None or self._swapper is None:
-            raise RuntimeError(f"the weights of unit {unit.name} rest elsewhere")
-        if target.is_cpu:
-            raw = target.view(torch.uint8).numpy()  # as the swapper takes it with the fewest steps
-            return self._swapper.read(unit.extent, raw, offset=offset, priority=Priority.PREFETCH)
-        read = functools.partial(self._swapper.read, unit.extent, offset=offset, priority=Priority.PREFETCH)
-        return landed(read, target)
+        if unit.extent is None or not target.is_cpu:
+            return self._read_landed(unit, target, offset)
+        raw, swapper = target.view(torch.uint8).numpy(), self._swapper_of[unit.index]
+        return swapper.read(unit.extent, raw, offset=offset, priority=Priority.PREFETCH)
 
     def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle | None:
         """Start to write a chunk's new model weights. ``source`` is host memory, unchanged until the handle is done.
@@ -227,26 +221,27 @@ class WeightStore:
         Returns None if they were copied at once.
         """
         offset = chunk.start * source.element_size()
-        if unit.index in self._in_host_memory:
-            self._in_host_memory[unit.index].write(offset, source)
-            return None
-        if unit.extent is None or self._swapper is None:
-            raise RuntimeError(f"the weights of unit {unit.name} rest elsewhere")
-        return self._swapper.write(unit.extent, source.view(torch.uint8).numpy(), offset=offset)
+        if unit.extent is None:
+            return self._write(unit, source, offset)
+        return self._swapper_of[unit.index].write(unit.extent, source.view(torch.uint8).numpy(), offset=offset)
 
-    def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Handle | Written | None:
-        """Start to write bytes of a flat buffer, from ``offset`` on, from host memory. Returns None if copied at once.
+    def _read_landed(self, unit: Unit, target: torch.Tensor, offset: int) -> Handle | ReadThen:
+        """Start to read into ``target``, by way of host memory (landing) if that is on a GPU."""
+        if target.is_cpu:
+            return self._read(unit, target, offset)
+        landing = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+        # Pageable memory: torch's copy to the GPU waits until it is done.
+        return ReadThen(self._read(unit, landing, offset), lambda: target.copy_(landing))
+
+    def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> None:
+        """Write bytes of a flat buffer, from ``offset`` on, from host memory. Returns when stored.
 
         Weights that are stored packed are left out: see `write_packed`.
         """
         if unit.index in self._packed:
             source = source[: max(self._packed[unit.index].raw_bytes - offset, 0)]
-            if not source.numel():
-                return None
-        if unit.index in self._in_host_memory:
-            self._in_host_memory[unit.index].write(offset, source)
-            return None
-        return self.swapper.write(extent_of(unit), source, offset=offset)
+        if source.numel():
+            _wait_for(self._write(unit, source, offset))
 
     def release_memory(self, put_aside: PutAside) -> None:
         """Move weights that rest in host memory elsewhere until `take_memory_back`, as far as ``put_aside`` takes them."""
@@ -268,6 +263,11 @@ class WeightStore:
             block.release()
         self._in_host_memory.clear()
         self._scratch.clear()
+
+
+def _wait_for(written: Handle | None) -> None:
+    if written is not None:
+        written.wait()
 
 
 def _unpack_apart(form: StoredForm, stored: torch.Tensor, memory: torch.Tensor) -> None:
@@ -473,3 +473,93 @@ class Uploader:
         for upload in waiting:
             if upload is not None and not upload.done():  # one may be in `_reading` several times
                 upload.finish(error)
+
+
+class _Unpacking(LatchedArrival):
+    """One unit whose packed weights are read and unpacked in host memory: an `Arrival`."""
+
+    def __init__(self, reads: Sequence[Handle], unpack: Callable[[], None]) -> None:
+        super().__init__()
+        self.reads: Sequence[Handle] = reads
+        self._unpack: Callable[[], None] | None = unpack
+
+    def run(self) -> None:
+        """Unpack. Runs on the unpacking thread, when all reads have ended."""
+        error: BaseException | None = None
+        try:
+            for read in self.reads:
+                read.wait()  # returns at once; raises what went wrong with the read
+            if self._unpack is not None:
+                self._unpack()
+        except BaseException as problem:
+            error = problem
+        self.finish(error)
+
+    def finish(self, error: BaseException | None) -> None:
+        # They hold views of the flat buffer. Dropped before the latch is set: a waiter may evict the unit at once,
+        # which would fail while a view is alive.
+        self.reads, self._unpack = (), None
+        super().finish(error)
+
+    def wait(self) -> None:
+        for read in self.reads:
+            read.wait()  # not only the latch: this wait raises an error if the drive hangs
+        super().wait()
+
+    def promote(self) -> None:
+        for read in self.reads:
+            read.promote(Priority.DEMAND)
+
+
+class Unpacker:
+    """Unpacks in host memory, in one thread of its own, which starts with the first unit."""
+
+    def __init__(self, device: ComputeDevice) -> None:
+        self._device = device
+        self._ready: queue.SimpleQueue[_Unpacking | None] = queue.SimpleQueue()
+        """Units whose reads have ended or failed; None ends the thread."""
+        # No limit is needed: each entry has a flat buffer of the pool, and that is limited.
+        self._begun: set[_Unpacking] = set()
+        """Units whose reads have begun, until the thread takes them from the queue. Touched by both threads, by single
+        operations of a set."""
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def begin(self, reads: Sequence[Handle], unpack: Callable[[], None]) -> Arrival:
+        """Call ``unpack`` on the thread when all ``reads`` have ended. It must hold all views of memory that it
+        needs."""
+        if self._is_closed:
+            raise RuntimeError("the unpacker is closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="infinity-unpack", daemon=True)
+            start_threads(self._thread)
+        unpacking = _Unpacking(reads, unpack)
+        self._begun.add(unpacking)
+        # The thread gets a unit only when its reads have ended. So a slow read holds up no unit that was read after it.
+        self._put_when_read(unpacking)
+        return unpacking
+
+    def _put_when_read(self, unpacking: _Unpacking, _: Handle | None = None) -> None:
+        for read in unpacking.reads:
+            if not read.is_finished:
+                read.add_done_callback(functools.partial(self._put_when_read, unpacking))
+                return
+        self._ready.put(unpacking)
+
+    def close(self) -> None:
+        """End the thread when it has unpacked all units that have been read."""
+        self._is_closed = True
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._ready.put(None)
+            thread.join()
+        # Units whose reads never ended: nobody may wait for them for ever.
+        for unpacking in tuple(self._begun):
+            unpacking.finish(RuntimeError("the unpacker is closed"))
+
+    def _run(self) -> None:
+        with self._device.background_thread():
+            while (unpacking := self._ready.get()) is not None:
+                self._begun.discard(unpacking)
+                unpacking.run()
+                del unpacking  # the thread waits in `get` next, and would hold the unit until then

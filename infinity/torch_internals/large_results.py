@@ -14,6 +14,9 @@ _CPU = torch.device("cpu")
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
+_BLANK = ("empty_like", "empty_strided", "new_empty", "new_empty_strided", "new_zeros", "zeros", "zeros_like")
+
+
 def _leave(out: torch.Tensor, *args: Any, **options: Any) -> None:
     """Do nothing: the memory is zeros, and either zeros or any values were asked for."""
 
@@ -26,19 +29,7 @@ _FILLS: dict[Any, Callable[..., object]] = {
     _aten.clone.default: lambda out, source, **options: out.copy_(source),
     _aten.cat.default: lambda out, tensors, dim=0: torch.cat(tensors, dim, out=out),
     _aten.stack.default: lambda out, tensors, dim=0: torch.stack(tensors, dim, out=out),
-    **{
-        each: _leave
-        for each in (
-            _aten.empty.memory_format,
-            _aten.empty_like.default,
-            _aten.empty_strided.default,
-            _aten.new_empty.default,
-            _aten.new_empty_strided.default,
-            _aten.new_zeros.default,
-            _aten.zeros.default,
-            _aten.zeros_like.default,
-        )
-    },
+    **dict.fromkeys((_aten.empty.memory_format, *(getattr(_aten, name).default for name in _BLANK)), _leave),
 }
 
 

@@ -36,7 +36,8 @@ def announce_made_tensors(announce: Callable[[torch.Tensor, torch.Tensor | None]
     @functools.wraps(plain_apply)
     def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
         # `_apply` calls itself for children with the same `fn`, which is wrapped once.
-        return plain_apply(self, fn if isinstance(fn, _Announced) else _Announced(fn, announce), recurse)
+        is_wrapped = isinstance(fn, functools.partial) and fn.func is _announced
+        return plain_apply(self, fn if is_wrapped else functools.partial(_announced, fn, announce), recurse)
 
     @functools.wraps(plain_copy)
     def __deepcopy__(self: nn.Parameter, memo: dict[int, Any]) -> Any:
@@ -66,18 +67,12 @@ def announce_nothing() -> None:
             setattr(owner, name, plain)
 
 
-class _Announced:
-    """The function that ``Module._apply`` applies to each tensor, with an announcement of new results."""
-
-    def __init__(self, fn: Any, announce: Callable[[torch.Tensor, torch.Tensor | None], None]) -> None:
-        self._fn = fn
-        self._announce = announce
-
-    def __call__(self, tensor: torch.Tensor) -> Any:
-        made = self._fn(tensor)
-        if made is not tensor and isinstance(made, torch.Tensor) and isinstance(tensor, nn.Parameter):
-            self._announce(made, tensor)
-        return made
+def _announced(fn: Any, announce: Callable[[torch.Tensor, torch.Tensor | None], None], tensor: torch.Tensor) -> Any:
+    """Call ``fn``, which ``Module._apply`` applies to each tensor, and announce a new result."""
+    made = fn(tensor)
+    if made is not tensor and isinstance(made, torch.Tensor) and isinstance(tensor, nn.Parameter):
+        announce(made, tensor)
+    return made
 
 
 def _replace(owner: Any, name: str, ours: Any) -> None:

@@ -34,20 +34,9 @@ _SPARE_WORK = 1 << 20
 # Written out with all repetitions, the content may have 8 times the file's bytes, and 64 MiB more.
 _MOST_EXPANSION = 8
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # torch's, the first pickle of a file from before torch 1.6
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
+# "FloatStorage" -> torch.float32, ...; without the quantized ones, whose tensors need more than a storage.
+_dtypes: Any = torch.storage._dtype_to_storage_type_map()
+_STORAGES = {str(name): dtype for dtype, name in _dtypes.items() if not name.startswith("Q")}
 _DTYPES = {
     **{str(dtype): dtype for dtype in _STORAGES.values()},
     **{f"torch.{name}": getattr(torch, name) for name in ("uint16", "uint32", "uint64")},

@@ -36,7 +36,7 @@ from infinity.optim.classes import IS_MOMENTUM
 from infinity.optim.groups import Groups
 from infinity.paging.parameter_cache import ParameterCache
 from infinity.paging.rank_weights import gather_weights
-from infinity.tiers.weight_exchange import WeightExchange
+from infinity.tiers.divided_weights import WeightExchange
 from infinity.units.layout import Chunk, Slot
 from infinity.units.unit import Unit
 from infinity.updates.job import UpdateJob

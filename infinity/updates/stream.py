@@ -31,7 +31,7 @@ from infinity.metrics.timeline import Row, Timeline
 from infinity.threads.denormals import flush_denormals
 from infinity.threads.openmp import end_openmp_workers, use_threads
 from infinity.tiers.state_store import Lease, StateStore
-from infinity.tiers.weight_store import LandedRead, WeightStore
+from infinity.tiers.weight_store import ReadThen, WeightStore
 from infinity.units.layout import Chunk
 from infinity.units.unit import Unit
 from infinity.updates.chunk_updater import ChunkUpdater
@@ -54,7 +54,7 @@ class _ChunkInHand:
     job: UpdateJob
     chunk: Chunk
     lease: Lease
-    reads: list[Handle | LandedRead]
+    reads: list[Handle | ReadThen]
     is_last: bool
     is_in_place: bool
     """Whether the update works on the model weight in the flat buffer."""
@@ -438,7 +438,7 @@ class UpdateStream:
             if lease is None:
                 return
             self._next = None
-            reads: list[Handle | LandedRead] = [] if lease.read is None else [lease.read]
+            reads: list[Handle | ReadThen] = [] if lease.read is None else [lease.read]
             item = _ChunkInHand(job, chunk, lease, reads, chunk is job.chunks[-1], is_in_place=weight is not None)
             self._window.append(item)
             self._num_taking += lease.takes_memory

@@ -171,7 +171,7 @@ def test_units_arrive_whole_through_few_pinned_pages(device: CudaDevice, num_sta
             unit = Unit(index, f"unit {index}", [], layout)
             store.allocate(unit)
             values.append(torch.randint(256, (unit.num_bytes,), dtype=torch.uint8))
-            store.write_all(unit, values[-1]).wait()
+            store.write_all(unit, values[-1])
             unit.adopt(device.allocate_flat(unit.num_bytes))
             units.append(unit)
         for _ in range(3):

@@ -103,7 +103,7 @@ def test_each_unit_has_the_shards_of_all(num_staging_buffers: int, seed: int) ->
     for number in range(_NUM_ROUNDS):  # which `gathers` looks at
         for unit in units:
             ours = torch.full((unit.num_bytes // 4,), _value(unit.index, number))
-            store.write_all(unit, ours.view(torch.uint8)).wait()
+            store.write_all(unit, ours.view(torch.uint8))
         arrivals = [store.fetch(unit, is_demand=unit.index == 3) for unit in units]
         for unit, arrival in zip(units, arrivals, strict=True):
             arrival.promote()

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.checkpoint_export import export_checkpoint
-from infinity.checkpoint.safetensors_export import cut
+from infinity.checkpoint.safetensors_export import cut, export_checkpoint
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.config.schema.quantities import parse_bytes
 from infinity.errors import ConfigError

@@ -17,13 +17,14 @@ from tests.exactness.lockstep import everything_on_nvme
 
 def test_main_weights_that_share_a_chunk_are_read_with_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: Counter[tuple[int, int]] = Counter()
-    opened = RecordStream.opened
+    opened = RecordStream._open
 
-    def counted(stream: RecordStream, unit: Any, chunk: Any, **how: Any) -> Any:
-        reads[unit.index, chunk.index] += not how
-        return opened(stream, unit, chunk, **how)
+    def counted(stream: RecordStream, unit: Any, chunk: Any, *what: Any, **how: Any) -> Any:
+        found = opened(stream, unit, chunk, *what, **how)
+        reads[unit.index, chunk.index] += found is not None
+        return found
 
-    monkeypatch.setattr(RecordStream, "opened", counted)
+    monkeypatch.setattr(RecordStream, "_open", counted)
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)])
     changes = {"bf16": {"enabled": True}, "infinity": {"units": ["Sequential"]}}
     wrapped = torch.nn.ModuleDict({"body": model})

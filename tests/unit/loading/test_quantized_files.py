@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infinity.errors import CheckpointError
-from infinity.loading.quantized_files import check_method, plain_tensors
+from infinity.loading.quantized_files import QuantizedFiles, check_method
 from infinity.packed.blocks import LEVELS
 from infinity.packed.formats import packed_format
 from tests.quantized import fp8_e4m3
@@ -43,7 +43,7 @@ def _four_bits(
 @pytest.mark.parametrize(("is_nested", "block"), [(False, 64), (True, 64), (False, 128)])
 def test_four_bits_of_bitsandbytes(is_nested: bool, block: int, dtype: torch.dtype) -> None:
     tensors, expected = _four_bits((48, 70), is_nested=is_nested, block=block)
-    found = plain_tensors(_PATH, {**tensors, "other": torch.ones(3)}, dtype, ())
+    found = QuantizedFiles(_PATH, {**tensors, "other": torch.ones(3)}, dtype, ())
     assert found.tensors.keys() == {"w", "other"}
     assert torch.equal(found.tensors["w"], expected.to(dtype))
     name, stored = found.packed["w"]
@@ -54,7 +54,7 @@ def test_four_bits_of_bitsandbytes(is_nested: bool, block: int, dtype: torch.dty
 
 def test_eight_bits_of_bitsandbytes() -> None:
     codes, scales = torch.randint(-127, 128, (5, 70), dtype=torch.int8), torch.rand(5)
-    found = plain_tensors(_PATH, {"m.weight": codes, "m.SCB": scales}, torch.float32, ())
+    found = QuantizedFiles(_PATH, {"m.weight": codes, "m.SCB": scales}, torch.float32, ())
     assert torch.equal(found.tensors["m.weight"], codes.float() * scales[:, None] * 7.874015718698502e-3)
     assert found.tensors.keys() == {"m.weight"}
 
@@ -64,7 +64,7 @@ def test_fp8_with_tiles() -> None:
     scales = torch.rand(2, 3) + 0.5
     of_each = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
     codes = (weight / of_each).to(torch.float8_e4m3fn)
-    found = plain_tensors(_PATH, {"m.weight": codes, "m.weight_scale_inv": scales}, torch.float32, ())
+    found = QuantizedFiles(_PATH, {"m.weight": codes, "m.weight_scale_inv": scales}, torch.float32, ())
     assert torch.equal(found.tensors["m.weight"], codes.float() * of_each)
     assert not torch.equal(found.tensors["m.weight"], fp8_e4m3(weight)), "the file's own scales"
 
@@ -80,7 +80,7 @@ def test_fp8_with_tiles() -> None:
 )
 def test_what_is_not_read_is_named(tensors: dict[str, torch.Tensor], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
-        plain_tensors(_PATH, tensors, None, ())
+        QuantizedFiles(_PATH, tensors, None, ())
 
 
 @pytest.mark.parametrize("missing", ["w.absmax", "w.quant_map", "w.nested_absmax"])
@@ -88,14 +88,14 @@ def test_four_bits_without_a_part(missing: str) -> None:
     tensors, _ = _four_bits((8, 64), is_nested=True)
     del tensors[missing]
     with pytest.raises(CheckpointError, match="without its quantization state"):
-        plain_tensors(_PATH, tensors, None, ())
+        QuantizedFiles(_PATH, tensors, None, ())
 
 
 def test_other_levels_are_named() -> None:
     tensors, _ = _four_bits((8, 64), is_nested=False)
     tensors["w.quant_map"] = torch.linspace(-1, 1, 16)
     with pytest.raises(CheckpointError, match="not nf4"):
-        plain_tensors(_PATH, tensors, None, ())
+        QuantizedFiles(_PATH, tensors, None, ())
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class _Bench:
             self.store.allocate(unit)
             generator = torch.Generator().manual_seed(unit.index)
             self.bytes.append(torch.randint(256, (unit.num_bytes,), dtype=torch.uint8, generator=generator))
-            self.store.write_all(unit, self.bytes[-1]).wait()
+            self.store.write_all(unit, self.bytes[-1])
             unit.adopt(self.flat(unit))
 
     def flat(self, unit: Unit) -> FlatBuffer:

@@ -160,7 +160,7 @@ def slow_stream(
         chunks = unit.layout.chunks(CHUNK_GRANULE)
         weights.allocate(unit)
         records.allocate(unit, chunks, ("total",))
-        weights.write_all(unit, torch.zeros(unit.num_bytes, dtype=torch.uint8)).wait()
+        weights.write_all(unit, torch.zeros(unit.num_bytes, dtype=torch.uint8))
         for slot in unit.layout.slots:
             states[unit.index, slot.index] = ParameterState()
         for chunk in chunks:
