@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.cli.hosts import chosen, read_hostfile
+from infinity.cli.launch import chosen, read_hostfile
 from infinity.cli.main import main
 from infinity.errors import ConfigError
 
