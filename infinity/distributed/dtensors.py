@@ -10,12 +10,13 @@ gradient on all of them. State dicts, exports and checkpoints of the model have 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from infinity.distributed.meshes import Mesh
 from infinity.distributed.process_groups import num_processes
@@ -106,16 +107,13 @@ class LocalParameters:
         """Whether there are any."""
         return bool(self._places)
 
-    def of(self, parameters: Iterable[Any]) -> Iterator[Any]:
+    def of(self, parameters: Iterable[Any]) -> list[Any]:
         """Parameters, pairs of name and parameter, or groups of them, with parts in place of DTensors."""
-        for each in parameters:
-            if isinstance(each, Mapping):
-                inside = each["params"]
-                yield {**each, "params": list(self.of([inside] if isinstance(inside, torch.Tensor) else inside))}
-            elif isinstance(each, tuple):
-                yield (each[0], self._parts.get(id(each[1]), each[1]))
-            else:
-                yield self._parts.get(id(each), each)
+
+        def replaced(leaf: Any) -> Any:  # a group may have an iterator, which is no tree to torch
+            return list(map(replaced, leaf)) if isinstance(leaf, Iterator) else self._parts.get(id(leaf), leaf)
+
+        return tree_map(replaced, list(parameters))  # type: ignore[no-any-return]
 
     def replace_in(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's groups hold parts from now on.
@@ -126,7 +124,7 @@ class LocalParameters:
         if any(id(parameter) in self._parts for parameter in optimizer.state):
             raise ModelError("the optimizer has states of DTensor parameters", cure="Pass one that has not stepped yet")
         for group in optimizer.param_groups:
-            group["params"] = list(self.of(group["params"]))
+            group["params"] = self.of(group["params"])
 
     def restore_in(self, optimizer: torch.optim.Optimizer) -> None:
         """Its groups hold DTensors again."""
