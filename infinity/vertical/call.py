@@ -26,13 +26,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import enum
 import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -59,26 +58,20 @@ _BLOCK_NUMEL = 1 << 18
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type, nn.Module, torch.dtype, torch.device)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _TensorIndex:
     """Takes the place of a tensor in the form: its index in ``Tree.tensors``."""
 
     number: int
 
 
+@dataclass(frozen=True)
 class _Fields:
     """A dataclass instance taken apart, since torch's pytrees treat it as a leaf. transformers' outputs are
     dataclasses."""
 
-    def __init__(self, value: Any, take_apart: Callable[[Any], Any]) -> None:
-        found = {
-            field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
-        }
-        self._empty = _refilled(value, dict.fromkeys(found))
-        self._forms = tree_map(take_apart, found, is_leaf=_is_size)
-
-    def build(self, put_in: Callable[[Any], Any]) -> Any:
-        return _refilled(self._empty, tree_map(put_in, self._forms, is_leaf=_is_size))
+    empty: Any
+    forms: dict[str, Any]
 
 
 def _is_size(value: Any) -> bool:
@@ -86,11 +79,11 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, torch.Size)
 
 
-def _refilled(value: Any, fields: dict[str, Any]) -> Any:
+def _refilled(value: Any, values: dict[str, Any]) -> Any:
     # A copy and object.__setattr__, since __init__ may compute or check things, and a frozen dataclass forbids
     # assignment.
     fresh = copy.copy(value)
-    for name, item in fields.items():
+    for name, item in values.items():
         object.__setattr__(fresh, name, item)
     return fresh
 
@@ -119,8 +112,9 @@ class Tree:
                 self._places[id(leaf)] = _TensorIndex(len(self.tensors))
                 self.tensors.append(leaf)
             return self._places[id(leaf)]
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            return _Fields(leaf, self._flatten)
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            found = {each.name: getattr(leaf, each.name) for each in fields(leaf) if hasattr(leaf, each.name)}
+            return _Fields(_refilled(leaf, dict.fromkeys(found)), tree_map(self._flatten, found, is_leaf=_is_size))
         if any(tensor.requires_grad for tensor in _tensors_inside(leaf)):
             raise UnsupportedSchedule(f"a block is given a {type(leaf).__name__} that carries gradients")
         return leaf
@@ -136,7 +130,9 @@ class Tree:
         def put_in(leaf: Any) -> Any:
             if isinstance(leaf, _TensorIndex):
                 return tensors[leaf.number]
-            return leaf.build(put_in) if isinstance(leaf, _Fields) else leaf
+            if isinstance(leaf, _Fields):
+                return _refilled(leaf.empty, tree_map(put_in, leaf.forms, is_leaf=_is_size))
+            return leaf
 
         return tree_map(put_in, self._form, is_leaf=_is_size)
 
