@@ -1,4 +1,7 @@
-"""Activation checkpointing of blocks, by torch's non-reentrant checkpoint: the config's `activation_checkpointing`."""
+"""Activation checkpointing of blocks, by torch's non-reentrant checkpoint: the config's `activation_checkpointing`.
+
+What is computed twice must not get the caches of keys and values that a library hands to every block: see `without_caches`.
+"""
 
 from __future__ import annotations
 

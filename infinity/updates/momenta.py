@@ -43,6 +43,20 @@ from infinity.updates.job import ParameterState
 logger = logging.getLogger(__name__)
 _MOMENTUM = "exp_avg"
 _KIND = "momenta"  # of the exchanged bytes, in reports
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """What the signs of one tensor have left out so far, fp32, 1-D: zeros at first.
+
+    Attributes:
+        worker: of this rank's values, as many as there are.
+        server: of the part of the mean that this rank computes; see `_parts`.
+    """
+
+    worker: torch.Tensor
+    server: torch.Tensor
 
 
 @dataclass(eq=False, repr=False)
@@ -133,7 +147,7 @@ class CompressedMomenta:
                 self._add_to_momenta(each.unit, beta1, factor(scale), buffer)
                 values = [buffer.values[slot.start : slot.stop] for slot in beta1]
                 errors = [self._error_of(each.unit, slot) for slot in beta1]
-                compressed_mean(self.ranks, what, values, errors, kind=_KIND)
+                compressed_mean(self.ranks, what, values, errors)
         # Errors may be tensors on a drive: they are written before the step ends.
         write_out()
 
@@ -170,7 +184,8 @@ class CompressedMomenta:
         key, count = (unit.index, slot.index), self._step_of(unit, slot)
         errors, known = self._errors.get(key, (None, -1))
         if errors is None:
-            errors = ErrorFeedback(self.zeros(slot.numel), self.zeros(server_numel(slot.numel, self.ranks)))
+            start, stop = _parts(slot.numel, self.ranks.num)[self.ranks.index]
+            errors = ErrorFeedback(self.zeros(slot.numel), self.zeros(stop - start))
         elif known != count:
             errors.worker.zero_()
             errors.server.zero_()
@@ -189,31 +204,7 @@ def _grouped(new: NewGradients, groups: Groups) -> list[tuple[Slot, dict[str, An
     return [(slot, group) for slot, group in found if group is not None]
 
 
-_SCALE_BYTES = 4
-
-
-@dataclass(frozen=True)
-class ErrorFeedback:
-    """What the signs of one tensor have left out so far, fp32, 1-D: zeros at first.
-
-    Attributes:
-        worker: of this rank's values, as many as there are.
-        server: of the part of the mean that this rank computes; see `server_numel`.
-    """
-
-    worker: torch.Tensor
-    server: torch.Tensor
-
-
-def server_numel(numel: int, ranks: Ranks) -> int:
-    """How many of ``numel`` elements this rank is the server of."""
-    start, stop = _parts(numel, ranks.num)[ranks.index]
-    return stop - start
-
-
-def compressed_mean(
-    ranks: Ranks, what: str, values: Sequence[torch.Tensor], errors: Sequence[ErrorFeedback], *, kind: str
-) -> None:
+def compressed_mean(ranks: Ranks, what: str, values: Sequence[torch.Tensor], errors: Sequence[ErrorFeedback]) -> None:
     """Each of ``values`` becomes its compressed mean over all ranks, with the same bits on all.
 
     Args:
@@ -221,7 +212,6 @@ def compressed_mean(
         what: for messages.
         values: 1-D, fp32, on the CPU; each is compressed by itself.
         errors: of each, by the calls before; changed in place.
-        kind: under which `Ranks.sent_bytes` counts it.
     """
     parts = [_parts(each.numel(), ranks.num) for each in values]
     widths = [_width(each.numel(), ranks.num) // 8 for each in values]
@@ -234,20 +224,19 @@ def compressed_mean(
         signs = _pack_signs(left.worker, scale)
         place.copy_(torch.nn.functional.pad(signs, (0, place.numel() - signs.numel())).view(place.shape))
     last.copy_(scales.view(torch.uint8))
-    *received, last = ranks.all_to_all(what, sent, kind=kind).split(sizes, dim=1)
+    *received, last = ranks.all_to_all(what, sent, kind=_KIND).split(sizes, dim=1)
     received_scales = last.clone().view(torch.float32)
     own = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
     *places, last = own.split(sizes)
-    for index, (of_ranks, left, place) in enumerate(zip(parts, errors, places, strict=True)):
-        start, stop = of_ranks[ranks.index]
-        mean = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
+    for index, (left, place) in enumerate(zip(errors, places, strict=True)):
+        mean = torch.zeros(left.server.numel(), dtype=torch.float32, device="cpu")
         for row, scale in zip(received[index], received_scales[:, index], strict=True):
-            mean.add_(_decoded(row, stop - start, scale))
+            mean.add_(_decoded(row, mean.numel(), scale))
         left.server.add_(mean, alpha=1.0 / ranks.num)
         signs = _pack_signs(left.server, scales[index])
         place[: signs.numel()] = signs
     last.copy_(scales.view(torch.uint8))
-    *found, last = ranks.all_gather(what, own, kind=kind).split(sizes, dim=1)
+    *found, last = ranks.all_gather(what, own, kind=_KIND).split(sizes, dim=1)
     found_scales = last.clone().view(torch.float32)
     for index, (each, of_ranks) in enumerate(zip(values, parts, strict=True)):
         for row, scale, (start, stop) in zip(found[index], found_scales[:, index], of_ranks, strict=True):
