@@ -118,7 +118,7 @@ def initialize(
         if parts and isinstance(optimizer, torch.optim.Optimizer):
             parts.replace_in(optimizer)
         if parts and model_parameters is not None:
-            model_parameters = list(parts.of(model_parameters))
+            model_parameters = parts.of(model_parameters)
         tiling = _tile(model, optimizer, resolved, undo)
         # Named after tiling, when each tile is a parameter with an FQN of its own.
         fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}

@@ -40,7 +40,7 @@ def found(module: str, name: str) -> Any:
 
 def kinds(module: str) -> Iterator[tuple[str, str]]:
     """Yield each public name of a module and a remark: "" if it does the same here."""
-    from infinity.deepspeed.contents.refused import DIFFERS
+    from infinity.deepspeed.contents.names import DIFFERS
     from infinity.deepspeed.modules import why_absent
 
     for name in listed()[module]:

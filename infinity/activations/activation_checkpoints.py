@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -12,8 +13,11 @@ import torch
 from infinity.activations.spilled import ALIGNMENT, Spilled, Spilling, SpillSpace
 from infinity.activations.unsupported import UnsupportedSchedule
 from infinity.device.drive_tensors import is_dense
+from infinity.errors import BudgetTooSmallError, StorageError
 from infinity.metrics.clock import StepClock
 from infinity.paging.saved_tensors import top_hooks
+
+logger = logging.getLogger(__name__)
 
 
 class ActivationCheckpoint(Spilled):
@@ -114,6 +118,20 @@ class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
         item.check_unchanged()
         tensor = self._unpack(item.source)
         return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+    def _start_write(self, item: ActivationCheckpoint, source: torch.Tensor) -> None:
+        try:
+            super()._start_write(item, source)
+        except BudgetTooSmallError as error:
+            raise UnsupportedSchedule(
+                "the inputs of units need more memory than infinity.host_memory_budget leaves, and the config names "
+                "no drive for them"
+            ) from error
+        except StorageError as error:
+            logger.warning("no room for the inputs of units: %s", error)
+            raise UnsupportedSchedule(
+                f"the inputs of units need more memory than the budget leaves, and {error}"
+            ) from error
 
     def check_unchanged(self) -> None:
         """Raise `UnsupportedSchedule` if something that is in memory was written to."""

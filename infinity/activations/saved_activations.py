@@ -22,7 +22,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.activations.spilled import ALIGNMENT, Spilled, Spilling, SpillSpace
-from infinity.activations.unsupported import UnsupportedSchedule
 from infinity.errors import BudgetTooSmallError, EngineClosedError, format_bytes
 from infinity.metrics.clock import StepClock
 from infinity.paging.saved_tensors import modified
@@ -168,13 +167,6 @@ class SavedActivations(Spilling[_Stored]):
 
     def _source_of(self, item: _Stored) -> torch.Tensor | None:
         return item.source if item.count._version == item.version else None
-
-    def _start_write(self, item: _Stored, source: torch.Tensor) -> None:
-        try:
-            super()._start_write(item, source)
-        except UnsupportedSchedule as unsupported:
-            # `UnsupportedSchedule` is for vertical steps. Here the cause, a StorageError, is what the user can act on.
-            raise unsupported.__cause__ or unsupported from None
 
     # ---------------------------------------------------------------------------------------------------- backward
 

@@ -8,7 +8,6 @@ Such memory is used once. It returns to the system when neither the model's grap
 from __future__ import annotations
 
 import contextlib
-import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -16,12 +15,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from infinity.activations.unsupported import UnsupportedSchedule
-from infinity.errors import BudgetTooSmallError, StorageError
+from infinity.errors import StorageError
 from infinity.metrics.clock import StepClock
 from swapper import AlignedRegion, Extent, Handle, OutOfSpaceError, Priority, Swapper, SwapperError
 
-logger = logging.getLogger(__name__)
 _FIRST_BYTES = 64 << 20
 """Size of the first volume, if the drive has room for it. Each further one is as large as all before it, so few are
 needed."""
@@ -44,7 +41,8 @@ class SpillSpace:
         """An extent of ``num_bytes``.
 
         Raises:
-            UnsupportedSchedule: there is no NVMe tier, or its directories have no room.
+            BudgetTooSmallError: there is no NVMe tier.
+            StorageError: its directories have no room.
         """
         for swapper in self._swappers:
             try:
@@ -60,20 +58,9 @@ class SpillSpace:
         # Spilled so far: 64 MiB, then 64, 128, 256 MiB: the space doubles with each volume.
         wished = max(rounded, present, _FIRST_BYTES)
         try:
-            try:
-                swapper = self._open_swapper(wished)
-            except StorageError:
-                swapper = self._open_swapper(rounded)  # little room is better than none
-        except BudgetTooSmallError as error:
-            raise UnsupportedSchedule(
-                "the inputs of units need more memory than infinity.host_memory_budget leaves, and the config names "
-                "no drive for them"
-            ) from error
-        except StorageError as error:
-            logger.warning("no room for the inputs of units: %s", error)
-            raise UnsupportedSchedule(
-                f"the inputs of units need more memory than the budget leaves, and {error}"
-            ) from error
+            swapper = self._open_swapper(wished)
+        except StorageError:
+            swapper = self._open_swapper(rounded)  # little room is better than none
         self._swappers.append(swapper)
         return swapper
 

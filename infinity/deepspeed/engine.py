@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from infinity.checkpoint.part_folders import folder_of
 from infinity.config import InfinityConfig
 from infinity.deepspeed.contents.config import DeepSpeedConfig
 from infinity.deepspeed.contents.fp32_weights import write_script
 from infinity.deepspeed.contents.names import TABLE
 from infinity.deepspeed.contents.timers import ThroughputTimer, Timers
 from infinity.distributed.agreement import gather_results
-from infinity.distributed.part_folders import folder_of
 from infinity.distributed.process_groups import local_rank
 from infinity.engine.checkpoint_calls import check_directory
 from infinity.engine.engine import Engine

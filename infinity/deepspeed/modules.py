@@ -17,8 +17,7 @@ from typing import Any
 
 from infinity.config.schema.vocabulary import nearest
 from infinity.deepspeed.contents import comm
-from infinity.deepspeed.contents.names import TABLE
-from infinity.deepspeed.contents.refused import REFUSED
+from infinity.deepspeed.contents.names import REFUSED, TABLE
 from infinity.deepspeed.path import PATH, explained, relative
 
 

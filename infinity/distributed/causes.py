@@ -55,18 +55,18 @@ _MOST_CHARACTERS = 2000
 
 
 class Causes:
-    """What is known of why ranks have ended.
+    """What is known of why ranks have ended: nothing, without a store.
 
     Attributes:
-        place: What this rank has exchanged last.
+        place: What this rank exchanges, or has exchanged last.
         places: Of each group of ranks that this one's script meets: how many meetings it has been in, how many exchanges of
             other threads it has asked for, and what it has come to last.
     """
 
-    def __init__(self, store: Any, prefix: str, index: int, processes: Sequence[str]) -> None:
+    def __init__(self, store: Any = None, prefix: str = "", index: int = 0, processes: Sequence[str] = ()) -> None:
         """
         Args:
-            store: torch's, of the process group.
+            store: torch's, of the process group; None: there is none.
             prefix: of the names in it.
             index: this rank.
             processes: of each rank, its `own_process`.
@@ -123,14 +123,14 @@ class Causes:
 
         To be called every few seconds. ``issued``: where this rank's script has asked for what is waited for, as in `places`.
         """
-        if self._look(members):
+        if self._look(members) or self._store is None:
             return self._found
         now = time.monotonic()
         if now - self._looked_at > _NAP_SECONDS:
             self._heard.clear()
         self._looked_at = now
         others = [rank for rank in members if rank != self._index]
-        found = self._ask(lambda: [self._published_place(rank) for rank in others])
+        found = self._ask(lambda: [self._read(f"at{rank}") for rank in others])
         for rank, at in zip(others, found, strict=True) if found is not None else [(self._index, "")]:
             elsewhere = _place_beyond(at, members, issued)
             if elsewhere is not None:
@@ -144,8 +144,8 @@ class Causes:
                 )
         return None
 
-    def _published_place(self, rank: int) -> str:
-        key = f"{self._prefix}/at{rank}"
+    def _read(self, name: str) -> str:
+        key = f"{self._prefix}/{name}"
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
 
     def publish(self, error: BaseException) -> None:
@@ -171,7 +171,7 @@ class Causes:
         return self._found or self._stopped()
 
     def _look(self, members: Collection[int] | None = None) -> str | None:
-        self._found = self._found or self._ask(self._published) or self.find_ended(members)
+        self._found = self._found or self._ask(lambda: self._read("cause")) or self.find_ended(members)
         return self._found
 
     @property
@@ -186,7 +186,7 @@ class Causes:
 
     def _ask(self, question: Callable[[], T]) -> T | None:
         """The store's answer; None if it gives none, and from then on."""
-        if self._is_store_lost:
+        if self._store is None or self._is_store_lost:
             return None
         try:
             return within(_STORE_SECONDS, question)
@@ -194,10 +194,6 @@ class Causes:
             logger.debug("the store of the process group is lost", exc_info=True)
             self._is_store_lost = True
             return None
-
-    def _published(self) -> str | None:
-        key = f"{self._prefix}/cause"
-        return self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
 
     def find_ended(self, members: Collection[int] | None = None) -> str | None:
         """Which rank's process (of ``members``), on this machine, does not exist any more; a sentence without its full stop."""

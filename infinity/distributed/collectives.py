@@ -93,7 +93,7 @@ class Ranks:
             number: this process among all, by which messages name it.
             members: of each of these, its number among all processes.
             group: torch's process group of these, which takes tensors on the CPU; None: the default one.
-            causes: know why a rank has ended.
+            causes: know why a rank has ended; None: nothing is known of that.
             beside: the same processes, which exchange other things; what is sent is counted together.
         """
         self.number = number
@@ -104,7 +104,7 @@ class Ranks:
         """What others have made for these ranks, once for all who ask, by name."""
         # Weak: torch has the group until the script destroys it, and `has_group` finds that out.
         self._group_reference = weakref.ref(group) if group is not None else None
-        self.causes = causes
+        self.causes = causes or Causes()
         """Know why a rank has ended: errors name the first cause."""
         self._is_beside = beside is not None
         self._place = 0
@@ -145,13 +145,9 @@ class Ranks:
         """Whether what they exchange goes through has not been destroyed."""
         return self._group_reference is None or self._group_reference() is not None
 
-    def ask(self, causes: Causes) -> None:
-        """Errors name the first cause from now on."""
-        self.causes = causes
-
     def check_local_ranks(self) -> None:
         """Raise RankError if the process of a rank on this machine has ended."""
-        why = self.causes.find_ended() if self.causes is not None else None
+        why = self.causes.find_ended()
         if why is not None:
             raise RankError("looking at the others", f"another rank has ended: {why}", rank=self.number, cure=_CURE)
 
@@ -164,7 +160,7 @@ class Ranks:
         return self._place, self._num_issued
 
     def _publish_place(self) -> None:
-        if self.causes is not None and not self._is_beside:
+        if not self._is_beside:
             self.causes.places[self.members] = self._place, self._num_issued, self._label
 
     def all_gather_ints(
@@ -414,25 +410,21 @@ class Ranks:
         if args[0].device.type != "cpu":  # the others have come to the meeting before; the device's stream waits
             begun.wait()
             return
-        if self.causes is not None:
-            self.causes.on_exchange(what)
+        self.causes.on_exchange(what)
         while meanwhile is not None and not begun.is_completed():
             meanwhile()
             Latch().wait(_MEANWHILE_SECONDS)
-        while not self._is_over(what, begun):
-            why = None if self.causes is None else self.causes.why_absent(self.members, issued)
+        while True:
+            with self._failing(what):
+                try:
+                    begun.wait(_LOOK)
+                    return
+                except RuntimeError as error:
+                    if "Operation timed out" not in str(error):  # else of this wait: it goes on
+                        raise
+            why = self.causes.why_absent(self.members, issued)
             if why is not None:
                 raise RankError(what, f"another rank does not reach this call: {why}", rank=self.number, cure=_CURE)
-
-    def _is_over(self, what: str, begun: Any) -> bool:
-        with self._failing(what):
-            try:
-                begun.wait(_LOOK)
-            except RuntimeError as error:
-                if "Operation timed out" not in str(error):  # else of this wait: it goes on
-                    raise
-                return False
-        return True
 
     @contextlib.contextmanager
     def _failing(self, what: str) -> Iterator[None]:
@@ -440,9 +432,8 @@ class Ranks:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            why = (self.causes.first() if self.causes is not None else None) or str(error).splitlines()[0]
-            doubt = self.causes.doubt if self.causes is not None else ""
-            problem = f"another rank has ended, or did not reach this call in time: {why}{doubt}"
+            why = self.causes.first() or str(error).splitlines()[0]
+            problem = f"another rank has ended, or did not reach this call in time: {why}{self.causes.doubt}"
             raise RankError(what, problem, rank=self.number, cure=_CURE) from error
 
 

@@ -10,11 +10,13 @@ gradient on all of them. State dicts, exports and checkpoints of the model have 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from infinity.distributed.meshes import Mesh
 from infinity.distributed.process_groups import num_processes
@@ -44,36 +46,25 @@ def _exchange(tensor: Any, local: torch.Tensor) -> None:
     setattr(tensor, next(name for name in names if isinstance(getattr(tensor, name), torch.Tensor)), local)
 
 
-class _ParameterPlace(NamedTuple):
-    module: nn.Module
-    name: str
-    whole: nn.Parameter
-
-
-class _SharedByAll(NamedTuple):
-    """What `mesh_of` reads of a DeviceMesh."""
-
-    mesh: torch.Tensor
-    mesh_dim_names: tuple[str, ...] = ("tp",)
-
-
-def mesh_of_parameters(model: nn.Module) -> _SharedByAll | None:
+def mesh_of_parameters(model: nn.Module) -> SimpleNamespace | None:
     """The mesh that a model is divided over, where its DTensors leave no doubt: all of them have parts on all processes."""
-    found = {_members(place.whole) for place in _places_of(model)}
     everyone = tuple(range(num_processes()))
-    return _SharedByAll(torch.tensor(everyone, dtype=torch.int64, device="cpu")) if found == {everyone} else None
+    if {_members(whole) for _, _, whole in _places_of(model)} != {everyone}:
+        return None
+    # What `mesh_of` reads of a DeviceMesh.
+    return SimpleNamespace(mesh=torch.tensor(everyone, dtype=torch.int64, device="cpu"), mesh_dim_names=("tp",))
 
 
 def _members(parameter: Any) -> tuple[int, ...]:
     return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
 
 
-def _places_of(model: nn.Module) -> list[_ParameterPlace]:
-    """Of DTensors, unless FSDP has made them."""
+def _places_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Module, name and DTensor, unless FSDP has made them."""
     if any(each.__name__ == "FSDPModule" for module in model.modules() for each in type(module).__mro__):
         return []
     return [
-        _ParameterPlace(module, name, parameter)
+        (module, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
         if parameter is not None and is_dtensor(parameter)
@@ -98,31 +89,31 @@ class LocalParameters:
         self._restored: dict[int, nn.Parameter] = {}
         """By id of the part, from `undo` on: the DTensor, or another one where the part has got another dtype."""
         names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
-        for place in self._places:
-            _check(names[id(place.whole)], place.whole, mesh)
+        for _, _, whole in self._places:
+            _check(names[id(whole)], whole, mesh)
         for module, name, whole in self._places:
             if id(whole) not in self._parts:
                 self._parts[id(whole)] = _part_of(whole)
             module._parameters[name] = self._parts[id(whole)]
-        for module in {id(place.module): place.module for place in self._places}.values():
-            makers = {place.name: _maker_of(place.whole) for place in self._places if place.module is module}
+        for module in self._modules():
+            makers = {name: _maker_of(whole) for owner, name, whole in self._places if owner is module}
             module.__dict__[_ATTRIBUTE] = makers
             module.__class__ = _class_with(type(module), tuple(makers))  # type: ignore[arg-type]  # a class can be a key
+
+    def _modules(self) -> Iterable[nn.Module]:
+        return dict.fromkeys(module for module, _, _ in self._places)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
         return bool(self._places)
 
-    def of(self, parameters: Iterable[Any]) -> Iterator[Any]:
+    def of(self, parameters: Iterable[Any]) -> list[Any]:
         """Parameters, pairs of name and parameter, or groups of them, with parts in place of DTensors."""
-        for each in parameters:
-            if isinstance(each, Mapping):
-                inside = each["params"]
-                yield {**each, "params": list(self.of([inside] if isinstance(inside, torch.Tensor) else inside))}
-            elif isinstance(each, tuple):
-                yield (each[0], self._parts.get(id(each[1]), each[1]))
-            else:
-                yield self._parts.get(id(each), each)
+
+        def replaced(leaf: Any) -> Any:  # a group may have an iterator, which is no tree to torch
+            return list(map(replaced, leaf)) if isinstance(leaf, Iterator) else self._parts.get(id(leaf), leaf)
+
+        return tree_map(replaced, list(parameters))  # type: ignore[no-any-return]
 
     def replace_in(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's groups hold parts from now on.
@@ -133,7 +124,7 @@ class LocalParameters:
         if any(id(parameter) in self._parts for parameter in optimizer.state):
             raise ModelError("the optimizer has states of DTensor parameters", cure="Pass one that has not stepped yet")
         for group in optimizer.param_groups:
-            group["params"] = list(self.of(group["params"]))
+            group["params"] = self.of(group["params"])
 
     def restore_in(self, optimizer: torch.optim.Optimizer) -> None:
         """Its groups hold DTensors again."""
@@ -143,18 +134,16 @@ class LocalParameters:
     def undo(self) -> None:
         """Modules have their DTensors again, of what the parts hold."""
         for module, name, whole in self._places:
-            part = module._parameters.get(name)
-            if part is not self._parts[id(whole)]:
-                continue  # the script has put another one there
+            part = self._parts[id(whole)]
             if id(part) not in self._restored:
-                self._restored[id(part)] = whole
                 if part.dtype == whole.dtype:
                     _exchange(whole, part.data)
                 else:
-                    made = _maker_of(whole)(part.data)
-                    self._restored[id(part)] = nn.Parameter(made, requires_grad=whole.requires_grad)
-            module._parameters[name] = self._restored[id(part)]
-        for module in {id(place.module): place.module for place in self._places}.values():
+                    whole = nn.Parameter(_maker_of(whole)(part.data), requires_grad=whole.requires_grad)
+                self._restored[id(part)] = whole
+            if module._parameters.get(name) is part:  # else the script has put another one there
+                module._parameters[name] = self._restored[id(part)]
+        for module in self._modules():
             if module.__dict__.pop(_ATTRIBUTE, None) is not None:
                 module.__class__ = type(module).__base__  # type: ignore[assignment]
 

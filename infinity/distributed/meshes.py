@@ -10,8 +10,8 @@ each other, write one checkpoint. Between parts nothing is exchanged but
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,9 +21,13 @@ from infinity.distributed.process_groups import call_torch, num_processes
 from infinity.distributed.world import subsets, world
 from infinity.errors import ConfigError
 
-_DATA = frozenset({"dp", "data", "data_parallel", "ddp", "fsdp", "shard", "dp_shard", "replicate", "dp_replicate"})
-_TENSOR = frozenset({"tp", "tensor", "tensor_parallel", "tensor_model_parallel", "mp", "model", "model_parallel"})
-_STAGE = frozenset({"pp", "pipe", "pipeline", "pipeline_parallel", "pipeline_model_parallel", "stage"})
+_NAMES = (
+    "pp pipe pipeline pipeline_parallel pipeline_model_parallel stage",
+    "tp tensor tensor_parallel tensor_model_parallel mp model model_parallel",
+    "dp data data_parallel ddp fsdp shard dp_shard replicate dp_replicate",
+)
+_KINDS = {name: kind for kind, names in enumerate(_NAMES) for name in names.split()}
+"""A name of a mesh's dimension -> what it divides: 0 the stages of a pipeline, 1 tensors, 2 data."""
 _SERVICE = "mesh"
 _SAYING = "infinity.initialize with mpu or mesh_param"
 _CURE_OF_MPU = (
@@ -39,9 +43,6 @@ class ModelPart(NamedTuple):
     """Of a pipeline."""
     tensor: int = 0
     """Among those that share the tensors of this stage."""
-
-    def __str__(self) -> str:
-        return f"stage {self.stage}, tensor rank {self.tensor}"
 
 
 @dataclass(frozen=True)
@@ -97,26 +98,30 @@ def mesh_of(mpu: Any = None, mesh_param: Any = None) -> Mesh:
     everyone.services.pop(_SERVICE, None)
     if (mpu is None and mesh_param is None) or num_processes() == 1:
         return Mesh(everyone)
-    find: Callable[[], _Membership] = functools.partial(_of_mpu, mpu, everyone)
-    if hasattr(mesh_param, "mesh_dim_names"):
-        find = functools.partial(_of_device_mesh, mesh_param, everyone.number)
-    elif mpu is None:
-        find = functools.partial(_of_sizes, mesh_param, everyone.num)
-    of_ranks = gather_results(everyone, _SAYING, find)
-    of_ranks = [_Membership(data, ModelPart(*place)) for data, place in of_ranks]
-    members = _checked(of_ranks, everyone.number)
-    groups = tuple(sorted({each.data for each in of_ranks}))
-    if len(members) == everyone.num:
+    told = gather_results(everyone, _SAYING, lambda: _members_by_place(mpu, mesh_param, everyone))
+    for rank, other in enumerate(told):
+        if other != told[0]:
+            raise ConfigError(
+                f"{_SAYING}: by that of rank 0, the ranks {[list(members) for _, members in told[0]]} have the same parts of "
+                f"the model, and by that of rank {rank}, {[list(members) for _, members in other]}. Pass the same DeviceMesh, "
+                "of all processes, on all of them"
+            )
+    parts = {ModelPart(*place): members for place, members in told[0]}
+    groups = tuple(parts.values())
+    if len(parts) == 1:
         return Mesh(everyone, source=mpu, groups=groups)
-    places = [each.place for each in of_ranks]
-    rows = [tuple(sorted(row)) for row in zip(*groups, strict=True)]
-    stages = {(row, places[number].stage) for row in rows for number in row}
-    tensors = [tuple(number for number in row if places[number].stage == stage) for row, stage in stages]
-    found = subsets([*groups, *rows, *tensors])
-    row, tensor = (next(each for each in kind if everyone.number in each) for kind in (rows, tensors))
-    mesh = Mesh(
-        found[members], found[row], found[tensor], tuple(places[number] for number in row), everyone, mpu, groups
-    )
+    # Example, pp 2 x tp 2 x dp 2: groups (0, 1), (2, 3), (4, 5), (6, 7); rows {0, 2, 4, 6} and {1, 3, 5, 7}, of which the first
+    # has the tensor ranks (0, 2) of stage 0 and (4, 6) of stage 1.
+    rows = [dict(sorted(zip(row, parts, strict=True))) for row in zip(*groups, strict=True)]
+    tensors = [
+        tuple(number for number, place in row.items() if place.stage == stage)
+        for row in rows
+        for stage in dict.fromkeys(place.stage for place in parts)
+    ]
+    found = subsets([*groups, *map(tuple, rows), *tensors])
+    data, tensor = (next(each for each in kind if everyone.number in each) for kind in (groups, tensors))
+    row = next(each for each in rows if everyone.number in each)
+    mesh = Mesh(found[data], found[tuple(row)], found[tensor], tuple(row.values()), everyone, mpu, groups)
     everyone.services[_SERVICE] = mesh
     return mesh
 
@@ -127,87 +132,57 @@ def current_mesh() -> Mesh:
     return found if isinstance(found, Mesh) else Mesh(world())
 
 
-class _Membership(NamedTuple):
-    """What a process's script has said of it."""
-
-    data: tuple[int, ...]
-    place: ModelPart
-
-
-def _checked(of_ranks: Sequence[_Membership], number: int) -> tuple[int, ...]:
-    """The processes with the same part as ``number``."""
-    parts: dict[tuple[int, ...], ModelPart] = {}
-    for rank, (members, place) in enumerate(of_ranks):
-        if rank not in members or any(of_ranks[other] != (members, place) for other in members):
-            others = sorted({str(of_ranks[other].place) for other in members})
-            raise ConfigError(
-                f"{_SAYING}: rank {rank} says that the ranks {list(members)} have the same part of the model as it has, and "
-                f"those do not say so ({'; '.join(others)}). Make the same groups on all processes, of which each is in one"
-            )
-        parts[members] = place
-    if len({len(members) for members in parts}) > 1:
+def _members_by_place(mpu: Any, mesh_param: Any, everyone: Ranks) -> list[tuple[ModelPart, tuple[int, ...]]]:
+    """Each part of the model, and the processes that have it, as this process's script says."""
+    if hasattr(mesh_param, "mesh_dim_names"):
+        return _of_device_mesh(mesh_param, everyone)
+    if mpu is not None:
+        _check_mpu(mpu, everyone)
+    elif tuple(mesh_param) != (everyone.num, 1):
         raise ConfigError(
-            f"{_SAYING}: the groups of data parallelism are of different sizes: {[list(members) for members in parts]}. Give "
-            "each part of the model as many processes"
+            f"mesh_param is {mesh_param!r}, and {everyone.num} processes train together: sequences that are divided among "
+            f"processes are not supported. Leave it out, or pass ({everyone.num}, 1) or a DeviceMesh with names of its dimensions"
         )
-    if len(set(parts.values())) < len(parts):
-        raise ConfigError(
-            f"{_SAYING}: the groups {[list(members) for members in parts]} say that they have the same part of the model "
-            f"({', '.join(map(str, parts.values()))}). Pass the DeviceMesh of all processes, not a part of it"
-        )
-    return of_ranks[number].data
+    return [(ModelPart(), everyone.members)]
 
 
-def _of_mpu(mpu: Any, everyone: Ranks) -> _Membership:
+def _check_mpu(mpu: Any, everyone: Ranks) -> None:
     find_group = getattr(mpu, "get_data_parallel_group", None)
     if not callable(find_group):
         raise ConfigError(f"mpu has no get_data_parallel_group(): it is a {type(mpu).__name__}. {_CURE_OF_MPU}")
     members = tuple(sorted(call_torch("get_process_group_ranks", find_group())))
-    if members != everyone.members:
+    if members != everyone.members:  # an mpu cannot say which parts there are
         raise ConfigError(
             f"mpu says that the ranks {list(members)} have the same part of the model, of {everyone.num}: parts by mpu are not "
             f"supported. {_CURE_OF_MPU}"
         )
-    return _Membership(members, ModelPart())  # the only part: an mpu cannot say that there are others
 
 
-def _of_sizes(sizes: Any, num: int) -> _Membership:
-    if tuple(sizes) != (num, 1):
-        raise ConfigError(
-            f"mesh_param is {sizes!r}, and {num} processes train together: sequences that are divided among processes are not "
-            f"supported. Leave it out, or pass ({num}, 1) or a DeviceMesh with names of its dimensions"
-        )
-    return _Membership(tuple(range(num)), ModelPart())
-
-
-def _of_device_mesh(mesh: Any, number: int) -> _Membership:
+def _of_device_mesh(mesh: Any, everyone: Ranks) -> list[tuple[ModelPart, tuple[int, ...]]]:
     names, ranks = mesh.mesh_dim_names, mesh.mesh
-    if names is None:
-        if ranks.dim() > 1:
-            raise ConfigError(
-                f"mesh_param is a DeviceMesh of {tuple(ranks.shape)} without names. Pass mesh_dim_names, such as "
-                '("dp", "tp"), to init_device_mesh'
-            )
-        names = ("dp",)
-    found = (ranks == number).nonzero()
-    if not len(found):
-        raise ConfigError(f"mesh_param is a DeviceMesh without rank {number}. Make one of all processes")
-    at = dict(zip(names, found[0].tolist(), strict=True))
-    own: list[Any] = []
-    place = ModelPart()
-    for name, index in at.items():
-        kind = name.lower()
-        if kind in _DATA:
-            own.append(slice(None))
-            continue
-        if kind in _STAGE:
-            place = place._replace(stage=index)
-        elif kind in _TENSOR:
-            place = place._replace(tensor=index)
-        elif ranks.shape[len(own)] > 1:
+    if names is None and ranks.dim() > 1:
+        raise ConfigError(
+            f"mesh_param is a DeviceMesh of {tuple(ranks.shape)} without names. Pass mesh_dim_names, such as "
+            '("dp", "tp"), to init_device_mesh'
+        )
+    if tuple(sorted(ranks.flatten().tolist())) != everyone.members:
+        raise ConfigError(
+            f"mesh_param is a DeviceMesh of the ranks {ranks.flatten().tolist()}, and {everyone.num} processes train together. "
+            "Pass the DeviceMesh of all processes, not a part of it"
+        )
+    dims: list[list[int]] = [[], [], []]  # of stages, tensor ranks and data
+    for dim, name in enumerate(names or ("dp",)):
+        kind = _KINDS.get(name.lower())
+        if kind is None and ranks.shape[dim] > 1:
             raise ConfigError(
                 f"mesh_param is a DeviceMesh with a dimension '{name}', which is not a known name. Name data "
                 'dimensions dp, tensor-parallel ones tp, and pipeline ones pp; others ("cp", "ep") are not supported'
             )
-        own.append(index)
-    return _Membership(tuple(sorted(ranks[tuple(own)].flatten().tolist())), place)
+        dims[-1 if kind is None else kind].append(dim)
+    sizes = [math.prod(ranks.shape[dim] for dim in each) for each in dims]
+    by_kind = ranks.permute(*itertools.chain(*dims)).reshape(sizes)
+    return [
+        (ModelPart(stage, tensor), tuple(sorted(members)))
+        for stage, of_tensors in enumerate(by_kind.tolist())
+        for tensor, members in enumerate(of_tensors)
+    ]

@@ -38,17 +38,17 @@ def world() -> Ranks:
     if default not in _worlds:
         takes_host_memory = "gloo" in call_torch("get_backend_config")
         group = None if takes_host_memory else group_of(None)
-        # A launcher's store outlives what it starts again, so each group has a part of its own.
-        ranks = Ranks(process_rank(), range(num_processes()), group)
-        number = ranks.all_gather_ints("beginning", [secrets.randbits(62)])[0][0]
-        store = default_store()
+        place = process_rank(), range(num_processes()), group
+        ranks = Ranks(*place)  # which know of no causes yet
+        store, causes = default_store(), None
         if store is not None:
+            # A launcher's store outlives what it starts again, so each group has a part of its own.
+            number = ranks.all_gather_ints("beginning", [secrets.randbits(62)])[0][0]
             processes = ranks.gather("telling of processes", own_process().encode())
             causes = Causes(store, f"infinity/{number}", ranks.index, [each.decode() for each in processes])
             causes.listen()
-            ranks.ask(causes)
         met.append(ranks.num)
-        _worlds[default] = ranks
+        _worlds[default] = Ranks(*place, causes)
     return _worlds[default]
 
 

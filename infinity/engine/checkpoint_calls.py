@@ -22,12 +22,12 @@ from typing import Any
 
 from infinity.checkpoint.arrays import reading_from
 from infinity.checkpoint.checkpoint_loading import Wanted, load
-from infinity.checkpoint.manifest import MANIFEST, completed_at
-from infinity.checkpoint.saved import Checkpoint, find, tags
+from infinity.checkpoint.manifest import MANIFEST
+from infinity.checkpoint.part_folders import check_parts, common_tag, folder_of
+from infinity.checkpoint.saved import find, tags
 from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving, Training
 from infinity.distributed.agreement import agree, gather_results, on_rank_0
 from infinity.distributed.collectives import Ranks
-from infinity.distributed.part_folders import check_parts, common_tag, folder_of
 from infinity.engine.loop_settings import LoopSettings
 from infinity.errors import CheckpointError, StepError
 from infinity.loop.phase import PhaseGuard
@@ -270,7 +270,7 @@ class CheckpointCalls(LoopSettings):
         # puts it back.
         gather_results(self._mesh.everyone, what, tidy)
         named = None if tag is None else str(tag)
-        common = common_tag(self._mesh, directory, named, what, find=find, age=_written, step=_step)
+        common = common_tag(self._mesh, directory, named, what)
         found: list[tuple[str | None, dict[str, Any] | None]] = []
         before = self.global_steps
 
@@ -476,19 +476,6 @@ def _cure_of_missing(directory: Path, tag: str | None) -> str:
     else:
         found = "Give the directory that engine.save_checkpoint has written to"
     return f"{found}; or pass missing_ok=True to begin without one"
-
-
-def _written(folder: Path) -> int:
-    """Time at which a checkpoint was completed; 0: it is not complete."""
-    try:
-        return completed_at(folder / MANIFEST) or 0
-    except OSError:
-        return 0
-
-
-def _step(folder: Path) -> int:
-    """Step of a complete checkpoint."""
-    return int(Checkpoint(folder).training_state()["counters"]["global_steps"])
 
 
 @dataclass(eq=False)

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
+from infinity.checkpoint.part_folders import check_apart
 from infinity.checkpoint.safetensors_export import Weights, all_entries, save_weights
 from infinity.checkpoint.safetensors_file import Entry
 from infinity.config.schema.quantities import parse_bytes
 from infinity.device.host_memory import free_bytes
-from infinity.distributed.part_folders import check_apart
 from infinity.engine.checkpoint_calls import CheckpointCalls, check_directory
 from infinity.errors import StepError, format_bytes
 from infinity.loop.phase import Phase

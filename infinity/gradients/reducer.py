@@ -362,7 +362,6 @@ class ReducedGradients(GradientStore):
         self._wait_for_ranks(f"averaging gradients for the owners in step {step}")
         self._finish()
         # Gradients that came to units after they had been exchanged: these units go once more, with all ranks.
-        # What came to units that had been exchanged.
         found = self.new_of_all(step, "averaging gradients for the owners")
         self._new.update((new.unit.index, slot.index) for new in found for slot in new.slots)
         self._step, self._updates = step, None

@@ -25,7 +25,7 @@ from infinity.activations.unsupported import NeverSupportedSchedule
 from infinity.errors import StepError
 from infinity.integrations.accelerate import EngineOptimizer
 from infinity.loop.batches import copied
-from infinity.vertical.arguments import is_same
+from infinity.vertical.call import is_same
 
 
 class MicroBatches:

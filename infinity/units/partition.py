@@ -118,22 +118,19 @@ def partition(
             sizes[home] += parameter.numel() * item_bytes
     most_bytes = max([_SMALL_UNIT_BYTES, *sizes.values()])
 
-    by_block: dict[str, UnitMembers] = {}
+    by_home: dict[str, UnitMembers] = {}  # blocks and tiles
     units: list[UnitMembers] = []
     leftovers: UnitMembers | None = None
     owner_of_last = ""
     for fqn, parameter in named.items():
-        home, num_bytes = home_of[id(parameter)], parameter.numel() * item_bytes
-        if id(parameter) in tiles:
+        home = fqn if id(parameter) in tiles else home_of[id(parameter)]
+        num_bytes = parameter.numel() * item_bytes
+        if home is not None:
             leftovers = None
-            unit = UnitMembers(fqn)
-            units.append(unit)
-        elif home is not None:
-            leftovers = None
-            if home not in by_block:
-                by_block[home] = UnitMembers(home)
-                units.append(by_block[home])
-            unit = by_block[home]
+            if home not in by_home:
+                by_home[home] = UnitMembers(home)
+                units.append(by_home[home])
+            unit = by_home[home]
         else:
             owner = fqn.rpartition(".")[0]
             # Parameters of one module stay together even if that is too large: weight and bias are used at the same

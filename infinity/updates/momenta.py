@@ -9,20 +9,27 @@ still in its warm-up gets a gradient exchanges whole means, as before.
 Clipping is each rank's own, by the norm of its own gradients, as in DeepSpeed. The error feedback (what signs left out)
 is in no checkpoint: it begins with zeros when a parameter's step count differs from the one after the last exchange, as
 in DeepSpeed.
+
+[Note: signs and scales] `compressed_mean` computes the mean over all ranks with one bit per element, as 1-bit Adam does
+it (arXiv 2102.02888, section 4.2). Each rank adds what its last signs have left out to its values. It sends the signs of
+them, and the root of their mean square: to each rank a part, as a server. The server takes the mean of what it got, adds
+what its own last signs have left out, and sends signs and scale of that to all. So each element crosses twice, as in an
+exchange of fp32, with one bit in place of 32.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+import numpy
 import torch
 
 from infinity.device.drive_tensors import write_out
 from infinity.distributed.collectives import Ranks
-from infinity.distributed.sign_compression import ErrorFeedback, compressed_mean, server_numel
 from infinity.gradients.rank_checks import norms_of_ranks
 from infinity.gradients.reducer import NewGradients, ReducedGradients
 from infinity.gradients.sources import GradientBuffer
@@ -36,6 +43,20 @@ from infinity.updates.job import ParameterState
 logger = logging.getLogger(__name__)
 _MOMENTUM = "exp_avg"
 _KIND = "momenta"  # of the exchanged bytes, in reports
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """What the signs of one tensor have left out so far, fp32, 1-D: zeros at first.
+
+    Attributes:
+        worker: of this rank's values, as many as there are.
+        server: of the part of the mean that this rank computes; see `_parts`.
+    """
+
+    worker: torch.Tensor
+    server: torch.Tensor
 
 
 @dataclass(eq=False, repr=False)
@@ -126,7 +147,7 @@ class CompressedMomenta:
                 self._add_to_momenta(each.unit, beta1, factor(scale), buffer)
                 values = [buffer.values[slot.start : slot.stop] for slot in beta1]
                 errors = [self._error_of(each.unit, slot) for slot in beta1]
-                compressed_mean(self.ranks, what, values, errors, kind=_KIND)
+                compressed_mean(self.ranks, what, values, errors)
         # Errors may be tensors on a drive: they are written before the step ends.
         write_out()
 
@@ -163,7 +184,8 @@ class CompressedMomenta:
         key, count = (unit.index, slot.index), self._step_of(unit, slot)
         errors, known = self._errors.get(key, (None, -1))
         if errors is None:
-            errors = ErrorFeedback(self.zeros(slot.numel), self.zeros(server_numel(slot.numel, self.ranks)))
+            start, stop = _parts(slot.numel, self.ranks.num)[self.ranks.index]
+            errors = ErrorFeedback(self.zeros(slot.numel), self.zeros(stop - start))
         elif known != count:
             errors.worker.zero_()
             errors.server.zero_()
@@ -180,3 +202,67 @@ class CompressedMomenta:
 def _grouped(new: NewGradients, groups: Groups) -> list[tuple[Slot, dict[str, Any]]]:
     found = [(slot, groups.of(new.unit.parameters[slot.index])) for slot in new.slots]
     return [(slot, group) for slot, group in found if group is not None]
+
+
+def compressed_mean(ranks: Ranks, what: str, values: Sequence[torch.Tensor], errors: Sequence[ErrorFeedback]) -> None:
+    """Each of ``values`` becomes its compressed mean over all ranks, with the same bits on all.
+
+    Args:
+        ranks: all come with as many values.
+        what: for messages.
+        values: 1-D, fp32, on the CPU; each is compressed by itself.
+        errors: of each, by the calls before; changed in place.
+    """
+    parts = [_parts(each.numel(), ranks.num) for each in values]
+    widths = [_width(each.numel(), ranks.num) // 8 for each in values]
+    sizes = [*widths, _SCALE_BYTES * len(values)]
+    sent = torch.zeros((ranks.num, sum(sizes)), dtype=torch.uint8, device="cpu")
+    *places, last = sent.split(sizes, dim=1)
+    scales = torch.zeros(len(values), dtype=torch.float32, device="cpu")
+    for each, left, place, scale in zip(values, errors, places, scales, strict=True):
+        left.worker.add_(each)
+        signs = _pack_signs(left.worker, scale)
+        place.copy_(torch.nn.functional.pad(signs, (0, place.numel() - signs.numel())).view(place.shape))
+    last.copy_(scales.view(torch.uint8))
+    *received, last = ranks.all_to_all(what, sent, kind=_KIND).split(sizes, dim=1)
+    received_scales = last.clone().view(torch.float32)
+    own = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
+    *places, last = own.split(sizes)
+    for index, (left, place) in enumerate(zip(errors, places, strict=True)):
+        mean = torch.zeros(left.server.numel(), dtype=torch.float32, device="cpu")
+        for row, scale in zip(received[index], received_scales[:, index], strict=True):
+            mean.add_(_decoded(row, mean.numel(), scale))
+        left.server.add_(mean, alpha=1.0 / ranks.num)
+        signs = _pack_signs(left.server, scales[index])
+        place[: signs.numel()] = signs
+    last.copy_(scales.view(torch.uint8))
+    *found, last = ranks.all_gather(what, own, kind=_KIND).split(sizes, dim=1)
+    found_scales = last.clone().view(torch.float32)
+    for index, (each, of_ranks) in enumerate(zip(values, parts, strict=True)):
+        for row, scale, (start, stop) in zip(found[index], found_scales[:, index], of_ranks, strict=True):
+            each[start:stop] = _decoded(row, stop - start, scale)
+
+
+def _width(numel: int, num: int) -> int:
+    """Elements of the longest part: whole bytes of signs."""
+    return -(-numel // (8 * num)) * 8
+
+
+def _parts(numel: int, num: int) -> list[tuple[int, int]]:
+    width = _width(numel, num)
+    return [(min(rank * width, numel), min((rank + 1) * width, numel)) for rank in range(num)]
+
+
+def _pack_signs(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Signs of ``values``, packed (uint8), whose scale is put into ``scale``; ``values`` become what the two leave out."""
+    if not values.numel():
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    scale.copy_(torch.linalg.vector_norm(values) / math.sqrt(values.numel()))
+    is_positive = values >= 0
+    values.add_(torch.where(is_positive, -scale, scale))
+    return torch.from_numpy(numpy.packbits(is_positive.numpy()))
+
+
+def _decoded(signs: torch.Tensor, numel: int, scale: torch.Tensor) -> torch.Tensor:
+    is_positive = torch.from_numpy(numpy.unpackbits(signs.numpy(), count=numel)).bool()
+    return torch.where(is_positive, scale, -scale)

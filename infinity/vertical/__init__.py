@@ -7,6 +7,6 @@
     batch 3     3    └─ 7    └─ ..   └─ ..
     backward: the same table from right to left, each unit computed once more per micro-batch
 
-`VerticalSchedule` runs such steps. Read the files in this order: `schedule`, `step`, `microbatch` (its thread:
-`handoff`), `call` (one block, computed twice), and `inter_block_graph`.
+`VerticalSchedule` runs such steps. Read the files in this order: `schedule`, `step`, `microbatch` (with its
+thread), `call` (one block, computed twice), and `inter_block_graph`.
 """

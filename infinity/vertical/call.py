@@ -25,32 +25,138 @@ checked, and `UnsupportedSchedule` is raised before anything is updated:
 from __future__ import annotations
 
 import contextlib
+import copy
+import enum
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.activations.activation_checkpoints import ActivationCheckpoint, ActivationCheckpoints
-from infinity.activations.caches import without_caches
+from infinity.activations.recomputation import without_caches
 from infinity.activations.unsupported import UnsupportedSchedule
 from infinity.device.compute import ComputeDevice
 from infinity.paging.saved_tensors import is_saved_otherwise
 from infinity.torch_internals.names import transform, version_of
 from infinity.units.unit import Unit
-from infinity.vertical.arguments import Tree, is_same
-from infinity.vertical.buffers import BlockBuffers
-from infinity.vertical.thread_state import RandomState, ThreadState
+from infinity.vertical.restoring import BlockBuffers, RandomState, ThreadState
 
 Edge = tuple[Any, int]
 """A node of autograd's graph and the number of one of its outputs in forward."""
 # Elements per partial sum of a checksum: a sum in int64 converts its input, 2 MiB at a time.
 _BLOCK_NUMEL = 1 << 18
+
+
+# Not searched for tensors. The immutable ones may be compared by value; modules, whose parameters do not count as
+# arguments, have no `==` of their own and compare by identity.
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type, nn.Module, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class _TensorIndex:
+    """Takes the place of a tensor in the form: its index in ``Tree.tensors``."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """A dataclass instance taken apart, since torch's pytrees treat it as a leaf. transformers' outputs are
+    dataclasses."""
+
+    empty: Any
+    forms: dict[str, Any]
+
+
+def _is_size(value: Any) -> bool:
+    # A torch.Size is a tuple: tree_map would build a plain tuple of it, which has no `numel`.
+    return isinstance(value, torch.Size)
+
+
+def _refilled(value: Any, values: dict[str, Any]) -> Any:
+    # A copy and object.__setattr__, since __init__ may compute or check things, and a frozen dataclass forbids
+    # assignment.
+    fresh = copy.copy(value)
+    for name, item in values.items():
+        object.__setattr__(fresh, name, item)
+    return fresh
+
+
+class Tree:
+    """A value taken apart: ``tensors`` (each once, however often it occurs), and the form around them.
+
+    Containers are those of `torch.utils._pytree`, and dataclasses. Any other object is part of the form.
+    """
+
+    # Worked example: (x, {"mask": m, "again": x}, 3) has tensors [x, m] and the form (P0, {"mask": P1, "again": P0},
+    # 3). `build([a, b])` returns (a, {"mask": b, "again": a}, 3).
+
+    def __init__(self, value: Any) -> None:
+        """
+        Raises:
+            UnsupportedSchedule: an object that is no container has tensors with gradients in its attributes.
+        """
+        self.tensors: list[torch.Tensor] = []
+        self._places: dict[int, _TensorIndex] = {}
+        self._form = tree_map(self._flatten, value, is_leaf=_is_size)
+
+    def _flatten(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) not in self._places:
+                self._places[id(leaf)] = _TensorIndex(len(self.tensors))
+                self.tensors.append(leaf)
+            return self._places[id(leaf)]
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            found = {each.name: getattr(leaf, each.name) for each in fields(leaf) if hasattr(leaf, each.name)}
+            return _Fields(_refilled(leaf, dict.fromkeys(found)), tree_map(self._flatten, found, is_leaf=_is_size))
+        if any(tensor.requires_grad for tensor in _tensors_inside(leaf)):
+            raise UnsupportedSchedule(f"a block is given a {type(leaf).__name__} that carries gradients")
+        return leaf
+
+    def forget(self) -> None:
+        """Release the tensors, and keep the form."""
+        self.tensors.clear()
+        self._places.clear()
+
+    def build(self, tensors: Sequence[Any]) -> Any:
+        """Return the value in fresh containers, with ``tensors`` in place of its own; as many as there were."""
+
+        def put_in(leaf: Any) -> Any:
+            if isinstance(leaf, _TensorIndex):
+                return tensors[leaf.number]
+            if isinstance(leaf, _Fields):
+                return _refilled(leaf.empty, tree_map(put_in, leaf.forms, is_leaf=_is_size))
+            return leaf
+
+        return tree_map(put_in, self._form, is_leaf=_is_size)
+
+
+def is_same(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    """Whether two lists hold the same objects, or equal ones of immutable types."""
+    return len(before) == len(now) and all(
+        a is b or (isinstance(a, _ATOMS) and isinstance(b, _ATOMS) and bool(a == b))
+        for a, b in zip(before, now, strict=True)
+    )
+
+
+def _tensors_inside(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an object's attributes, at any depth."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            yield item
+        # Callables are skipped: a function or bound method may reach the whole model.
+        elif not isinstance(item, _ATOMS) and not callable(item) and id(item) not in seen:
+            seen.add(id(item))
+            waiting += tree_leaves(list(getattr(item, "__dict__", {}).values()))
 
 
 class Block:
@@ -127,7 +233,6 @@ class BlockCall:
     # Parallel lists, one entry per tensor of the arguments. The edge is None for an input without gradient.
     _inputs: list[ActivationCheckpoint | nn.Parameter] = field(default_factory=list)
     _edges: list[Edge | None] = field(default_factory=list)
-    _unreported_edges: list[Edge] = field(default_factory=list)
     # Parallel lists, one entry per result with a gradient: its index among the tensors of the results, its checksum (in
     # a trial), and the sum of the gradients that have come for it.
     _results: list[int] = field(default_factory=list)
@@ -147,7 +252,7 @@ class BlockCall:
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[[Callable[[], Tree]], Tree]
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Any, list[Any], list[Edge]]:
         """Compute the call for the user's code.
 
         Args:
@@ -155,7 +260,8 @@ class BlockCall:
             compute: calls a function, maybe in another thread.
 
         Returns:
-            What the module returns, and the tensors in it. Those with a gradient are outputs of a `Returned` node.
+            What the module returns; the tensors in it, of which those with a gradient are outputs of a `Returned` node; and
+            the edges of the inputs that have a gradient.
 
         Raises:
             UnsupportedSchedule: the call cannot be repeated, see [Note: calls].
@@ -170,6 +276,7 @@ class BlockCall:
             self._restore_buffers = self.block.buffers.capture()
         self._state = ThreadState(self._device)
         given, versions = self._enter(tree, sentinel)
+        edges = [edge for edge in self._edges if edge is not None]
         form = tree.build(given)
         # A block that appends to a list or sets a key of a dict that it is given would do so again in the second
         # computation.
@@ -193,7 +300,7 @@ class BlockCall:
         self._check_gone(reference)
         if not self._results:
             self.drop()  # no gradient can come
-        return returned, outputs
+        return returned, outputs, edges
 
     def _check_surroundings(self) -> None:
         if transform() is not None:
@@ -232,7 +339,6 @@ class BlockCall:
             self._edges.append(edge_of(tensor) if tensor.requires_grad else None)
             given.append(_enter(tensor.detach().requires_grad_(), sentinel) if tensor.requires_grad else tensor)
         self._tree = tree
-        self._unreported_edges = [edge for edge in self._edges if edge is not None]
         return given, [version_of(tensor) for tensor in given]
 
     def _record_written_buffers(self) -> None:
@@ -286,11 +392,6 @@ class BlockCall:
         if self._is_differentiated:
             raise _differentiated()
         self._is_forward_over = True
-
-    def pop_edges(self) -> list[Edge]:
-        """The edges of the inputs that have a gradient. A second call returns none."""
-        edges, self._unreported_edges = self._unreported_edges, []
-        return edges
 
     @property
     def kept(self) -> list[ActivationCheckpoint]:

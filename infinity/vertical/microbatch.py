@@ -1,9 +1,21 @@
-"""One micro-batch of a vertical step: its thread, its calls of blocks, and its graph between them."""
+"""One micro-batch of a vertical step: its thread, its calls of blocks, and its graph between them.
+
+[Note: hand-off] Each micro-batch runs the user's forward in a thread of its own, because only a thread can be paused
+inside somebody else's function. The training thread resumes one of them at a time, and waits until it pauses or ends.
+So only one thread ever runs, and neither the model nor the engine needs a lock. These are coroutines, by threads.
+
+    training thread     resume() ....waits.... resume() ....waits.... resume()
+    micro-batch 0                 runs, pause()                                 runs, ...
+    micro-batch 1                                        runs, pause()
+"""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import ctypes
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
@@ -16,11 +28,136 @@ from infinity.activations.unsupported import UnsupportedSchedule
 from infinity.device.compute import ComputeDevice
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.loop.vertical_forward import present
-from infinity.vertical.arguments import Tree
-from infinity.vertical.call import Block, BlockCall
-from infinity.vertical.handoff import Abandoned, MicroBatchThread
+from infinity.threads.denormals import flush_denormals, flushes_denormals
+from infinity.threads.openmp import end_openmp_workers
+from infinity.vertical.call import Block, BlockCall, Tree
 from infinity.vertical.inter_block_graph import InterBlockGraph
-from infinity.vertical.thread_state import ThreadState, obstacle
+from infinity.vertical.restoring import ThreadState, obstacle
+from swapper.sync.limits import start_threads
+
+# How often the waiting training thread returns to Python code, where a KeyboardInterrupt is raised.
+_POLL_SECONDS = 1.0
+# How long to wait for a thread to end. It may be inside a kernel that takes longer: then it is left to itself.
+_TIMEOUT_SECONDS = 5.0
+
+
+class Abandoned(BaseException):
+    """Raised inside a micro-batch's thread to end it. No `Exception`, so that the model's ``except`` clauses let it
+    pass."""
+
+
+class MicroBatchThread:
+    """Runs one function after another, each only between a `resume` and its next pause or its end.
+
+    It is kept from step to step, because kernels keep buffers and compiled code per thread.
+    """
+
+    def __init__(self, index: int) -> None:
+        # Two locks as signals, both locked at rest. `resume` unlocks `_go` and waits to lock `_stopped`; `pause`
+        # unlocks `_stopped` and waits to lock `_go`. A plain Lock may be unlocked by another thread than the one that
+        # locked it.
+        self._go, self._stopped = threading.Lock(), threading.Lock()
+        self._go.acquire()
+        self._stopped.acquire()
+        self._job: Callable[[], None] | None = None
+        self._error: BaseException | None = None
+        self._is_running = False
+        self._is_abandoned = False
+        self.is_over = True
+        """Whether the last function has ended."""
+        # A daemon: the interpreter does not wait at exit for a thread that is paused.
+        self._thread = threading.Thread(target=self._serve, name=f"infinity-micro-batch-{index}", daemon=True)
+
+    # ---------------------------------------------------------------------------------------------- training thread
+
+    def begin(self, function: Callable[[], object]) -> None:
+        """Prepare ``function`` for the first `resume`, with the caller's context variables and thread settings.
+
+        Raises:
+            LimitError: the system gives no more threads.
+        """
+        if self._thread.ident is None:
+            start_threads(self._thread)
+        # Both are kept per thread, by OpenMP and by the processor's control register. With other values, results would
+        # have other bits.
+        context, num_threads, flushes = contextvars.copy_context(), torch.get_num_threads(), flushes_denormals()
+
+        def job() -> None:
+            if torch.get_num_threads() != num_threads:
+                torch.set_num_threads(num_threads)
+            flush_denormals(flushes)
+            context.run(function)
+
+        self._job = job
+        self.is_over = False
+
+    def resume(self) -> None:
+        """Let the function run until it pauses or ends, see [Note: hand-off]. Raises the function's exception."""
+        self._is_running = True
+        self._go.release()
+        while not self._stopped.acquire(timeout=_POLL_SECONDS):
+            pass
+        self._is_running = False
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame: a cycle that would keep tensors alive
+
+    def forbid(self) -> None:
+        """Let the function end with `Abandoned` at its next pause, and the thread with it."""
+        self._is_abandoned = True
+
+    def end(self) -> None:
+        """End the thread, also while its function is paused. Waits for nothing."""
+        self._is_abandoned = True
+        with contextlib.suppress(RuntimeError):  # raised for an unlocked lock: the thread has just been resumed
+            self._go.release()
+
+    def abandon(self) -> None:
+        """End the thread, and wait for that at most ``_TIMEOUT_SECONDS``."""
+        self._is_abandoned = True
+        # An interrupt has reached the training thread inside `resume`, while the function runs. The exception is raised
+        # in that thread at its next instruction in Python.
+        if self._is_running and self._thread.ident is not None:
+            identity = ctypes.c_ulong(self._thread.ident)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(Abandoned))
+        self.end()
+        if self._thread.is_alive():
+            self._thread.join(_TIMEOUT_SECONDS)
+
+    # ------------------------------------------------------------------------------------------------ the other thread
+
+    def pause(self) -> None:
+        """Wait for the next `resume`, see [Note: hand-off].
+
+        Raises:
+            Abandoned: there will be none.
+        """
+        end_openmp_workers()  # while this thread waits, they would spin: see [Note: one pool] in infinity.threads.openmp
+        if not self._is_abandoned:
+            self._stopped.release()
+            self._go.acquire()
+        if self._is_abandoned:  # looked at twice: it may have been set before the pause, or during it
+            raise Abandoned
+
+    def _serve(self) -> None:
+        with contextlib.suppress(Abandoned):  # `abandon` may raise it between any two lines here
+            while not self._is_abandoned:
+                self._go.acquire()
+                job, self._job = self._job, None
+                if job is None or self._is_abandoned:
+                    return
+                try:
+                    job()
+                except BaseException as error:
+                    self._error = error
+                del job  # the thread waits in `acquire` next, and would keep the model alive
+                end_openmp_workers()
+                self.is_over = True  # before the release: `resume` returns then, and its caller reads this
+                with contextlib.suppress(RuntimeError):  # already unlocked, if the thread was abandoned
+                    self._stopped.release()
 
 
 class BlockArrival(NamedTuple):
@@ -82,24 +219,20 @@ class MicroBatch:
         try:
             self._thread.resume()
             while self._task is not None:
-                self._run_task()
+                task, self._task = self._task, None
+                # An exception of the block is raised again in the micro-batch's thread, where the model may catch it.
+                # KeyboardInterrupt and SystemExit are not caught: they belong to the training thread, which this one is.
+                try:
+                    self._computed = task()
+                except (Exception, Abandoned) as error:
+                    self._computed = error
+                del task  # it refers to the graph of the call, which ends when the thread goes on
                 self._thread.resume()
         except Abandoned:
             if self._unsupported is None:
                 raise
         if self._unsupported is not None:
             raise self._unsupported
-
-    def _run_task(self) -> None:
-        """Compute a block for the micro-batch's thread. An exception is raised again there, where the model may catch
-        it."""
-        # KeyboardInterrupt and SystemExit are not caught: they belong to the training thread, which this one is.
-        task, self._task = self._task, None
-        if task is not None:
-            try:
-                self._computed = task()
-            except (Exception, Abandoned) as error:
-                self._computed = error
 
     @property
     def is_over(self) -> bool:
@@ -157,8 +290,8 @@ class MicroBatch:
             if with_gradient:
                 call = BlockCall(block, forward, self.index, self._checkpoints, self._device, is_trial=self.is_trial)
                 self.calls.append(call)
-                result, outputs = call.run(args, kwargs, self._compute)
-                self.graph.on_block_call(call.pop_edges())
+                result, outputs, edges = call.run(args, kwargs, self._compute)
+                self.graph.on_block_call(edges)
                 self.graph.watch(outputs)
             else:
                 self.calls.append(None)  # keeps positions equal to those of other micro-batches

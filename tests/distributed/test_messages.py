@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infinity.distributed.agreement import gather_results
+from infinity.distributed.agreement import PULSE_SECONDS, gather_results, on_rank_0
 from infinity.distributed.world import world
 from infinity.errors import CheckpointError, RankError
 from swapper import StallError, VolumeTooSmallError
-from tests.ranks import require_ranks
+from tests.ranks import require_ranks, run_ranks
 
 
 class _Dangerous:
@@ -74,6 +75,20 @@ def test_what_is_no_data_is_told_in_words(kind: str, tmp_path: Path) -> None:
             gather_results(world(), "a test", function)
 
     require_ranks(2, fail, tmp_path)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.5 * PULSE_SECONDS])
+def test_an_interrupted_first_rank_is_named_by_those_that_wait_for_it(seconds: float, tmp_path: Path) -> None:
+    """Ctrl-C while it works for all, before it has shown that it is alive and after: its end is not announced."""
+
+    def interrupted() -> None:
+        time.sleep(seconds)
+        raise KeyboardInterrupt
+
+    first, second = run_ranks(2, lambda rank: on_rank_0(world(), "saving", interrupted), tmp_path)
+    assert first.endswith("KeyboardInterrupt\n")
+    assert "RankError: rank 1, saving, which rank 0 does: another rank has ended" in second
+    assert "rank 0 failed with KeyboardInterrupt" in second
 
 
 def test_a_pickle_from_another_rank_is_not_run(tmp_path: Path) -> None:

@@ -312,7 +312,7 @@ def _mesh(*names: str) -> Any:
 @pytest.mark.parametrize(
     ("who", "error", "message"),
     [
-        (lambda rank: {"mesh_param": _other_mesh(rank)}, ConfigError, "those do not say so"),
+        (lambda rank: {"mesh_param": _other_mesh(rank)}, ConfigError, "Pass the same DeviceMesh"),
         (
             lambda rank: {"mpu": _mpu(_groups(rank)[0])},
             ConfigError,

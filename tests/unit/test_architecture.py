@@ -210,7 +210,7 @@ def streams_in_device(module: Module) -> Iterator[str]:
 
 
 _NOT_FOR_THE_DEVICE = (
-    "infinity/vertical/handoff.py",
+    "infinity/vertical/microbatch.py",
     *(f"infinity/distributed/{name}.py" for name in ("agreement", "bounded", "causes", "pulls", "process_groups")),
 )
 """Threads that run the user's code, in what is set in the user's own thread: see `ThreadState`; and those that only talk."""

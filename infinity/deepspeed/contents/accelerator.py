@@ -27,6 +27,7 @@ _ON_A_CPU: dict[str, Callable[..., Any]] = {
         for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     },
     "memory_stats": lambda *_: {},
+    "is_bf16_supported": lambda *_: True,
     "manual_seed": torch.manual_seed,
     "manual_seed_all": torch.manual_seed,
     "initial_seed": torch.initial_seed,
@@ -66,10 +67,6 @@ class Accelerator:
             )
         return found
 
-    def is_available(self) -> bool:
-        """True: there is always a CPU."""
-        return True
-
     def device_name(self, device_index: int | None = None) -> str:
         """ "cuda:0" for an index; without one, and on a CPU, the device's type."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
@@ -77,10 +74,6 @@ class Accelerator:
     def device(self, device_index: int | None = None) -> Any:
         """The device. On a GPU, a context manager that makes it the current one."""
         return torch.device(self.device_name(device_index)) if self._name == "cpu" else torch.cuda.device(device_index)
-
-    def current_device(self) -> Any:
-        """Index of the current GPU, or "cpu"."""
-        return torch.cuda.current_device() if self._name == "cuda" else "cpu"
 
     def current_device_name(self) -> str:
         """With the index of the current GPU, or "cpu"."""
@@ -93,8 +86,11 @@ class Accelerator:
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Dtypes of trainable weights."""
-        narrow = [(torch.float16, self.is_fp16_supported()), (torch.bfloat16, self.is_bf16_supported())]
-        return [torch.float32, *(dtype for dtype, is_supported in narrow if is_supported)]
+        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+
+    def is_fp16_supported(self) -> bool:
+        """Whether it computes in fp16."""
+        return True
 
     def communication_backend_name(self) -> str:
         """The backend of ``torch.distributed``."""
@@ -107,14 +103,6 @@ class Accelerator:
     def default_generator(self, device_index: int = 0) -> torch.Generator:
         """The random generator of a device."""
         return torch.cuda.default_generators[device_index] if self._name == "cuda" else torch.default_generator
-
-    def is_bf16_supported(self) -> bool:
-        """Whether it computes in bf16."""
-        return self._name == "cpu" or torch.cuda.is_bf16_supported()
-
-    def is_fp16_supported(self) -> bool:
-        """Whether it computes in fp16."""
-        return True
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of GPU memory, or of host memory within this process's limits."""

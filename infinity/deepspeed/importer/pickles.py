@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,11 +99,6 @@ def without_records(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _has_record(value: Any) -> bool:
-    if isinstance(value, Record):
-        return True
-    inner: Iterable[Any] = ()
-    if isinstance(value, dict):
-        inner = [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set | frozenset):
-        inner = value
-    return any(_has_record(each) for each in inner)
+    inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    is_container = isinstance(inner, list | tuple | set | frozenset)
+    return isinstance(value, Record) or (is_container and any(map(_has_record, inner)))

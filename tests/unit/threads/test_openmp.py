@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infinity.threads import openmp
-from infinity.vertical.handoff import MicroBatchThread
+from infinity.vertical.microbatch import MicroBatchThread
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not openmp._libraries(), reason="torch computes without GNU's OpenMP library here")

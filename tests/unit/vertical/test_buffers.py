@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.vertical import buffers
-from infinity.vertical.buffers import StepStart
+from infinity.vertical import restoring
+from infinity.vertical.restoring import StepStart
 
 _CPU = torch.device("cpu")
 
@@ -75,7 +75,7 @@ def test_new_attributes_go_and_random_numbers_come_again() -> None:
 
 
 def test_what_is_too_large_to_be_copied_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "_MOST_COPIED_BYTES", 4)
+    monkeypatch.setattr(restoring, "_MOST_COPIED_BYTES", 4)
     model = _Table()
     start = StepStart(model, _CPU)
     start.restore()

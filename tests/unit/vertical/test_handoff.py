@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from infinity.vertical.handoff import Abandoned, MicroBatchThread
+from infinity.vertical.microbatch import Abandoned, MicroBatchThread
 
 _SETTING: contextvars.ContextVar[int] = contextvars.ContextVar("setting", default=0)
 

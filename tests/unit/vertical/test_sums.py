@@ -17,7 +17,7 @@ from infinity.gradients.unit_grads import MainGradDtype
 from infinity.metrics.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
 from infinity.units.unit import Unit
-from infinity.vertical.sums import UnitSums
+from infinity.vertical.step import UnitSums
 from swapper import Swapper
 from tests.unit.stage import trainable_unit
 

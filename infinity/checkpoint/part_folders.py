@@ -8,10 +8,10 @@ Where a tag was saved again and that was cut off, parts have it of different ste
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 
+from infinity.checkpoint.manifest import MANIFEST, completed_at
+from infinity.checkpoint.saved import Checkpoint, find
 from infinity.distributed.agreement import gather_results
 from infinity.distributed.meshes import Mesh
 from infinity.errors import CheckpointError, ModelError
@@ -48,10 +48,6 @@ def common_tag(
     directory: Path,
     tag: str | None,
     what: str,
-    *,
-    find: Callable[[Path, str | None], Path | None],
-    age: Callable[[Path], int],
-    step: Callable[[Path], int],
 ) -> str | None:
     """The checkpoint that all parts go on from: ``tag``, or the newest that all have; None if there is none.
 
@@ -60,13 +56,12 @@ def common_tag(
         directory: where all parts are.
         tag: as the script gave it.
         what: for messages.
-        find: the checkpoint of a directory and a tag, or None; the newest without a tag.
-        age: when a checkpoint was complete, a number that is larger for later ones; 0 if it is not.
-        step: of which step a complete checkpoint is.
 
     Raises:
         CheckpointError: some parts have it and others have not, or have it of another step, on all ranks.
     """
+    if not mesh.is_divided:
+        return tag
     own = folder_of(mesh, directory)
 
     def latest() -> str | None:
@@ -74,32 +69,42 @@ def common_tag(
         found = find(own, tag)
         return None if found is None else found.name
 
-    if not mesh.is_divided:
-        return tag
     tags = [each for each in dict.fromkeys(gather_results(mesh.everyone, what, latest)) if each is not None]
-    best: tuple[int, str] | None = None
+    if not tags:
+        return None
+    ages = gather_results(mesh.everyone, what, lambda: [_completed_at(own / each) for each in tags])
+    found = {each: max(of_parts) for each, of_parts in zip(tags, zip(*ages, strict=True), strict=True) if all(of_parts)}
+    steps = gather_results(mesh.everyone, what, lambda: [_step(own / each) for each in found])
     differing = ""
-    for each in tags:
-        ages = gather_results(mesh.everyone, what, functools.partial(age, own / each))
-        if not all(ages):
-            continue
-        steps = sorted({*gather_results(mesh.everyone, what, functools.partial(step, own / each))})
-        if len(steps) == 1:
-            best = max(best or (0, each), (max(ages), each))
-        else:
-            differing += f"; {each} is of the steps {', '.join(map(str, steps))} in different parts"
-    if best is None and tags:
-        nums = gather_results(
-            mesh.everyone, what, lambda: sum(age(each) > 0 for each in own.iterdir()) if own.is_dir() else 0
-        )
-        if tag is None and max(nums) == 1 and min(nums) == 0:
-            return None
-        raise CheckpointError(
-            directory,
-            f"there is no checkpoint that all {mesh.parts.num} parts of the model have; some have {', '.join(tags)}{differing}",
-            cure="Give the directory that all processes saved to, and the tag of one that all parts have",
-        )
-    return None if best is None else best[1]
+    for each, of_parts in zip([*found], zip(*steps, strict=True), strict=True):
+        if len({*of_parts}) > 1:
+            del found[each]
+            differing += f"; {each} is of the steps {', '.join(map(str, sorted({*of_parts})))} in different parts"
+    if found:
+        return max(found, key=lambda each: (found[each], each))
+    nums = gather_results(
+        mesh.everyone, what, lambda: sum(_completed_at(each) > 0 for each in own.iterdir()) if own.is_dir() else 0
+    )
+    if tag is None and max(nums) == 1 and min(nums) == 0:
+        return None
+    raise CheckpointError(
+        directory,
+        f"there is no checkpoint that all {mesh.parts.num} parts of the model have; some have {', '.join(tags)}{differing}",
+        cure="Give the directory that all processes saved to, and the tag of one that all parts have",
+    )
+
+
+def _completed_at(folder: Path) -> int:
+    """Time at which a checkpoint was completed; 0: it is not complete."""
+    try:
+        return completed_at(folder / MANIFEST) or 0
+    except OSError:
+        return 0
+
+
+def _step(folder: Path) -> int:
+    """Step of a complete checkpoint."""
+    return int(Checkpoint(folder).training_state()["counters"]["global_steps"])
 
 
 def check_apart(mesh: Mesh, directory: Path) -> None:
