@@ -25,8 +25,8 @@ from infinity.distributed.dtensors import LocalParameters, mesh_of_parameters
 from infinity.distributed.meshes import Mesh, mesh_of
 from infinity.distributed.process_groups import init_distributed, local_rank, num_processes
 from infinity.distributed.world import world
-from infinity.engine.assembly import build
 from infinity.engine.engine import Engine, engine_behind
+from infinity.engine.parts import Parts
 from infinity.engine.run_notes import RunNotes
 from infinity.errors import BudgetTooSmallError, ConfigError, ModelError
 from infinity.machine.measured_io import with_measured_io
@@ -109,16 +109,16 @@ def initialize(
         return earlier, None, None, None
     with contextlib.ExitStack() as undo:  # whatever fails on the way, an interrupt too, leaves the model as it was
         # DTensors are replaced by their local parts first: the layout below knows plain tensors only.
-        parts = LocalParameters(model, mesh)
-        undo.callback(_restore_parts, parts, optimizer)
+        local_parts = LocalParameters(model, mesh)
+        undo.callback(_restore_parts, local_parts, optimizer)
         _check(model, resolved, mesh)
         compute_device = device_for(choose_device(model, device, local_rank()))
         # Listed before tiling takes large weights out of the model, so that groups keep torch's order.
         parameters = list(model.parameters())
-        if parts and isinstance(optimizer, torch.optim.Optimizer):
-            parts.replace_in(optimizer)
-        if parts and model_parameters is not None:
-            model_parameters = list(parts.of(model_parameters))
+        if local_parts and isinstance(optimizer, torch.optim.Optimizer):
+            local_parts.replace_in(optimizer)
+        if local_parts and model_parameters is not None:
+            model_parameters = list(local_parts.of(model_parameters))
         tiling = _tile(model, optimizer, resolved, undo)
         # Named after tiling, when each tile is a parameter with an FQN of its own.
         fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
@@ -132,13 +132,16 @@ def initialize(
         notes, monitors = _outputs(resolved, undo, trains=bool(wrapped_optimizer.param_groups))
         # I/O settings that the config leaves open are those that `infinity profile` measured on these drives.
         resolved = with_measured_io(resolved)
-        # The wrapper's constructor took freshly initialized states out of the optimizer. If `build` fails early, only
-        # this puts them back; later it pushes restore_states, which does the same.
+        # The wrapper's constructor took freshly initialized states out of the optimizer. If `Parts` fails early, only
+        # this puts them back; `take_model` pushes restore_states, which does the same.
         undo.callback(wrapped_optimizer.restore_untouched)
-        # The engine keeps this function: `relayout` calls it again when groups get parameters without room for states.
-        make_parts = functools.partial(build, engine_class, model, resolved, wrapped_optimizer, compute_device, mesh)
         with _out_of_memory_in_words(resolved, compute_device, model):
-            engine, originals = make_parts(undo)
+            parts = Parts(model, resolved, wrapped_optimizer, compute_device, mesh, undo)
+            # For the engine's close, which has to follow what `take_model` pushes, and the engine comes after that.
+            built = undo.enter_context(contextlib.ExitStack())
+            originals = parts.take_model(undo)
+            engine = engine_class(parts)
+            built.callback(engine.close, restore_weights=False)
         # From here on the script's own instance is a PagedOptimizer: schedulers and trainers that hold it keep working.
         is_passed = isinstance(optimizer, torch.optim.Optimizer)
         if is_passed and isinstance(engine.optimizer, PagedOptimizer):
@@ -152,9 +155,9 @@ def initialize(
         tiling.show()
         if training_data is not None:
             engine.training_dataloader = engine.data_loader(training_data, collate_fn=collate_fn)
-        restore = functools.partial(_restore, tiling, parts, wrapped_optimizer.optimizer if is_passed else None)
+        restore = functools.partial(_restore, tiling, local_parts, wrapped_optimizer.optimizer if is_passed else None)
         # Last, because it loads the newest commit of a durable run, which needs the scheduler and the loader.
-        engine.begin_run(make_parts, restore, notes, monitors)
+        engine.begin_run(restore, notes, monitors)
         undo.pop_all()
     if resolved.notices:
         logger.info("config keys accepted without effect:\n  %s", "\n  ".join(resolved.notices))

@@ -19,9 +19,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from infinity.config import InfinityConfig
 from infinity.engine.parts import Parts
-from infinity.engine.relayout import MakeParts, Relayout
+from infinity.engine.relayout import Relayout
 from infinity.engine.run_notes import RunNotes
 from infinity.engine.shutdown import Shutdown
 from infinity.engine.train_batch import LossFunction, TrainBatch
@@ -49,9 +48,9 @@ class Engine(Relayout):
     There, ``step`` is the boundary, nothing is divided, and gradients stay until ``zero_grad``.
     """
 
-    def __init__(self, config: InfinityConfig, parts: Parts) -> None:
+    def __init__(self, parts: Parts) -> None:
         """Not meant to be called: see `infinity.initialize`."""
-        super().__init__(config, parts)
+        super().__init__(parts)
         self._paged = PagedOptimizer(
             parts.wrapped_optimizer, parts.updater, self, parts.consistent, parts.groups.loose, parts.mains
         )
@@ -90,14 +89,12 @@ class Engine(Relayout):
         rest.callback(self._parts.module_hooks.uninstall)
         rest.callback(self._backwards.collector.close)
 
-    def begin_run(self, make_parts: MakeParts, untile: Callable[[], None], notes: RunNotes, monitors: Monitors) -> None:
+    def begin_run(self, untile: Callable[[], None], notes: RunNotes, monitors: Monitors) -> None:
         """Resume the durable run, and start the log. The last step of `infinity.initialize`.
 
-        Args:
-            make_parts: `infinity.engine.assembly.build` with its first arguments, for a relayout.
-            untile: makes tiled weights whole again when the engine is closed.
+        ``untile``: makes tiled weights whole again when the engine is closed.
         """
-        self._make_parts, self._untile = make_parts, untile
+        self._untile = untile
         # Before the log is opened: its first line has the step that the run continues from.
         self._resume()
         self._notes, self.monitor = notes, monitors

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader
 
-from infinity.config.resolved import InfinityConfig, MonitorsSection
+from infinity.config.resolved import MonitorsSection
 from infinity.distributed.world import world
 from infinity.engine.module_facade import ModuleFacade
 from infinity.engine.parts import Parts
@@ -54,9 +54,9 @@ class LoopSettings(ModuleFacade):
         "global_samples", "Samples of all steps so far, by the config's batch size, or else as the engine saw them."
     )
 
-    def __init__(self, config: InfinityConfig, parts: Parts) -> None:
+    def __init__(self, parts: Parts) -> None:
         super().__init__(parts.parameter_map.model)
-        self.config = config
+        self.config = parts.config
         self.global_rank, self.world_size = world().index, world().num
         self._mesh = parts.mesh
         self.optimizer: Any = None
