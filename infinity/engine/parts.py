@@ -197,8 +197,7 @@ class Parts:
             self.plan.units,
             cuts_nans=self.plan.has_remainder,
             stored=self.access.stored,
-            open_space=self.storage.open_more,
-            close_space=self.storage.close_more,
+            directories=self.config.nvme_paths,
         )
         # Undo runs in reverse: hooks go first, then buffers and parameters become ordinary again, then the optimizer gets
         # its states back.
