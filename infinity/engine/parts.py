@@ -59,7 +59,7 @@ from infinity.threads.engine_lock import EngineLock
 from infinity.threads.openmp import use_threads
 from infinity.tiers.user_copies import UserCopies
 from infinity.tiers.weight_exchange import WeightExchange
-from infinity.units.buffers import BufferCast, buffers_of, restore_buffers
+from infinity.units.buffers import BufferCast, module_buffers, restore_buffers
 from infinity.units.experts import expert_groups
 from infinity.units.originals import Originals
 from infinity.units.parameter import hold
@@ -203,7 +203,7 @@ class Parts:
         # its states back.
         undo.callback(self.wrapped_optimizer.restore_states, self.access.state)
         undo.callback(originals.restore)  # what is paged out comes back, as far as it can be read
-        undo.callback(restore_buffers, buffers_of(model))
+        undo.callback(restore_buffers, [*module_buffers(model)])
         undo.callback(self.module_hooks.uninstall)
         self._store_model(originals, undo)
         buffers.apply(self.device.torch_device)
