@@ -23,7 +23,7 @@ from infinity.distributed.collective_thread import CollectiveThread
 from infinity.distributed.meshes import Mesh
 from infinity.distributed.world import world
 from infinity.engine.consistent_access import ConsistentAccess
-from infinity.engine.durable_run import durable_run_of
+from infinity.engine.durable_run import DurableRun
 from infinity.engine.planned import exchanges_momenta, make_plan
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import wait_for_collected
@@ -108,7 +108,11 @@ class Parts:
         """
         self._made_of = model, config, wrapped_optimizer, device, mesh
         self.mesh, self.wrapped_optimizer, self.device = mesh, wrapped_optimizer, device
-        self.durable, config = durable_run_of(config, undo)
+        self.durable: DurableRun | None = None
+        if config.infinity.durable is not None:
+            self.durable = DurableRun(config, config.infinity.durable)
+            undo.callback(self.durable.directory.close)
+            config = self.durable.config
         self.timeline = Timeline(config.infinity.timeline) if config.infinity.timeline is not None else None
         self.plan = make_plan(model, config, wrapped_optimizer, device, mesh)
         self.config, self.updater = self.plan.config, self.plan.updater
