@@ -113,13 +113,14 @@ class LoopSettings(ModuleFacade):
     def _check_usable(self) -> None:
         self._parts.coordinator.preconditions.check_usable()
 
-    def _check_not_gathered(self, call: str) -> None:
+    def _check_may_step(self, call: str) -> None:
+        self._check_usable()
         if self._parts.coordinator.num_gathered:
             problem = "weights are gathered, and a step would change them"
             raise StepError.order(call, problem, cure="Call it outside the GatheredParameters block")
 
     def _check_optimizer(self, call: str) -> None:
-        self._check_not_gathered(call)
+        self._check_may_step(call)
         if self.optimizer is None:
             problem = "the engine has no optimizer: it evaluates only"
             cure = (

@@ -113,7 +113,9 @@ class Parts:
             self.durable = DurableRun(config, config.infinity.durable)
             undo.callback(self.durable.directory.close)
             config = self.durable.config
-        self.timeline = Timeline(config.infinity.timeline) if config.infinity.timeline is not None else None
+        self.timeline = None if config.infinity.timeline is None else Timeline(config.infinity.timeline)
+        if before is not None:
+            self.timeline = before.timeline  # the file has all of the run
         self.plan = make_plan(model, config, wrapped_optimizer, device, mesh)
         self.config, self.updater = self.plan.config, self.plan.updater
         if self.durable is not None:
