@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from infinity.config.ranks import check_same_config
 from infinity.config.schema.directories import make_directories, remove_empty
 from infinity.device.compute import ComputeDevice, choose_device, device_for
 from infinity.device.drive_tensors import has_drive_tensors, write_out
+from infinity.distributed.collectives import Ranks
 from infinity.distributed.dtensors import LocalParameters, mesh_of_parameters
 from infinity.distributed.meshes import Mesh, mesh_of
 from infinity.distributed.process_groups import init_distributed, local_rank, num_processes
@@ -42,7 +44,6 @@ from infinity.plan.placement import DEVICE_KEY
 from infinity.torch_internals.module_tensors import announce_nothing
 from infinity.units.model_check import check_model, warn_of_gaps, warn_of_other_dtypes
 from infinity.units.parameter import host_of
-from infinity.units.shared_weights import share_weights
 from infinity.units.tiling import Tiling
 
 logger = logging.getLogger(__name__)
@@ -181,8 +182,29 @@ def _check(model: nn.Module, config: InfinityConfig, mesh: Mesh) -> None:
         warn_of_other_dtypes(model)
     warn_of_gaps(model)
     # Like DDP: rank 0's weights and buffers go to all ranks of the data-parallel group.
-    share_weights(model, mesh.data)
+    _share_weights(model, mesh.data)
     write_out()  # what a model that was built on drives still has in memory
+
+
+def _share_weights(model: nn.Module, ranks: Ranks) -> None:
+    """Copy parameters and buffers of rank 0 to all ranks, as DDP does.
+
+    Raises:
+        RankError: names, shapes, dtypes or trained parameters differ between ranks. Nothing has been changed then.
+    """
+    if ranks.num == 1:
+        return
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for name, buffer in model.named_buffers():
+        tensors.setdefault(name, buffer)
+    # The checksum is part of the collective's label, and ranks compare labels. So a rank with another model gets an
+    # error here, and not a hang or a wrong shape in one of the broadcasts below.
+    facts = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors.items()]
+    ranks.all_gather_ints(
+        f"infinity.initialize with a model of {len(tensors)} tensors, {zlib.crc32(repr(facts).encode()):08x}"
+    )
+    for name, tensor in tensors.items():
+        ranks.broadcast_from(f"infinity.initialize, '{name}'", 0, tensor.data)
 
 
 def _outputs(config: InfinityConfig, undo: contextlib.ExitStack, *, trains: bool) -> tuple[RunNotes, Monitors]:
