@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ from infinity.config.ranks import check_same_config
 from infinity.config.schema.directories import make_directories, remove_empty
 from infinity.device.compute import ComputeDevice, choose_device, device_for
 from infinity.device.drive_tensors import has_drive_tensors, write_out
+from infinity.distributed.collectives import Ranks
 from infinity.distributed.dtensors import LocalParameters, mesh_of_parameters
 from infinity.distributed.meshes import Mesh, mesh_of
 from infinity.distributed.process_groups import init_distributed, local_rank, num_processes
 from infinity.distributed.world import world
-from infinity.engine.assembly import build
 from infinity.engine.engine import Engine, engine_behind
+from infinity.engine.parts import Parts
 from infinity.engine.run_notes import RunNotes
 from infinity.errors import BudgetTooSmallError, ConfigError, ModelError
 from infinity.machine.bandwidth_cache import with_measured_io
@@ -42,7 +44,6 @@ from infinity.plan.placement import DEVICE_KEY
 from infinity.torch_internals.module_tensors import announce_nothing
 from infinity.units.model_check import check_model, warn_of_gaps, warn_of_other_dtypes
 from infinity.units.parameter import host_of
-from infinity.units.shared_weights import share_weights
 from infinity.units.tiling import Tiling
 
 logger = logging.getLogger(__name__)
@@ -109,16 +110,16 @@ def initialize(
         return earlier, None, None, None
     with contextlib.ExitStack() as undo:  # whatever fails on the way, an interrupt too, leaves the model as it was
         # DTensors are replaced by their local parts first: the layout below knows plain tensors only.
-        parts = LocalParameters(model, mesh)
-        undo.callback(_restore_parts, parts, optimizer)
+        local_parts = LocalParameters(model, mesh)
+        undo.callback(_restore_parts, local_parts, optimizer)
         _check(model, resolved, mesh)
         compute_device = device_for(choose_device(model, device, local_rank()))
         # Listed before tiling takes large weights out of the model, so that groups keep torch's order.
         parameters = list(model.parameters())
-        if parts and isinstance(optimizer, torch.optim.Optimizer):
-            parts.replace_in(optimizer)
-        if parts and model_parameters is not None:
-            model_parameters = parts.of(model_parameters)
+        if local_parts and isinstance(optimizer, torch.optim.Optimizer):
+            local_parts.replace_in(optimizer)
+        if local_parts and model_parameters is not None:
+            model_parameters = local_parts.of(model_parameters)
         tiling = _tile(model, optimizer, resolved, undo)
         # Named after tiling, when each tile is a parameter with an FQN of its own.
         fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
@@ -132,13 +133,16 @@ def initialize(
         notes, monitors = _outputs(resolved, undo, trains=bool(wrapped_optimizer.param_groups))
         # I/O settings that the config leaves open are those that `infinity profile` measured on these drives.
         resolved = with_measured_io(resolved)
-        # The wrapper's constructor took freshly initialized states out of the optimizer. If `build` fails early, only
-        # this puts them back; later it pushes restore_states, which does the same.
+        # The wrapper's constructor took freshly initialized states out of the optimizer. If `Parts` fails early, only
+        # this puts them back; `take_model` pushes restore_states, which does the same.
         undo.callback(wrapped_optimizer.restore_untouched)
-        # The engine keeps this function: `relayout` calls it again when groups get parameters without room for states.
-        make_parts = functools.partial(build, engine_class, model, resolved, wrapped_optimizer, compute_device, mesh)
         with _out_of_memory_in_words(resolved, compute_device, model):
-            engine, originals = make_parts(undo)
+            parts = Parts(model, resolved, wrapped_optimizer, compute_device, mesh, undo)
+            # For the engine's close, which has to follow what `take_model` pushes, and the engine comes after that.
+            built = undo.enter_context(contextlib.ExitStack())
+            originals = parts.take_model(undo)
+            engine = engine_class(parts)
+            built.callback(engine.close, restore_weights=False)
         # From here on the script's own instance is a PagedOptimizer: schedulers and trainers that hold it keep working.
         is_passed = isinstance(optimizer, torch.optim.Optimizer)
         if is_passed and isinstance(engine.optimizer, PagedOptimizer):
@@ -152,9 +156,9 @@ def initialize(
         tiling.show()
         if training_data is not None:
             engine.training_dataloader = engine.data_loader(training_data, collate_fn=collate_fn)
-        restore = functools.partial(_restore, tiling, parts, wrapped_optimizer.optimizer if is_passed else None)
+        restore = functools.partial(_restore, tiling, local_parts, wrapped_optimizer.optimizer if is_passed else None)
         # Last, because it loads the newest commit of a durable run, which needs the scheduler and the loader.
-        engine.begin_run(make_parts, restore, notes, monitors)
+        engine.begin_run(restore, notes, monitors)
         undo.pop_all()
     if resolved.notices:
         logger.info("config keys accepted without effect:\n  %s", "\n  ".join(resolved.notices))
@@ -178,8 +182,29 @@ def _check(model: nn.Module, config: InfinityConfig, mesh: Mesh) -> None:
         warn_of_other_dtypes(model)
     warn_of_gaps(model)
     # Like DDP: rank 0's weights and buffers go to all ranks of the data-parallel group.
-    share_weights(model, mesh.data)
+    _share_weights(model, mesh.data)
     write_out()  # what a model that was built on drives still has in memory
+
+
+def _share_weights(model: nn.Module, ranks: Ranks) -> None:
+    """Copy parameters and buffers of rank 0 to all ranks, as DDP does.
+
+    Raises:
+        RankError: names, shapes, dtypes or trained parameters differ between ranks. Nothing has been changed then.
+    """
+    if ranks.num == 1:
+        return
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for name, buffer in model.named_buffers():
+        tensors.setdefault(name, buffer)
+    # The checksum is part of the collective's label, and ranks compare labels. So a rank with another model gets an
+    # error here, and not a hang or a wrong shape in one of the broadcasts below.
+    facts = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors.items()]
+    ranks.all_gather_ints(
+        f"infinity.initialize with a model of {len(tensors)} tensors, {zlib.crc32(repr(facts).encode()):08x}"
+    )
+    for name, tensor in tensors.items():
+        ranks.broadcast_from(f"infinity.initialize, '{name}'", 0, tensor.data)
 
 
 def _outputs(config: InfinityConfig, undo: contextlib.ExitStack, *, trains: bool) -> tuple[RunNotes, Monitors]:

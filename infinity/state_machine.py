@@ -10,39 +10,29 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 IS_DEBUG = os.environ.get("INFINITY_DEBUG", "0") not in ("", "0")
 
 
-class _HasState(Protocol):
-    @property
-    def state(self) -> Enum: ...
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-_Owner = TypeVar("_Owner", bound=_HasState)
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-_Method = Callable[Concatenate[_Owner, _Arguments], _Result]
-
-
-def moves(
-    table: Mapping[str, Mapping[Any, Enum]],
-) -> Callable[[_Method[_Owner, _Arguments, _Result]], _Method[_Owner, _Arguments, _Result]]:
-    """Decorate a method that changes the state of its object, as the table says under the method's name.
+def moves(table: Mapping[str, Mapping[Any, Enum]]) -> Callable[[_Method], _Method]:
+    """Decorate a method that changes ``state`` of its object, as the table says under the method's name.
 
     Args:
         table: method -> state before -> state after. In debug mode anything else is a `RuntimeError`.
     """
 
-    def decorate(method: _Method[_Owner, _Arguments, _Result]) -> _Method[_Owner, _Arguments, _Result]:
+    def decorate(method: _Method) -> _Method:
         # Read in every mode: a method that its table does not name is a KeyError at import.
         leads = table[method.__name__]
         if not IS_DEBUG:
             return method  # unwrapped: it runs several times per module and step
 
         @functools.wraps(method)
-        def checked(owner: _Owner, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        def checked(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
             # `state` is a property computed from fields, so it has to be read before the method changes them.
             before = owner.state
             if before not in leads:
@@ -54,6 +44,6 @@ def moves(
                 )
             return result
 
-        return checked
+        return cast(_Method, checked)
 
     return decorate

@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from infinity.checkpoint.part_folders import folder_of
-from infinity.config import InfinityConfig
 from infinity.deepspeed.contents.config import DeepSpeedConfig
 from infinity.deepspeed.contents.fp32_weights import write_script
 from infinity.deepspeed.contents.names import TABLE
@@ -53,10 +52,10 @@ class DeepSpeedEngine(Engine):
     sparse_tensor_module_names: frozenset[str] = frozenset()
     _is_missing_ok = True
 
-    def __init__(self, config: InfinityConfig, parts: Parts) -> None:
+    def __init__(self, parts: Parts) -> None:
         """Not meant to be called: see `initialize`."""
-        super().__init__(config, parts)
-        self._config = DeepSpeedConfig(config)
+        super().__init__(parts)
+        self._config = DeepSpeedConfig(parts.config)
         self.local_rank = local_rank()
         self.dp_world_size, self.mp_world_size, self.mpu = self._mesh.data.num, self._mesh.parts.num, self._mesh.source
         self.training_data: Any = None

@@ -181,23 +181,18 @@ class CheckpointCalls(LoopSettings):
 
     def _finish_saving(self) -> None:
         """Wait for this rank's background save, and raise its error. Other ranks are not involved."""
-        saving = self._saving
-        if saving is not None:
-            saving.wait()
-            self._end_saving()
+        if self._saving is not None:
+            self._saving.wait()
+            saving, self._saving = self._saving, None
+            self._delay_updates_for(None)
+            saving.raise_error()
 
     def _check_saving(self) -> None:
         """Raise the error of a background save that has ended."""
         # Several ranks learn of a failure when they all wait: the others do not know whether this rank's save has
         # ended.
         if self._saving is not None and self._saving.is_over and self._mesh.data.num == 1:
-            self._end_saving()
-
-    def _end_saving(self) -> None:
-        saving, self._saving = self._saving, None
-        self._delay_updates_for(None)
-        if saving is not None:
-            saving.raise_error()
+            self._finish_saving()
 
     @locked
     def load_checkpoint(

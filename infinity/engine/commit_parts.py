@@ -14,7 +14,7 @@ from infinity.engine.planned import Planned
 from infinity.errors import ModelError, listed
 from infinity.numerics.plain_data import pack
 from infinity.optim.wrapped_optimizer import WrappedOptimizer
-from infinity.units.buffers import write_buffer
+from infinity.units.buffers import module_buffers, write_buffer
 
 _MOST_SHOWN = 4  # differences that an error lists
 Buffer = torch.Tensor | str | None
@@ -102,8 +102,7 @@ def buffers_of(model: nn.Module) -> dict[str, Buffer]:
     """Copies of all buffers, non-persistent ones and None included, by FQN."""
     found: dict[str, Buffer] = {}
     first: dict[int, str] = {}
-    for fqn, (module, name) in _places(model).items():
-        buffer = module._buffers[name]
+    for fqn, _, _, buffer in module_buffers(model):
         if buffer is None:
             found[fqn] = None
         # One buffer under two names is stored once. The second name holds the first, so that both are one again.
@@ -119,13 +118,14 @@ def set_buffers(model: nn.Module, values: Mapping[str, Buffer], device: torch.de
 
     A persistent buffer that did not exist then is removed. A non-persistent one stays: modules compute it from others.
     """
-    there = _places(model)
-    for fqn, (module, name) in there.items():
+    there = {}
+    for fqn, module, name, _ in [*module_buffers(model)]:
+        there[fqn] = module
         if fqn not in values and name not in module._non_persistent_buffers_set:
             del module._buffers[name]
     for fqn, value in values.items():
         prefix, _, name = fqn.rpartition(".")
-        owner = there[fqn][0] if fqn in there else _module(model, prefix)
+        owner = there[fqn] if fqn in there else _module(model, prefix)
         buffer = owner._buffers.get(name)
         if isinstance(value, str):
             owner._buffers[name] = model.get_buffer(value)
@@ -148,15 +148,7 @@ def _module(model: nn.Module, fqn: str) -> nn.Module:
 def persistent_buffers_of(model: nn.Module) -> dict[str, list[int] | None]:
     """Shapes of persistent buffers, by FQN; None for a buffer that is None."""
     return {
-        fqn: None if (buffer := module._buffers[name]) is None else list(buffer.shape)
-        for fqn, (module, name) in _places(model).items()
+        fqn: None if buffer is None else list(buffer.shape)
+        for fqn, module, name, buffer in module_buffers(model)
         if name not in module._non_persistent_buffers_set
-    }
-
-
-def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    return {
-        f"{prefix}.{name}" if prefix else name: (module, name)
-        for prefix, module in model.named_modules()
-        for name in module._buffers
     }

@@ -35,7 +35,6 @@ from torch import nn
 from infinity.checkpoint.training_state_checks import check_counters, check_groups, check_states
 from infinity.config.resolved import DurableSection, InfinityConfig
 from infinity.distributed.agreement import agree, gather_results
-from infinity.distributed.collectives import Ranks
 from infinity.distributed.world import world
 from infinity.engine import commit_parts
 from infinity.engine.planned import Planned
@@ -62,19 +61,16 @@ class DurableRun:
 
     # Calls get the engine as `training`. A reference to it here would keep an engine alive that nobody closed.
 
-    def __init__(self, config: InfinityConfig, section: DurableSection, ranks: Ranks) -> None:
+    def __init__(self, config: InfinityConfig, section: DurableSection) -> None:
         """Lock the run's directory, and read the header of its newest commit.
 
-        Args:
-            config: the config, before `adapted`.
-            section: of this rank, see `DurableSection.of_rank`.
-            ranks: those that commit the same steps.
+        ``section``: the config's.
 
         Raises:
             StorageError: it is in use, damaged or unusable, or ranks have no commit in common.
         """
-        self._section = section
-        self._ranks = ranks
+        self._ranks = ranks = world()  # all of them commit the same steps
+        self._section = section = section.of_rank(ranks.index, ranks.num)
         self._path: Path = section.directories[0].path
         # First: RunDirectory makes a run in a directory that has none.
         self._check_kind()
@@ -105,7 +101,6 @@ class DurableRun:
         """Each group's values as the script set them at this start."""
         self._has_warned_of_scheduler = False
         self._header: dict[str, Any] | None = None
-        self._staging_buffer_bytes = config.infinity.staging_buffer_bytes
         try:
             with self._reading():
                 self._header = None if found is None else _header_of(found[1][1])
@@ -113,6 +108,12 @@ class DurableRun:
         except BaseException:
             self.directory.close()
             raise
+        infinity = dataclasses.replace(config.infinity, durable=section)
+        if self._header is not None and infinity.staging_buffer_bytes is None:
+            # Otherwise another budget would give another buffer size, and the records another layout.
+            infinity = dataclasses.replace(infinity, staging_buffer_bytes=self._header["page_bytes"])
+        self.config = dataclasses.replace(config, infinity=infinity)
+        """The config, for this rank. If it leaves the staging buffers' size open, it has that of the newest commit."""
 
     def _check_kind(self) -> None:
         """Raise if the directory is of a run with several processes and this is a single one, or the other way
@@ -160,14 +161,6 @@ class DurableRun:
     def goes_on(self) -> bool:
         """Whether there is a commit to resume from."""
         return self._header is not None
-
-    def adapted(self, config: InfinityConfig) -> InfinityConfig:
-        """The config. If it leaves the staging buffers' size open, it gets that of the newest commit."""
-        if self._header is None or config.infinity.staging_buffer_bytes is not None:
-            return config
-        # Otherwise another budget would give another buffer size, and the records another layout.
-        section = dataclasses.replace(config.infinity, staging_buffer_bytes=self._header["page_bytes"])
-        return dataclasses.replace(config, infinity=section)
 
     def check(self, plan: Planned, wrapped_optimizer: WrappedOptimizer, model: nn.Module) -> None:
         """Check that the newest commit is of this training. Nothing has been written yet.
@@ -222,7 +215,7 @@ class DurableRun:
         """
         if storage.versions is None or not isinstance(storage.records, PagedStateStore):
             raise RuntimeError("a durable run without versions of its states")
-        # Set here, not in the constructor: storage is opened for a plan, and the plan needs `adapted`.
+        # Set here, not in the constructor: storage is opened for a plan, and the plan needs `config`.
         self._versions, self._records = storage.versions, storage.records
         self._states, self._parameter_cache, self._stream = states, parameter_cache, stream
         if self._header is not None:
@@ -532,17 +525,6 @@ class DurableRun:
         return StorageError(
             self._path, f"holds a durable run {problem}: {error}", cure=cure, key="infinity.durable_path"
         )
-
-
-def durable_run_of(config: InfinityConfig, undo: contextlib.ExitStack) -> tuple[DurableRun | None, InfinityConfig]:
-    """The durable run, if the config asks for one; and the config with the run's sizes."""
-    if config.infinity.durable is None:
-        return None, config
-    section = config.infinity.durable.of_rank(world().index, world().num)
-    durable = DurableRun(config, section, world())
-    undo.callback(durable.directory.close)
-    infinity = dataclasses.replace(config.infinity, durable=section)
-    return durable, durable.adapted(dataclasses.replace(config, infinity=infinity))
 
 
 def _header_of(head: bytes) -> dict[str, Any]:

@@ -19,20 +19,21 @@ from typing import Any, NoReturn
 
 import torch
 
-from infinity.config import InfinityConfig
 from infinity.engine.parts import Parts
-from infinity.engine.relayout import MakeParts, Relayout
+from infinity.engine.relayout import Relayout
 from infinity.engine.run_notes import RunNotes
 from infinity.engine.shutdown import Shutdown
 from infinity.engine.train_batch import LossFunction, TrainBatch
 from infinity.errors import StepError
 from infinity.loop.batches import ModelCall
+from infinity.loop.loader import OwnBatches
 from infinity.loop.phase import Phase
 from infinity.metrics.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer
 from infinity.optim.scheduler_state import step_arguments
 from infinity.threads.engine_lock import locked, refuse_in_between
+from infinity.vertical.step import StepOptions
 from swapper.sync.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,9 @@ class Engine(Relayout):
     There, ``step`` is the boundary, nothing is divided, and gradients stay until ``zero_grad``.
     """
 
-    def __init__(self, config: InfinityConfig, parts: Parts) -> None:
+    def __init__(self, parts: Parts) -> None:
         """Not meant to be called: see `infinity.initialize`."""
-        super().__init__(config, parts)
+        super().__init__(parts)
         self._paged = PagedOptimizer(
             parts.wrapped_optimizer, parts.updater, self, parts.consistent, parts.groups.loose, parts.mains
         )
@@ -90,14 +91,12 @@ class Engine(Relayout):
         rest.callback(self._parts.module_hooks.uninstall)
         rest.callback(self._backwards.collector.close)
 
-    def begin_run(self, make_parts: MakeParts, untile: Callable[[], None], notes: RunNotes, monitors: Monitors) -> None:
+    def begin_run(self, untile: Callable[[], None], notes: RunNotes, monitors: Monitors) -> None:
         """Resume the durable run, and start the log. The last step of `infinity.initialize`.
 
-        Args:
-            make_parts: `infinity.engine.assembly.build` with its first arguments, for a relayout.
-            untile: makes tiled weights whole again when the engine is closed.
+        ``untile``: makes tiled weights whole again when the engine is closed.
         """
-        self._make_parts, self._untile = make_parts, untile
+        self._untile = untile
         # Before the log is opened: its first line has the step that the run continues from.
         self._resume()
         self._notes, self.monitor = notes, monitors
@@ -140,9 +139,8 @@ class Engine(Relayout):
             StepError: the step before was not finished with `step`, or ``loss`` is no such tensor; a parameter got a
                 gradient after its update had begun.
         """
-        self._check_usable()
-        self._forget_cut_off_forward()
         self._check_optimizer("engine.backward()")
+        self._forget_cut_off_forward()
         self._guard.check_backward(loss)
         # A `loss.backward()` of the script before this call: its gradients belong to the step, and are taken first.
         self._backwards.collect()
@@ -177,23 +175,26 @@ class Engine(Relayout):
         Raises:
             StepError: the step before was not finished with `step`.
         """
-        self._check_usable()
         self._check_optimizer("engine.backward_together()")
         self._guard.check_whole()
         self._backwards.collect()
         self._style.on_backward()
-        found = self._train_batch.together(compute_losses, updates=self._style.updates_in_backward)
+        options = StepOptions(self.global_steps, 1, self._style.updates_in_backward, keeps_bits=True)
+        found = self._vertical.obstacle() or self._vertical.run(compute_losses, options)
         if isinstance(found, str):
+            self.on_ordinary_step(found)
             # Nothing was kept of them: the caller runs the micro-batches again, one after the other.
             self._style.forget_backwards()
             return found
+        self._train_batch.on_vertical_step(found)
         self._style.begin_backward(divides=False)
         self.counts.count_backwards(len(found))
         return found
 
     def on_ordinary_step(self, reason: str) -> None:
         """The present step runs in the ordinary order. ``reason`` is reported, and logged once."""
-        self._train_batch.on_ordinary_step(reason)
+        self._reporter.on_schedule("ordinary", reason)
+        self._vertical.on_ordinary_step(reason)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss for your own ``loss.backward()`` before `step`: with fp16, multiplied by the loss scale.
@@ -221,7 +222,6 @@ class Engine(Relayout):
             TypeError: ``lr_scheduler.step`` needs other arguments; the step has not begun.
             CheckpointError, StorageError: a background save has failed; the step is complete.
         """
-        self._check_usable()
         self._check_optimizer("engine.step()")
         if self.counts.is_in_no_sync:
             problem = "It is illegal to call Engine.step() inside no_sync context manager"
@@ -280,11 +280,18 @@ class Engine(Relayout):
         If it raises, because the iterator ended or in the model's code, gradients of the step's first micro-batches are
         dropped, and the step can be repeated. If updates had begun, the next call says that `reset` is needed.
         """
-        self._check_usable()
-        self._check_not_gathered("engine.train_batch()")
+        self._check_may_step("engine.train_batch()")
         self.counts.check_counted("engine.train_batch()")
         self._guard.check_whole()
-        return self._train_batch(data_iter, loss_fn)
+        return self._train_batch(self._own_batches if data_iter is None else data_iter, loss_fn)
+
+    @functools.cached_property
+    def _own_batches(self) -> Iterator[Any]:
+        """Batches of ``training_data``, epoch after epoch. Kept from step to step, also through a new layout."""
+        if self.training_dataloader is None:
+            cure = "Pass one, or give training_data to infinity.initialize"
+            raise StepError.order("engine.train_batch()", "there is no data iterator", cure=cure)
+        return OwnBatches(self.training_dataloader)
 
     def eval_batch(
         self,
@@ -339,8 +346,7 @@ class Engine(Relayout):
     @locked
     def optimizer_step(self) -> None:
         """Implements ``optimizer.step()``, called by `step` or by a plain loop."""
-        self._check_usable()
-        self._check_not_gathered("optimizer.step()")
+        self._check_may_step("optimizer.step()")
         self._forget_cut_off_forward()
         is_durable = self._parts.durable is not None
         if not self.counts.is_in_step and (is_durable or self._stepper.scaler.is_active) and not self._has_gradients():

@@ -76,8 +76,7 @@ class ExportCalls(CheckpointCalls):
         self._guard.check_open()
         if self.is_asleep:
             return
-        self._check_usable()
-        self._check_not_gathered("engine.sleep()")
+        self._check_may_step("engine.sleep()")
         parts = self._parts
         if parts.coordinator.is_computing:
             cure = "Call it after the step, outside forward and backward"

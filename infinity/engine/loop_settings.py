@@ -10,7 +10,6 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader
 
-from infinity.config.resolved import InfinityConfig
 from infinity.distributed.world import world
 from infinity.engine.module_facade import ModuleFacade
 from infinity.engine.parts import Parts
@@ -54,9 +53,9 @@ class LoopSettings(ModuleFacade):
         "global_samples", "Samples of all steps so far, by the config's batch size, or else as the engine saw them."
     )
 
-    def __init__(self, config: InfinityConfig, parts: Parts) -> None:
+    def __init__(self, parts: Parts) -> None:
         super().__init__(parts.parameter_map.model)
-        self.config = config
+        self.config = parts.config
         self.global_rank, self.world_size = world().index, world().num
         self._mesh = parts.mesh
         self.optimizer: Any = None
@@ -113,13 +112,14 @@ class LoopSettings(ModuleFacade):
     def _check_usable(self) -> None:
         self._parts.coordinator.preconditions.check_usable()
 
-    def _check_not_gathered(self, call: str) -> None:
+    def _check_may_step(self, call: str) -> None:
+        self._check_usable()
         if self._parts.coordinator.num_gathered:
             problem = "weights are gathered, and a step would change them"
             raise StepError.order(call, problem, cure="Call it outside the GatheredParameters block")
 
     def _check_optimizer(self, call: str) -> None:
-        self._check_not_gathered(call)
+        self._check_may_step(call)
         if self.optimizer is None:
             problem = "the engine has no optimizer: it evaluates only"
             cure = (

@@ -102,18 +102,6 @@ class ModuleFacade(nn.Module):
         yield self
         yield from self.module.modules(*args, **kwargs)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of `module` with their names."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def parameters(self, *args: Any, **kwargs: Any) -> Iterator[nn.Parameter]:
-        """The parameters of `module`."""
-        return self.module.parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers of `module` with their names."""
-        return self.module.named_buffers(*args, **kwargs)
-
     def apply(self, fn: Callable[[nn.Module], None]) -> ModuleFacade:
         """Call ``fn`` on every module."""
         self.module.apply(fn)

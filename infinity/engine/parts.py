@@ -19,12 +19,12 @@ from infinity.checkpoint.stored_weights import StoredWeights
 from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import zeros_on
-from infinity.device.host_memory import HeapTrimmer, process_bytes
+from infinity.device.host_memory import HeapTrimmer, process_bytes, trim_heap
 from infinity.distributed.collective_thread import CollectiveThread
 from infinity.distributed.meshes import Mesh
 from infinity.distributed.world import world
 from infinity.engine.consistent_access import ConsistentAccess
-from infinity.engine.durable_run import durable_run_of
+from infinity.engine.durable_run import DurableRun
 from infinity.engine.planned import exchanges_momenta, make_plan
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import wait_for_collected
@@ -60,6 +60,7 @@ from infinity.threads.engine_lock import EngineLock
 from infinity.threads.openmp import use_threads
 from infinity.tiers.divided_weights import WeightExchange
 from infinity.tiers.user_copies import UserCopies
+from infinity.units.buffers import BufferCast, module_buffers, restore_buffers
 from infinity.units.experts import expert_groups
 from infinity.units.originals import Originals
 from infinity.units.parameter import hold
@@ -94,9 +95,10 @@ class Parts:
         device: ComputeDevice,
         mesh: Mesh,
         undo: contextlib.ExitStack,
-        before: Parts | None,
+        before: Parts | None = None,
     ) -> None:
-        """
+        """Open files and memory. The model is unchanged until `take_model`.
+
         Args:
             mesh: which process has which part of the model.
             undo: gets callbacks that undo everything after a failure.
@@ -105,9 +107,16 @@ class Parts:
         Raises:
             BudgetTooSmallError, ConfigError: the config asks for something that is not possible here.
         """
+        self._made_of = model, config, wrapped_optimizer, device, mesh
         self.mesh, self.wrapped_optimizer, self.device = mesh, wrapped_optimizer, device
-        self.durable, config = durable_run_of(config, undo)
-        self.timeline = Timeline(config.infinity.timeline) if config.infinity.timeline is not None else None
+        self.durable: DurableRun | None = None
+        if config.infinity.durable is not None:
+            self.durable = DurableRun(config, config.infinity.durable)
+            undo.callback(self.durable.directory.close)
+            config = self.durable.config
+        self.timeline = None if config.infinity.timeline is None else Timeline(config.infinity.timeline)
+        if before is not None:
+            self.timeline = before.timeline  # the file has all of the run
         self.plan = make_plan(model, config, wrapped_optimizer, device, mesh)
         self.config, self.updater = self.plan.config, self.plan.updater
         if self.durable is not None:
@@ -117,6 +126,10 @@ class Parts:
         self._make_weights(model)
         self._make_updates(before, undo)
         self._make_step(before)
+
+    def anew(self, undo: contextlib.ExitStack) -> Parts:
+        """Plan and make the parts once more, for groups that have got new parameters."""
+        return Parts(*self._made_of, undo, before=self)
 
     @property
     def mains(self) -> ConsistentAccess | None:
@@ -173,7 +186,37 @@ class Parts:
             if storage.weights is not None:
                 storage.weights.allocate(unit, in_host_memory=unit.index in plan.placement.hosted_units)
 
-    def store_model(self, originals: Originals, undo: contextlib.ExitStack) -> None:
+    def take_model(self, undo: contextlib.ExitStack) -> Originals:
+        """Move the model's weights and the optimizer's states into the parts.
+
+        Args:
+            undo: gets callbacks that undo it. They read the storage, so an engine over these parts is closed after them.
+
+        Returns:
+            A record of what the parameters were before.
+        """
+        model = self.parameter_map.model
+        buffers = BufferCast(model, self.config.compute_dtype, self.config.buffer_dtype)
+        originals = Originals(
+            self.plan.units,
+            cuts_nans=self.plan.has_remainder,
+            stored=self.access.stored,
+            directories=self.config.nvme_paths,
+        )
+        # Undo runs in reverse: hooks go first, then buffers and parameters become ordinary again, then the optimizer gets
+        # its states back.
+        undo.callback(self.wrapped_optimizer.restore_states, self.access.state)
+        undo.callback(originals.restore)  # what is paged out comes back, as far as it can be read
+        undo.callback(restore_buffers, [*module_buffers(model)])
+        undo.callback(self.module_hooks.uninstall)
+        self._store_model(originals, undo)
+        buffers.apply(self.device.torch_device)
+        self.module_hooks.handles_of_others.append(buffers.explain_failures())
+        # The originals were freed unit by unit, and the heap keeps their memory in gaps.
+        trim_heap()
+        return originals
+
+    def _store_model(self, originals: Originals, undo: contextlib.ExitStack) -> None:
         """Store unit after unit, and release the original tensors of each as soon as it is stored.
 
         A resumed durable run has its weights stored already; they replace the originals.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,6 +26,8 @@ from infinity.units.layout import Chunk
 from infinity.units.shards import Shards
 
 logger = logging.getLogger(__name__)
+_Placed = tuple[PlanInputs, Placement, str | None]
+"""Inputs, placement, and why steps cannot go vertically."""
 
 
 @dataclass(frozen=True)
@@ -90,23 +91,25 @@ def make_plan(
     # The smallest of all ranks, so that all of them keep the same units whole on their devices.
     if has_parts and free_bytes is not None:
         free_bytes = min(free for (free,) in ranks.all_gather_ints("planning the memory of devices", [free_bytes]))
-    inputs_of = functools.partial(
-        PlanInputs.of,
-        model,
-        wrapped_optimizer=wrapped_optimizer,
-        free_memory=free_memory,
-        shards=shards,
-        divides_weights=has_parts,
-        is_alone=world().num == 1,
-        uses_host_memory=device.uses_host_memory,
-        device_free_bytes=free_bytes,
-        bandwidth=bandwidth_of(config),
-    )
+
+    def placed(config: InfinityConfig) -> _Placed:
+        inputs = PlanInputs.of(
+            model,
+            config,
+            wrapped_optimizer,
+            free_memory,
+            shards=shards,
+            divides_weights=has_parts,
+            is_alone=world().num == 1,
+            uses_host_memory=device.uses_host_memory,
+            device_free_bytes=free_bytes,
+            bandwidth=bandwidth_of(config),
+        )
+        return inputs, *inputs.place()
+
     # Stage 3 with weights on "none": each rank holds all weights on its device, if every device has the room.
     fills_devices = has_parts and config.offload_param.device == "none" and not device.uses_host_memory
-    inputs, placement, reason_against = (
-        _placed_on_devices(ranks, inputs_of, config) if fills_devices else _placed(inputs_of, config)
-    )
+    inputs, placement, reason_against = _placed_on_devices(ranks, placed, config) if fills_devices else placed(config)
     _warn_of_nothing_packed(inputs)
     if has_parts:
         placement, reason_against = _agreed(ranks, placement, reason_against, len(inputs.units))
@@ -150,20 +153,11 @@ def _warn_of_nothing_packed(inputs: PlanInputs) -> None:
         )
 
 
-def _placed(
-    inputs_of: Callable[[InfinityConfig], PlanInputs], config: InfinityConfig
-) -> tuple[PlanInputs, Placement, str | None]:
-    inputs = inputs_of(config)
-    return inputs, *inputs.place()
-
-
-def _placed_on_devices(
-    ranks: Ranks, inputs_of: Callable[[InfinityConfig], PlanInputs], config: InfinityConfig
-) -> tuple[PlanInputs, Placement, str | None]:
+def _placed_on_devices(ranks: Ranks, placed: Callable[[InfinityConfig], _Placed], config: InfinityConfig) -> _Placed:
     """Place all weights on each rank's device if every device has the room, else in host memory."""
     found = None
     try:
-        found = _placed(inputs_of, config)
+        found = placed(config)
     except BudgetTooSmallError as error:
         # Any other budget is this rank's own problem, and cannot be cured by moving weights to host memory.
         if error.key != DEVICE_KEY:
@@ -177,7 +171,7 @@ def _placed_on_devices(
         "the devices have no room for all weights, so each process keeps its shard of them in host memory, as with "
         '"offload_param": {"device": "cpu"}'
     )
-    return _placed(inputs_of, replace(config, offload_param=replace(config.offload_param, device="cpu")))
+    return placed(replace(config, offload_param=replace(config.offload_param, device="cpu")))
 
 
 def _agreed(

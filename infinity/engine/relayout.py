@@ -8,7 +8,6 @@ there is one plan at any time, whose budget holds. Engine, optimizer and paramet
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +15,11 @@ import torch
 from torch import nn
 
 from infinity.engine.export_calls import ExportCalls
-from infinity.engine.parts import Parts
 from infinity.errors import ModelError, StepError
 from infinity.loop.phase import Phase
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.packed.sources import set_source
 from infinity.units.adapters import is_base
-from infinity.units.originals import Originals
 from infinity.units.parameter import release_parameters
 from swapper.sync.interrupts import uninterrupted
 
@@ -41,13 +38,8 @@ class _Contents:
     loss_scale: dict[str, Any]
 
 
-MakeParts = Callable[[contextlib.ExitStack, Any, Parts], tuple[Any, Originals]]
-
-
 class Relayout(ExportCalls):
     """Part of the engine."""
-
-    _make_parts: MakeParts
 
     @property
     def loose(self) -> LooseParameters:
@@ -61,13 +53,6 @@ class Relayout(ExportCalls):
     def num_not_held(self) -> int:
         """How many parameters came after `infinity.initialize` and are not held."""
         return len(self._parts.groups.not_held())
-
-    def relay(self, parts: Parts) -> None:
-        """Use these parts in place of the present ones, after a new layout."""
-        before = self._parts.stepper
-        self._connect(parts)
-        parts.stepper.follow(before)
-        self._paged.update_by(parts.updater, parts.consistent, parts.mains)
 
     def make_room(self) -> None:
         """Lay the engine out anew if parameters of the last group, which is new, have no room for their states.
@@ -180,18 +165,22 @@ class Relayout(ExportCalls):
         with uninterrupted():
             self._dismantle(contents)
         with contextlib.ExitStack() as undo:
-            _, originals = self._make_parts(undo, self, self._parts)
+            parts = self._parts.anew(undo)
+            originals = parts.take_model(undo)
+            parts.stepper.follow(self._parts.stepper)
+            self._connect(parts)
+            self._paged.update_by(parts.updater, parts.consistent, parts.mains)
             undo.pop_all()
         originals.forget()
-        # `_parts` are the new ones from here on. Main weights first: loading one also sets the model weight.
-        access = self._parts.access
+        # Main weights first: loading one also sets the model weight.
+        access = parts.access
         for parameter, main in contents.mains.items():
             access.load_main_weight(parameter, main)
         for parameter, state in contents.states.items():
             access.load_state(parameter, state)
         for parameter, gradient in contents.gradients.items():
             parameter.grad = gradient
-        self._parts.stepper.scaler.load_state(contents.loss_scale)
+        parts.stepper.scaler.load_state(contents.loss_scale)
 
     def _dismantle(self, contents: _Contents) -> None:
         """Close the present parts. The model becomes an ordinary one, over the copies of its weights."""

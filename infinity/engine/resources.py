@@ -185,11 +185,6 @@ class EngineResources:
         self._more.append(self._open(self._key_of_spills(), num_bytes))
         return self._more[-1]
 
-    def close_more(self, swapper: Swapper) -> None:
-        """Close a swapper that `open_more` returned."""
-        self._more.remove(swapper)
-        swapper.close()
-
     def _all(self) -> list[Swapper]:
         return [*self._swappers.values(), *self._more]
 

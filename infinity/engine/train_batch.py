@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from infinity.errors import StepError
 from infinity.loop.batches import call_with, copied, loss_of, move
-from infinity.loop.loader import OwnBatches
 from infinity.metrics.reporter import Reporter
 from infinity.vertical.schedule import VerticalSchedule
 from infinity.vertical.step import StepOptions
@@ -30,15 +28,12 @@ class TrainBatch:
     """The schedule over all micro-batches."""
     _reporter: Reporter
     """Records losses, the order of the present step, and why it is not the vertical one."""
-    _own: Iterator[Any] | None = None
-    """Iterator over the loader of ``training_data``, made when it is first needed."""
 
-    def __call__(self, data_iter: Iterator[Any] | None, loss_fn: LossFunction | None) -> torch.Tensor:
+    def __call__(self, batches: Iterator[Any], loss_fn: LossFunction | None) -> torch.Tensor:
         """See `Engine.train_batch`."""
         loop = self._loop
         if not loop.module.training:  # as DeepSpeed
             loop.module.train()
-        iterator = data_iter if data_iter is not None else self._own_iterator()
         num_micro_batches = loop.counts.num_micro_batches
         # Batches that were read for a vertical step. If that cannot be done, the ordinary loop uses them.
         taken: list[Any] = []
@@ -47,7 +42,7 @@ class TrainBatch:
         reason = begun or self._vertical.obstacle()
         if reason is None:
             for _ in range(num_micro_batches):
-                batch = move(next(iterator), loop.device)
+                batch = move(next(batches), loop.device)
                 # All of them are in memory at once, and a loader may reuse its buffers for the next batch.
                 taken.append(copied(batch) if num_micro_batches > 1 else batch)
             # A list of losses, or in words why this step cannot go vertically; then nothing has changed.
@@ -55,7 +50,7 @@ class TrainBatch:
             found = self._vertical.run([self._run_of(batch, loss_fn) for batch in taken], options)
             if isinstance(found, list):
                 with uninterrupted():
-                    self._on_vertical_step(found)
+                    self.on_vertical_step(found)
                     loop.counts.count_backwards(num_micro_batches)
                     loop.step()
                 return torch.stack([loss.float() for loss in found]).mean()
@@ -64,7 +59,7 @@ class TrainBatch:
         self._reporter.on_schedule("ordinary", reason)
         losses: list[torch.Tensor] = []
         try:
-            self._run_in_order(iterator, taken, loss_fn, losses)
+            self._run_in_order(batches, taken, loss_fn, losses)
         except Exception:
             # A model that fails in both orders has a fault of its own: the vertical one is tried again next time.
             if taken_anew:
@@ -72,27 +67,11 @@ class TrainBatch:
             raise
         return torch.stack(losses).mean()
 
-    def together(
-        self, compute_losses: Sequence[Callable[[], torch.Tensor]], *, updates: bool
-    ) -> list[torch.Tensor] | str:
-        """See `Engine.backward_together`; ``updates``: whether a unit may be updated before `Engine.step`."""
-        options = StepOptions(self._loop.global_steps, 1, updates, keeps_bits=True)
-        found = self._vertical.obstacle() or self._vertical.run(compute_losses, options)
-        if isinstance(found, str):
-            self.on_ordinary_step(found)
-        else:
-            self._on_vertical_step(found)
-        return found
-
-    def _on_vertical_step(self, losses: Sequence[torch.Tensor]) -> None:
+    def on_vertical_step(self, losses: Sequence[torch.Tensor]) -> None:
+        """Forward and backward of the present step went vertically."""
         self._reporter.on_schedule("vertical", "")
         for loss in losses:
             self._reporter.on_loss(loss, self._loop.global_steps)
-
-    def on_ordinary_step(self, reason: str) -> None:
-        """The present step runs in the ordinary order."""
-        self._reporter.on_schedule("ordinary", reason)
-        self._vertical.on_ordinary_step(reason)
 
     def evaluate(
         self, batches: Any, loss_fn: LossFunction | None, num_batches: int | None, returns: str | None
@@ -145,17 +124,6 @@ class TrainBatch:
 
     def _run_of(self, batch: Any, loss_fn: LossFunction | None) -> Callable[[], torch.Tensor]:
         return lambda: _loss(call_with(self._loop.run_module, batch), batch, loss_fn)
-
-    def _own_iterator(self) -> Iterator[Any]:
-        if self._loop.training_dataloader is None:
-            raise StepError.order(
-                "engine.train_batch()",
-                "there is no data iterator",
-                cure="Pass one, or give training_data to infinity.initialize",
-            )
-        # Kept from step to step: an epoch is longer than a step.
-        self._own = self._own or OwnBatches(self._loop.training_dataloader)
-        return self._own
 
 
 def _loss(output: Any, batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:

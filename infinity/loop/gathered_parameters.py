@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from infinity.errors import ModelError
 from infinity.loop.parameter_handler import ParameterHandler
+from infinity.torch_internals.operations import leaves
 from infinity.units.parameter import host_of
 from infinity.units.tiles import TiledWeight
 
@@ -44,7 +44,8 @@ class GatheredParameters:
     ) -> None:
         if isinstance(params, nn.Module):
             params = params.parameters()
-        self._parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(_flatten(params))
+        found = leaves(params if isinstance(params, nn.Parameter) else list(params))
+        self._parameters: list[nn.Parameter] = [leaf for leaf in found if isinstance(leaf, nn.Parameter)]
         self._enabled = enabled
         self._modifier_rank = modifier_rank
         self._gatherers: list[Any] = []
@@ -88,11 +89,3 @@ class GatheredParameters:
             engine.data_ranks.all_gather_ints(what, [parameter.numel() for parameter in held])
             for parameter in held:
                 engine.data_ranks.broadcast_from(what, rank, parameter.data)
-
-
-def _flatten(params: Iterable[Any]) -> Iterable[nn.Parameter]:
-    for item in params:
-        if isinstance(item, nn.Parameter):
-            yield item
-        elif isinstance(item, list | tuple):
-            yield from _flatten(item)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -12,14 +13,14 @@ import torch
 from torch import nn
 
 from infinity.errors import EngineBusyError, ModelError
-from infinity.loop.expert_calls import ExpertCalls
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.paging.compiled_forwards import CompiledForwards, InPlaceOfMethod, inside_compiled, refuse_tracing
 from infinity.paging.parameter_map import ParameterMap
+from infinity.paging.rank_weights import sum_over_ranks
 from infinity.threads.engine_lock import refuse_in_between
 from infinity.threads.frames import callers
 from infinity.torch_internals.names import is_tracing, outside_modes, untraced
-from infinity.units.experts import experts_of
+from infinity.units.experts import ExpertTiles, experts_of, walk_along
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
@@ -120,6 +121,76 @@ def _with_fast_path(module: nn.Module) -> nn.Module | None:
     return module if isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention) else None
 
 
+@dataclass(eq=False)
+class _ExpertCalls:
+    """Fetches the experts that the router has chosen, for a module whose experts are paged one by one.
+
+    See [Note: experts] in `infinity.units.experts`.
+    """
+
+    _coordinator: ParameterCoordinator
+    _experts: list[ExpertTiles]
+    _units: list[list[Unit]]
+    """For each tensor of experts (gate_up, down), the unit of each expert."""
+    _group: int
+    """Id of this layer's group of experts in the prefetch schedule."""
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Pre-hook of the module: start to read the experts that the router has chosen, in the order of their use."""
+        if self._coordinator.parameter_cache.is_divided:
+            self._agree(module)
+        routed = self._experts[0].routed
+        if routed is None:
+            return
+        if self._coordinator.is_training_forward:
+            for tiles, units in zip(self._experts, self._units, strict=True):
+                # As in torch, where the gradient of the whole tensor has zeros for experts without tokens.
+                for expert in () if tiles.touched_only else tiles.others(routed):  # they get zeros
+                    unit = units[expert]
+                    self._coordinator.backwards.collector.on_module_call(unit, unit.layout.slots)
+        # The order in which the model's own code uses the tiles. With experts 4 and 1 routed, in this order:
+        #   grouped_mm     gate_up4 gate_up1 down4 down1    tensor by tensor, experts as routed
+        #   batched_mm     gate_up1 gate_up4 down1 down4    tensor by tensor, experts by number
+        #   eager          gate_up1 down1 gate_up4 down4    expert by expert
+        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        if implementation == "grouped_mm":
+            order = [units[expert] for units in self._units for expert in routed]
+        elif implementation == "batched_mm":
+            order = [units[expert] for units in self._units for expert in sorted(routed)]
+        else:  # one expert after the other
+            order = [units[expert] for expert in sorted(routed) for units in self._units]
+        self._coordinator.route(self._group, [unit.index for unit in order])
+        if not self._coordinator.is_shared:  # else each expert waits until its own moment
+            for tiles, units in zip(self._experts, self._units, strict=True):
+                tiles.bring_together(functools.partial(self._together, units))
+
+    def _agree(self, module: nn.Module) -> None:
+        """All ranks use the experts that the routers of all of them have chosen. All ranks come here."""
+        first = self._experts[0]
+        name = first.tiled.fqn.rpartition(".")[0]
+        if first.counts is None:
+            raise ModelError(
+                f"'{name}' is called without the router's choice (a tensor of integers), so ranks cannot agree on which "
+                "experts to gather",
+                cure='Set infinity.experts to "whole"',
+                fqn=name,
+            )
+        counts = sum_over_ranks(self._coordinator.parameter_cache, f"routing to {name}", first.counts)
+        walk_along(module, self._experts, counts)
+
+    def _together(
+        self, units: list[Unit], experts: Sequence[int]
+    ) -> Iterator[tuple[Sequence[int], AbstractContextManager[None]]]:
+        """Yield groups of experts that take half of the room each. Meanwhile the next group is read into the other
+        half."""
+        # Room for 10 experts: 5 are computed with while the next 5 arrive. One at least, even if that takes all the
+        # room.
+        size = max(self._coordinator.parameter_cache.room_bytes // 2 // units[0].num_bytes, 1)
+        for start in range(0, len(experts), size):
+            part = experts[start : start + size]
+            yield part, self._coordinator.inside_module([units[expert] for expert in part])
+
+
 class _BoundHook:
     """A hook as an object: copying or pickling the module gives a hook that does nothing."""
 
@@ -177,9 +248,9 @@ class ModuleHooks:
         ``infinity.paging.compiled_forwards``."""
         self._handles: list[Any] = []
         self._call_handles: list[Any] = []
-        self._hook_calls: Callable[[], None] = lambda: None
         self.handles_of_others: list[Any] = []
         """Handles of other parts' hooks, removed together with these."""
+        self._keep_alive: object = None
         self._hooks: list[_HooksOfModule] = []
         self._inside_of: dict[int, list[nn.Module]] = {}
         """Unit index -> children of the modules that enter it, as long as they have no hooks: see `hook_inside`."""
@@ -202,7 +273,7 @@ class ModuleHooks:
         # An empty FQN is the model itself: a model of one block compiles as a whole.
         if self._places_of_blocks and self._places_of_blocks[0][0]:
             self._forwards.compile_units(lambda: [*self._blocks_now().values()])
-        self._hook_calls = functools.partial(self._hook_each_call, keep_alive)
+        self._keep_alive = keep_alive
         self._hook_calls()
 
     def _before_load(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *_: Any) -> None:
@@ -215,7 +286,7 @@ class ModuleHooks:
             )
         self._coordinator.copies.forget_written()
 
-    def _hook_each_call(self, keep_alive: object) -> None:
+    def _hook_calls(self) -> None:
         self._forwards.convert(self._blocks_now())
         if self._recomputed is not None:
             for block in self._blocks_now().values():
@@ -242,15 +313,15 @@ class ModuleHooks:
             else:
                 rest += children
             if not (is_root and self._hooks):  # the model itself may be in the midst of a call
-                self._hook(module, keep_alive, is_root=is_root)
+                self._hook(module, is_root=is_root)
 
-    def _hook(self, module: nn.Module, keep_alive: object, *, is_root: bool, is_inside: bool = False) -> None:
+    def _hook(self, module: nn.Module, *, is_root: bool, is_inside: bool = False) -> None:
         """Hook a module. ``is_inside``: of a block, whose calls are those that count as uses of its parameters."""
         own = [] if is_inside else self._own_slots(module)
         first = self._units_in(_with_fast_path(module))
         of_model = self if is_root else None
         unit = next(iter(self._entered_by(module)), None)
-        hooks = _HooksOfModule(self._coordinator, unit, own, first, keep_alive, of_model, is_inside)
+        hooks = _HooksOfModule(self._coordinator, unit, own, first, self._keep_alive, of_model, is_inside)
         self._hooks.append(hooks)
         handles = self._handles if is_root else self._call_handles
         before = _BoundHook(hooks.before, comes_before=True)
@@ -261,7 +332,7 @@ class ModuleHooks:
         if experts := experts_of(module):
             units = [[self._map.locate(tile)[0] for tile in tiles.tiled.tiles] for tiles in experts]
             group = self._coordinator.parameter_cache.group_of(units[0][0])
-            routing = _BoundHook(ExpertCalls(self._coordinator, experts, units, group).before, comes_before=True)
+            routing = _BoundHook(_ExpertCalls(self._coordinator, experts, units, group).before, comes_before=True)
             handles.append(module.register_forward_pre_hook(routing))
 
     def hook_inside(self, unit: Unit) -> bool:
@@ -277,7 +348,7 @@ class ModuleHooks:
         for child in self._inside_of.pop(unit.index):
             for module in child.modules():
                 if self._entered_by(module) and id(module) not in self.covered:
-                    self._hook(module, None, is_root=False, is_inside=True)
+                    self._hook(module, is_root=False, is_inside=True)
         return True
 
     def follow_compilation(self) -> None:
@@ -341,10 +412,9 @@ class ModuleHooks:
 
     def uninstall(self) -> None:
         """Remove the hooks."""
-        for handle in (*self._handles, *self._call_handles, *self.handles_of_others):
-            handle.remove()
-        self._handles.clear()
-        self._call_handles.clear()
-        self.handles_of_others.clear()
+        for handles in (self._handles, self._call_handles, self.handles_of_others):
+            for handle in handles:
+                handle.remove()
+            handles.clear()
         self._hooks.clear()
         self._forwards.restore()

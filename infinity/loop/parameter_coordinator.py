@@ -346,13 +346,32 @@ class ParameterCoordinator:
     @contextmanager
     def inside_module(self, units: Sequence[Unit]) -> Iterator[None]:
         """Do inside the ``with`` block what a module's hooks do around its forward. ``units``: those that it enters."""
+        self._begin_module(units)
+        try:
+            yield
+        finally:
+            self._end_module(units)
+
+    # Apart from the block, which runs code of the model: that is traced, and its modes see it.
+
+    @untraced
+    @outside_modes
+    def _begin_module(self, units: Sequence[Unit]) -> None:
         self.begin_forward(is_root=False)
         try:
+            if self.is_training_forward:
+                for unit in units:
+                    self.backwards.collector.on_module_call(unit, unit.layout.slots)
             self.enter(*units)
-            try:
-                yield
-            finally:
-                self.leave(*units)
+        except BaseException:
+            self.end_forward()
+            raise
+
+    @untraced
+    @outside_modes
+    def _end_module(self, units: Sequence[Unit]) -> None:
+        try:
+            self.leave(*units)
         finally:
             self.end_forward()
 

@@ -203,27 +203,27 @@ class ParameterHandler:
 
     def _outlasting(self, value: Any, units: Sequence[Unit]) -> Any:
         """A result of an operation, made safe to keep: a view of weights becomes a `PagedView` or a copy."""
-        if not self._looks_at(value, units):
+        unit = self._unit_behind(value)
+        if unit is None or unit not in units:
             return value
         if value.requires_grad and self._coordinator.is_computing and torch.is_grad_enabled():
             return value  # what it is used for is saved as packed saved tensors
         # A plain view becomes a `PagedView`, which follows the unit. Anything else is copied.
-        unit = self._coordinator.parameter_cache.unit_behind(value)
-        slot = None if unit is None else unit.slot_at(int(value.storage_offset()) * value.itemsize)
-        if unit is None or slot is None or type(value) is not torch.Tensor:
+        slot = unit.slot_at(int(value.storage_offset()) * value.itemsize)
+        if slot is None or type(value) is not torch.Tensor:
             return value.clone()
         shape, offset = tuple(value.shape), int(value.storage_offset())
         place = ViewPlace(weakref.ref(self), unit, slot, value.dtype, shape, value.stride(), offset, lazy_bits(value))
         unit.on_view(slot, value)
         return make_view(value, place)
 
-    def _looks_at(self, value: Any, units: Sequence[Unit]) -> bool:
-        """Whether ``value`` is a plain tensor over the memory of one of the units."""
+    def _unit_behind(self, value: Any) -> Unit | None:
+        """The unit over whose memory ``value`` is a plain tensor; None without one."""
         if not isinstance(value, torch.Tensor) or host_of(value) is not None or value.layout is not torch.strided:
-            return False
+            return None
         if value.is_meta or not has_memory(value) or not value.numel():
-            return False
-        return self._coordinator.parameter_cache.unit_behind(value) in units
+            return None
+        return self._coordinator.parameter_cache.unit_behind(value)
 
     # ------------------------------------------------------------------------------------------------------------- data
 
@@ -305,11 +305,7 @@ class ParameterHandler:
         host = host_of(values)
         if host is not None:
             return values.place.slot if isinstance(values, PagedView) else host.slot_of(values)
-        unit = (
-            self._coordinator.parameter_cache.unit_behind(values)
-            if values.layout is torch.strided and values.numel()
-            else None
-        )
+        unit = self._unit_behind(values)
         return None if unit is None else unit.slot_at(int(values.storage_offset()) * values.itemsize)
 
     def before_write(self, parameter: nn.Parameter) -> None:
@@ -345,10 +341,6 @@ class ParameterHandler:
             return self._live.of(unit, slot)
 
     def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        with contextlib.nullcontext() if in_backward() else self._coordinator.lock.held("setting a gradient"):
-            self._set_gradient(parameter, gradient)
-
-    def _set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Replace the gradient; None drops it.
 
         Raises:
@@ -356,32 +348,35 @@ class ParameterHandler:
             ValueError: wrong shape.
             AccessError: an update in backward has consumed the one before.
         """
-        unit, slot = self._parameter_map.locate(parameter)
-        if not slot.spec.is_trainable:
-            set_plain_grad(parameter, gradient)
-            return
-        if gradient is not None:
-            if not getattr(gradient, "is_floating_point", bool)():
-                raise TypeError(f"gradient of '{slot.spec.fqn}' must be a floating-point tensor, got {gradient!r:.80}")
-            if tuple(gradient.shape) != slot.spec.shape:
-                raise ValueError(
-                    f"gradient of '{slot.spec.fqn}' must have shape {slot.spec.shape}, got {tuple(gradient.shape)}"
-                )
-        self._coordinator.backwards.before_gradient_access(unit, slot, assigns=gradient is not None)
-        main = self._stepper.gradients
-        if gradient is None and slot not in main.slots_with_gradient(unit) and not main.is_in_parts:
-            return
-        if gradient is not None:
-            if self._live.is_same(unit, slot, gradient):
-                return  # `parameter.grad *= 2`: it has been changed in place already
-            if isinstance(gradient, PagedGradient):
-                gradient = gradient.in_memory()
-            if gradient.layout is not torch.strided:
-                warnings.warn(OtherNumbersWarning.of_sparse_gradient(slot.spec.fqn), stacklevel=2)
-                gradient = gradient.to_dense()
-        self._live.replace(unit, slot, gradient)
-        if gradient is None:
-            self._coordinator.backwards.on_drop()
+        with contextlib.nullcontext() if in_backward() else self._coordinator.lock.held("setting a gradient"):
+            unit, slot = self._parameter_map.locate(parameter)
+            if not slot.spec.is_trainable:
+                set_plain_grad(parameter, gradient)
+                return
+            if gradient is not None:
+                if not getattr(gradient, "is_floating_point", bool)():
+                    raise TypeError(
+                        f"gradient of '{slot.spec.fqn}' must be a floating-point tensor, got {gradient!r:.80}"
+                    )
+                if tuple(gradient.shape) != slot.spec.shape:
+                    raise ValueError(
+                        f"gradient of '{slot.spec.fqn}' must have shape {slot.spec.shape}, got {tuple(gradient.shape)}"
+                    )
+            self._coordinator.backwards.before_gradient_access(unit, slot, assigns=gradient is not None)
+            main = self._stepper.gradients
+            if gradient is None and slot not in main.slots_with_gradient(unit) and not main.is_in_parts:
+                return
+            if gradient is not None:
+                if self._live.is_same(unit, slot, gradient):
+                    return  # `parameter.grad *= 2`: it has been changed in place already
+                if isinstance(gradient, PagedGradient):
+                    gradient = gradient.in_memory()
+                if gradient.layout is not torch.strided:
+                    warnings.warn(OtherNumbersWarning.of_sparse_gradient(slot.spec.fqn), stacklevel=2)
+                    gradient = gradient.to_dense()
+            self._live.replace(unit, slot, gradient)
+            if gradient is None:
+                self._coordinator.backwards.on_drop()
 
     def slot_of(self, parameter: nn.Parameter) -> Slot:
         """The parameter's place in its unit."""

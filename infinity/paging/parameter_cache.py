@@ -6,7 +6,7 @@ which in backward may be two.
 [Note: the same units on all ranks] Where ranks keep shards of the weights, all of them gather the same units in the same order
 (``infinity.tiers.divided_weights``). So what is fetched, and what makes room, follows there from what the script has used, from
 sizes, and from the smallest budget of all ranks. What is late on one rank is waited for. Ranks agree on the experts that they
-use (``infinity.units.expert_walk``). What a step changes leaves memory at its end, or is gathered again (`gather_weights`). A
+use (``infinity.units.experts``). What a step changes leaves memory at its end, or is gathered again (`gather_weights`). A
 script that goes another way on one rank ends with an error on all, which names what each rank was about to gather.
 """
 

@@ -28,27 +28,27 @@ from infinity.torch_internals.operations import leaves
 # only gets no hint. F.embedding's message contains "scalar type" too, so `_OF_INDICES` has to be tried first.
 _OF_DTYPES = re.compile(r"dtype|scalar type|datatype|Type promoting|type \(.*should be the same")
 _OF_INDICES = re.compile(r"argument #1 'indices' to have one of the following scalar types")
-ModuleBuffer = tuple[nn.Module, str, torch.Tensor | None]
-"""Module, name, value."""
+ModuleBuffer = tuple[str, nn.Module, str, torch.Tensor | None]
+"""FQN, module, name in it, value."""
 
 
-def buffers_of(model: nn.Module) -> list[ModuleBuffer]:
-    """All buffers, so that `restore_buffers` can undo a cast."""
-    return [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+def module_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[ModuleBuffer]:
+    """All buffers, None included; ``remove_duplicate``: a shared module is listed under one name only."""
+    for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
+        for name, buffer in module._buffers.items():
+            yield f"{prefix}.{name}" if prefix else name, module, name, buffer
 
 
 def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """FQN and value of each buffer in a state dict; ``remove_duplicate``: a shared module is listed under one name
-    only."""
-    for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+    """FQN and value of each buffer in a state dict."""
+    for fqn, module, name, buffer in module_buffers(model, remove_duplicate=remove_duplicate):
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield fqn, buffer
 
 
 def restore_buffers(buffers: Sequence[ModuleBuffer]) -> None:
-    """Put the buffers of `buffers_of` back into their modules."""
-    for module, name, buffer in buffers:
+    """Put the buffers of `module_buffers` back into their modules."""
+    for _, module, name, buffer in buffers:
         module._buffers[name] = buffer
 
 
@@ -87,7 +87,7 @@ class BufferCast:
 
     def apply(self, device: torch.device) -> None:
         """Cast the buffers that need it, and move all of them to ``device``."""
-        for module, name, buffer in buffers_of(self._model):
+        for _, module, name, buffer in module_buffers(self._model):
             if buffer is not None:
                 module._buffers[name] = buffer.to(device=device, dtype=self._dtype_for(module, buffer))
 

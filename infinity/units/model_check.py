@@ -158,7 +158,7 @@ def _check_memory(parameters: list[tuple[str, nn.Parameter]]) -> None:
     # Sorted by address, so only neighbours are compared: (storage, first byte, end, name). Two slices of one tensor
     # that do not overlap share a storage and are accepted.
     spans = sorted(
-        (parameter.untyped_storage().data_ptr(), parameter.data_ptr(), parameter.data_ptr() + _extent(parameter), fqn)
+        (parameter.untyped_storage().data_ptr(), *_span(parameter), fqn)
         for fqn, parameter in parameters
         if parameter.numel()
     )
@@ -207,12 +207,8 @@ def _seen_by(value: object, spans: dict[int, list[tuple[int, int, str]]]) -> str
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    # An upper bound: bytes in the gaps of a strided tensor count as its own.
-    return tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)
-
-
-def _extent(parameter: torch.Tensor) -> int:
+    """First byte and end of a tensor. Bytes in the gaps of a strided one count as its own."""
     # Offset of the last element, in elements: shape (3, 4) with strides (10, 1) ends at 2 * 10 + 3 * 1 = 23, so 24
     # elements.
-    last = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
-    return (last + 1) * parameter.element_size()
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

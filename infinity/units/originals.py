@@ -8,18 +8,19 @@ releases memory unit by unit. A parameter that was on a drive before (see `infin
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from infinity.device.drive_tensors import drives_of, is_dense, on_drive
-from infinity.errors import BudgetTooSmallError, StorageError
+from infinity.device.drive_tensors import DriveTensors, drives_of, is_dense, on_drive
+from infinity.errors import StorageError
 from infinity.numerics.raw_bytes import raw_bytes
 from infinity.units.parameter import PagedParameter, plain_grad, release_parameters, set_plain_grad
 from infinity.units.unit import Unit
-from swapper import Extent, Swapper
 
 # Elements that are cast and compared at a time: bounds the two temporary copies to 8 MiB each for fp64.
 _PART_NUMEL = 1 << 20
@@ -35,15 +36,15 @@ class Originals:
     """Whether main weights are split into bf16 and a remainder, which keeps only one bit pattern of NaN."""
     stored: Callable[[nn.Parameter], torch.Tensor]
     """Reads what the engine stores of a parameter: its main weight, or its weight if it is frozen."""
-    open_space: Callable[[int], Swapper]
-    """Opens a volume of so many bytes on the drives; raises if there is none."""
-    close_space: Callable[[Swapper], None]
-    """Closes that volume."""
-    _swapper: Swapper | None = None
+    directories: InitVar[Sequence[Path]]
+    """On drives, for copies; none: originals that are kept stay in memory."""
     _in_memory: dict[int, torch.Tensor] = field(default_factory=dict)
-    _on_drive: dict[int, Extent] = field(default_factory=dict)
+    """``id`` of a parameter -> the very tensor that it had."""
+    _on_drive: dict[int, torch.Tensor] = field(default_factory=dict)
+    """``id`` of a parameter -> a copy of its values."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, directories: Sequence[Path]) -> None:
+        self._drives = DriveTensors(directories) if directories else None
         # By id: dtype, device, strides, gradient and drives. All of it is lost when a parameter becomes a paged one.
         self._facts = {
             id(parameter): (
@@ -75,15 +76,12 @@ class Originals:
             if not value.numel() or (not is_rounded and self._survives(value, dtype, is_split=slot.spec.is_trainable)):
                 continue
             # A value of the right dtype is here for its NaNs only (`cuts_nans`), and one on a drive takes no memory:
-            # both are kept as they are. Others are written to the volume of `_space`, if there is one.
-            swapper = None if (value.dtype == dtype and not is_rounded) or on_drive(value) else self._space()
-            if swapper is None:
-                self._in_memory[id(parameter)] = value
-                continue
-            source = raw_bytes(value.cpu())
-            extent = swapper.allocate(source.numel(), f"'{slot.spec.fqn}' as it was")
-            swapper.write(extent, source).wait()
-            self._on_drive[id(parameter)] = extent
+            # both are kept as they are. Others are copied to a drive, if there is one with room.
+            if self._drives is not None and (value.dtype != dtype or is_rounded) and not on_drive(value):
+                with contextlib.suppress(StorageError):
+                    self._on_drive[id(parameter)] = self._drives.like(value).copy_(value)
+                    continue
+            self._in_memory[id(parameter)] = value
 
     def _survives(self, value: torch.Tensor, dtype: torch.dtype, *, is_split: bool) -> bool:
         # The sum is NaN if any element is (or if inf and -inf meet: then a copy is kept that is not needed).
@@ -94,21 +92,6 @@ class Originals:
         # Bytes are compared, as NaN does not equal NaN, and -0 equals 0.
         parts = value.as_strided((value.numel(),), (1,)).split(_PART_NUMEL) if is_dense(value) else [value]
         return all(torch.equal(raw_bytes(part.to(dtype).to(value.dtype)), raw_bytes(part)) for part in parts)
-
-    def _space(self) -> Swapper | None:
-        if self._swapper is None:
-            lossy = [
-                parameter.numel() * parameter.element_size()
-                for unit in self._units
-                for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
-                if self._facts[id(parameter)][0] != slot.spec.dtype or slot.spec.packed is not None
-            ]
-            try:
-                # An extent fills whole 4096-byte blocks.
-                self._swapper = self.open_space(sum(-(-size // 4096) * 4096 for size in lossy))
-            except (BudgetTooSmallError, StorageError):
-                return None  # no drive, or a full one
-        return self._swapper
 
     def restore(self) -> None:
         """Make all parameters ordinary again, with their values, dtype, device, strides and gradient.
@@ -139,11 +122,7 @@ class Originals:
         key = id(parameter)
         if key in self._in_memory:
             return self._in_memory[key]
-        if key in self._on_drive and self._swapper is not None:
-            value = torch.empty(parameter.shape, dtype=dtype, device="cpu")
-            self._swapper.read(self._on_drive[key], value.reshape(-1).view(torch.uint8)).wait()
-        else:
-            value = self.stored(parameter)
+        value = self._on_drive[key] if key in self._on_drive else self.stored(parameter)
         for dim, step in enumerate(stride):
             if step == 0:  # an expanded parameter: one element of memory stands for all of this dimension
                 value = value[(slice(None),) * dim + (slice(0, 1),)]
@@ -158,6 +137,3 @@ class Originals:
         self._in_memory.clear()
         self._on_drive.clear()
         self._facts.clear()
-        swapper, self._swapper = self._swapper, None
-        if swapper is not None:
-            self.close_space(swapper)

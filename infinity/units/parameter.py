@@ -81,20 +81,9 @@ class _HeldParameter(nn.Parameter):
     # `ds_*` and `partition_numel` are DeepSpeed's attributes. transformers and PEFT read `ds_numel` to count
     # parameters, Lightning's model summary also `partition_numel`.
 
-    @property
-    def ds_id(self) -> int:
-        """A number that is unique to this parameter."""
-        return id(self)
-
-    @property
-    def ds_numel(self) -> int:
-        """As ``numel()``: here that always counts the whole parameter."""
-        return self.numel()
-
-    @property
-    def ds_shape(self) -> torch.Size:
-        """As ``shape``."""
-        return self.shape
+    ds_id = property(id, doc="A number that is unique to this parameter.")
+    ds_numel = property(torch.Tensor.numel, doc="As ``numel()``: here that always counts the whole parameter.")
+    ds_shape = property(lambda self: self.shape, doc="As ``shape``.")
 
     def partition_numel(self) -> int:
         """Elements per process, rounded up: DeepSpeed's count, which Lightning shows."""
@@ -173,10 +162,7 @@ class _HeldParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter with the true values: a deep copy of a model is a model that no engine holds."""
-        if id(self) not in memo:
-            memo[id(self)] = _plain_copy(self)
-        copy: nn.Parameter = memo[id(self)]
-        return copy
+        return _plain_copy(self)  # `copy.deepcopy` remembers it for tied modules
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         copy = _plain_copy(self)
@@ -334,10 +320,7 @@ class PagedView(torch.Tensor):
             return repr(self.detach().clone().requires_grad_(self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if id(self) not in memo:
-            memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
-        copy: torch.Tensor = memo[id(self)]
-        return copy
+        return self.detach().clone().requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().clone().__reduce_ex__(protocol)
@@ -429,37 +412,36 @@ def empty(tensor: torch.Tensor) -> None:
         set_plain_data(tensor, placeholder(tensor.dtype, tensor.device, tensor.shape))
 
 
-def make_view(tensor: torch.Tensor, place: ViewPlace) -> torch.Tensor:
-    """Turn ``tensor``, a view of a weight or of its `.data` alias, into a `PagedView` without memory."""
-    empty(tensor)
-    tensor.__class__ = PagedView
-    view: Any = tensor
+# Below, `Any` is a tensor whose class changes.
+
+
+def make_view(view: Any, place: ViewPlace) -> torch.Tensor:
+    """Turn ``view``, an ordinary view of a weight or of its `.data` alias, into a `PagedView` without memory."""
+    unbind_view(view)
     view.place = place
-    return tensor
+    made: torch.Tensor = view
+    return made
 
 
-def _make(tensor: Any, kind: type) -> None:
-    tensor.__class__ = kind
-
-
-def bind_view(view: PagedView, values: torch.Tensor) -> None:
+def bind_view(view: Any, values: torch.Tensor) -> None:
     """Turn ``view`` into an ordinary tensor over ``values`` for one operation, until `unbind_view`."""
-    _make(view, torch.Tensor)
+    view.__class__ = torch.Tensor
     set_plain_data(view, values)
 
 
-def unbind_view(view: torch.Tensor) -> None:
+def unbind_view(view: Any) -> None:
     """Turn ``view`` into a `PagedView` without memory again."""
     empty(view)
-    _make(view, PagedView)
+    view.__class__ = PagedView
 
 
-def detach_view(view: torch.Tensor, values: torch.Tensor) -> None:
+def detach_view(view: Any, values: torch.Tensor) -> None:
     """Turn ``view`` into an ordinary tensor over ``values``."""
     if isinstance(view, PagedView):
         del view.__dict__["place"]
-        _make(view, torch.Tensor)
-    set_plain_data(view, values)
+        bind_view(view, values)  # for good
+    else:
+        set_plain_data(view, values)
 
 
 _NO_VALUES = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 import infinity
 from infinity.errors import BudgetTooSmallError, ModelError, StepError
@@ -287,3 +289,38 @@ def test_a_parameter_outside_of_the_model_is_clipped_with_it(tmp_path: Path) -> 
             twins.step(lambda model, number=number: _added_loss(number)(model) * factors[model is twins.plain])
             assert twins.engine.get_global_grad_norm() == float(norms[-1])
         assert torch.equal(factors[True], factors[False])
+
+
+class _Recorded(Dataset[torch.Tensor]):
+    """Four samples, and the order in which they were drawn."""
+
+    def __init__(self) -> None:
+        self.drawn: list[int] = []
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.drawn.append(index)
+        return torch.full((8,), float(index))
+
+
+def test_a_new_layout_keeps_the_place_in_the_data_and_the_timeline(tmp_path: Path) -> None:
+    model, samples, trace = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), _Recorded(), tmp_path / "trace.json"
+    model[0].requires_grad_(False)
+    engine, optimizer, *_ = infinity.initialize(
+        model=model,
+        optimizer=_adamw(list(model[1].parameters())),
+        training_data=samples,
+        config=everything_on_nvme(tmp_path, {"optimizer": None, "infinity": {"timeline": str(trace)}}),
+    )
+    with engine:
+        for _ in range(2):
+            engine.train_batch(loss_fn=lambda output, batch: output.square().mean())
+        optimizer.add_param_group({"params": list(model[0].requires_grad_(True).parameters())})
+        for _ in range(2):
+            engine.train_batch(loss_fn=lambda output, batch: output.square().mean())
+    assert sorted(samples.drawn) == [0, 1, 2, 3]
+    events = json.loads(trace.read_text())["traceEvents"]
+    rows = {event["tid"] for event in events if event["name"] == "thread_name" and event["args"]["name"] == "steps"}
+    assert sum(event["ph"] == "X" and event["tid"] in rows for event in events) == 4
