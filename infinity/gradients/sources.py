@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
+from infinity.device.compute import ComputeDevice, Fence, FlatBuffer, gradient_norms
 from infinity.device.download_ring import DownloadRing
 from infinity.units.layout import Chunk, ParameterSlice, Slot, in_memory_order
 from infinity.units.unit import Unit
@@ -38,12 +38,9 @@ class GradientSource:
         """Bytes of their memory, from its beginning, that the update has used up, if somebody wants to know it."""
         self.on_release: Callable[[], None] | None = None
         """Called, from any thread, when their memory is free, or more of it."""
-        self._slots = list(slots)
-        self._is_released = False
-
-    def slots(self) -> Sequence[Slot]:
+        self.slots: Sequence[Slot] = list(slots)
         """The parameters that have a gradient."""
-        return self._slots
+        self._is_released = False
 
     def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
         """Start to bring the chunk's gradients into ``scratch`` (``dtype``, ``chunk.numel``), if they are not in memory."""
@@ -154,9 +151,10 @@ class GradientBuffer:
         """The main gradient of one parameter, with its shape and strides."""
         return self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start)
 
-    def views(self, slots: Iterable[Slot]) -> list[torch.Tensor]:
-        """`view` of each."""
-        return [self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start) for slot in slots]
+    def norms(self, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
+        """Slot index -> 2-norm of the parameter's gradient (0-dim fp32)."""
+        views = [self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start) for slot in slots]
+        return dict(zip([slot.index for slot in slots], gradient_norms(views), strict=True))
 
     def tracked_view(self, slot: Slot) -> torch.Tensor:
         """As `view`, for others to keep: `is_referenced` as long as they hold it, or anything that looks at the same memory."""

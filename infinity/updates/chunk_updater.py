@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity.numerics.chunk_format import ChunkBuffer
+from infinity.numerics.chunk_format import WEIGHT, ChunkBuffer
 from infinity.numerics.state_codec import Noise, StateWindow
 from infinity.numerics.state_format import StateFormat
 from infinity.optim.fused_adam import STATES, FusedAdam
@@ -297,7 +297,7 @@ class ChunkUpdater:
                 of_part[name].copy_(tensors[name])
             del tensors  # before the next block creates its own: one block's states at a time
             if workspace.main is None:
-                workspace.write_main(at, main)
+                workspace.write(WEIGHT, at, main)
         return names, scalars
 
     def _opened(
@@ -310,7 +310,7 @@ class ChunkUpdater:
                 slope = workspace.gradient[span].copy_(gradient)
         else:
             main, slope = self._scratch(gradient.numel(), gradient.device)
-            workspace.read_main(span, main)
+            workspace.read(WEIGHT, span, main)
             slope.copy_(gradient)
         # Gradients that are kept after the step must not be clipped in place.
         if job.clip_coefficient is not None:
@@ -327,7 +327,7 @@ class ChunkUpdater:
 
     def update_empty(self, job: UpdateJob) -> None:
         """Parameters that have no elements, or none here, are in no chunk; their steps count all the same."""
-        for slot in job.gradients.slots():
+        for slot in job.gradients.slots:
             if slot.index in job.slots and slot.index not in job.advanced:
                 state = self.states[job.unit.index, slot.index]
                 empty = torch.empty(0, dtype=torch.float32, device="cpu")

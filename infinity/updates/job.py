@@ -119,7 +119,7 @@ class UpdateJob:
     def __post_init__(self, is_shard: bool, uses_flat: bool) -> None:
         unit, chunks = self.unit, self.chunks
         # Parameters in no group, and those without a gradient, are not updated.
-        self.slots = self.groups.keys() & {slot.index for slot in self.gradients.slots()}
+        self.slots = self.groups.keys() & {slot.index for slot in self.gradients.slots}
         segment = unit.layout.trainable
         self.updates_all = segment is not None and len(self.slots) == len(segment.slots)
         """Whether all trainable parameters of the unit are."""

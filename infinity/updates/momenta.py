@@ -153,7 +153,7 @@ class CompressedMomenta:
                         gradient.mul_(multiplier.cpu())
                     momentum = torch.empty_like(gradient)
                     span = slice(param_slice.offset, param_slice.offset + param_slice.numel)
-                    lease.workspace.read_state(_MOMENTUM, span, momentum)
+                    lease.workspace.read(_MOMENTUM, span, momentum)
                     # momentum = beta1 * momentum + (1 - beta1) * gradient, in the memory of the gradient.
                     torch.lerp(momentum, gradient, 1 - beta1[param_slice.slot], out=gradient)
             finally:

@@ -217,7 +217,7 @@ class Stepper:
                     continue
                 self.parameter_cache.await_update(unit)
                 source = self.gradients.add_for_update(unit, gradients, self._norms)
-                self.used_up.update((unit.index, slot.index) for slot in source.slots())
+                self.used_up.update((unit.index, slot.index) for slot in source.slots)
                 gradients.clear()
                 waiting.popleft()
                 self._submit(unit, source, None if self._divisor == 1 else _scalar(1.0 / self._divisor))
@@ -245,7 +245,7 @@ class Stepper:
         if self._groups is None:
             self._groups = self.step_groups.begin()
         # What is in no group is not updated.
-        groups = self._groups.of_each({slot.index: unit.parameters[slot.index] for slot in source.slots()})
+        groups = self._groups.of_each({slot.index: unit.parameters[slot.index] for slot in source.slots})
         # IS_MOMENTUM tells OneBitAdam's update that it gets a momentum in place of a gradient.
         if are_momenta:
             groups = {index: {**group, IS_MOMENTUM: True} for index, group in groups.items()}

@@ -59,7 +59,7 @@ class _Twin:
     def require_used(self, source: GradientSource, unit: Unit, *, is_kept: bool = False) -> None:
         """``source`` has what is expected, and nothing is expected of the unit from now on."""
         expected = self.of(unit)
-        assert {slot.index for slot in source.slots()} == expected.keys()
+        assert {slot.index for slot in source.slots} == expected.keys()
         for chunk in unit.layout.chunks(CHUNK_GRANULE):
             scratch = torch.full((chunk.numel,), torch.nan, dtype=source.dtype)
             if (handle := source.prepare(chunk, scratch)) is not None:
