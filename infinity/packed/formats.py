@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from infinity.numerics.remainder import has_kernels
 from infinity.packed.blocks import APART, FP8_TILE, LEVELS, NF4_BLOCK, NF4_RECORD_BYTES
 
 # Loading and packing a base under a budget of 40 MiB peaked at 54 MiB with parts of 4 MB: the C library's heap kept
@@ -110,10 +111,10 @@ class PackedFormat(ABC):
 
         On the CPU, ``stored`` may be at the end of the memory of ``out`` if `saves_memory` is true.
         """
-        if out.device.type == "cpu":
+        if has_kernels(out):
             self._unpack_on_cpu(stored, shape, out)
-        else:
-            self._unpack_by_torch(stored, shape, out)
+        else:  # a copy, where they may share memory
+            self._unpack_by_torch(stored.clone() if out.device.type == "cpu" else stored, shape, out)
 
     def _unpack_on_cpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
         from infinity.packed.kernels import UNPACK
@@ -124,7 +125,7 @@ class PackedFormat(ABC):
 
     @abstractmethod
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
-        """Unpack with torch's operations, on a GPU. ``stored`` and ``out`` share no memory."""
+        """Unpack with torch's operations: on a GPU, or without a compiler. ``stored`` and ``out`` share no memory."""
 
 
 class Nf4(PackedFormat):
