@@ -17,9 +17,8 @@ from infinity.device.compute import gradient_norm
 from infinity.distributed.collectives import Ranks
 from infinity.errors import AccessError
 from infinity.gradients.gradient_exchange import GradientExchange, ShardUpdates, UnitExchange
-from infinity.gradients.sources import FP32_BYTES, GradientBuffer
+from infinity.gradients.main_gradients import FP32_BYTES, GradientBuffer, UnitGrads
 from infinity.gradients.store import GradientStore
-from infinity.gradients.unit_grads import UnitGrads
 from infinity.threads.denormals import flushes_denormals
 from infinity.units.layout import Slot
 from infinity.units.shards import Shards, runs_of

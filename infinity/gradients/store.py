@@ -14,16 +14,18 @@ from infinity.device.compute import ComputeDevice, FlatBuffer, gradient_norms
 from infinity.device.flat_pool import FlatPool
 from infinity.gradients.held_gradients import HeldGradients
 from infinity.gradients.loss_scaler import LossScaler
-from infinity.gradients.sources import (
+from infinity.gradients.main_gradients import (
     FP32_BYTES,
+    Arrivals,
     DeviceGradients,
     GradientBuffer,
     GradientSource,
+    MainGradDtype,
     MemoryGradients,
     SpilledGradients,
     SpillingWrite,
+    UnitGrads,
 )
-from infinity.gradients.unit_grads import Arrivals, MainGradDtype, UnitGrads
 from infinity.metrics.clock import StepClock
 from infinity.tiers.extent_labels import gradient_contents
 from infinity.units.layout import Slot, in_slot_order

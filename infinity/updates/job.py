@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
-from infinity.gradients.sources import GradientSource
+from infinity.gradients.main_gradients import GradientSource
 from infinity.threads.denormals import flushes_denormals
 from infinity.units.layout import Chunk, Slot
 from infinity.units.unit import Arrival, Unit

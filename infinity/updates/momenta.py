@@ -23,9 +23,9 @@ import torch
 from infinity.device.drive_tensors import write_out
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.sign_compression import ErrorFeedback, compressed_mean, server_numel
+from infinity.gradients.main_gradients import GradientBuffer
 from infinity.gradients.rank_checks import norms_of_ranks
 from infinity.gradients.reducer import NewGradients, ReducedGradients
-from infinity.gradients.sources import GradientBuffer
 from infinity.optim.groups import Groups
 from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.tiers.state_store import StateStore

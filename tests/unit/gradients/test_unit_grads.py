@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from infinity.device.compute import ComputeDevice, gradient_norm
 from infinity.device.flat_pool import FlatPool
-from infinity.gradients.sources import FP32_BYTES, GradientSource
+from infinity.gradients.main_gradients import FP32_BYTES, GradientSource, MainGradDtype
 from infinity.gradients.store import GradientStore
-from infinity.gradients.unit_grads import MainGradDtype
 from infinity.metrics.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
 from infinity.units.unit import Unit

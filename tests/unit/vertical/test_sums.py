@@ -12,8 +12,8 @@ import torch
 from infinity.device.compute import ComputeDevice, gradient_norm
 from infinity.device.flat_pool import FlatPool
 from infinity.distributed.collectives import Ranks
+from infinity.gradients.main_gradients import MainGradDtype
 from infinity.gradients.reducer import ReducedGradients
-from infinity.gradients.unit_grads import MainGradDtype
 from infinity.metrics.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
 from infinity.units.unit import Unit
