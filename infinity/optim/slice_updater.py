@@ -164,13 +164,9 @@ class SliceUpdater:
             name: value for name, value in after.items() if name not in values or not same_values(value, values[name])
         }
 
-    def names_under(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the float32 state tensors of a parameter's shape in `schema_under`."""
-        return self.schema_under(values).elementwise
-
     def state_names(self, group_index: int) -> tuple[str, ...]:
-        """`names_under` the hyperparameters that this group has now."""
-        return self.names_under(hyperparameters(self._wrapped_optimizer.param_groups[group_index]))
+        """Names of the float32 state tensors of a parameter's shape, under the hyperparameters that this group has now."""
+        return self.schema_under(hyperparameters(self._wrapped_optimizer.param_groups[group_index])).elementwise
 
     def update(
         self,

@@ -276,7 +276,16 @@ def wrap_optimizer(
     # States under other keys belong to no parameter, and a slice could not use them.
     keys: list[Any] = list(optimizer.state)
     refuse_common(optimizer, [key for key in keys if not isinstance(key, Tensor)])
-    _check_groups([group["params"] for group in optimizer.param_groups], fqns)
+    missing = _check_groups([group["params"] for group in optimizer.param_groups], fqns)
+    # Only a warning, as torch trains such models, too: it is often intended (an adapter's base).
+    if missing:
+        logger.warning(
+            "%d trainable parameters are in no parameter group (the first is '%s'): as in torch, they get gradients "
+            "and no updates. Freeze them with requires_grad_(False), which saves the memory and time for their "
+            "gradients and states",
+            len(missing),
+            missing[0],
+        )
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise OptimizerNotPageableError(
@@ -410,7 +419,8 @@ def _recipe(source: Any, device: torch.device) -> functools.partial[Optimizer] |
     )
 
 
-def _check_groups(members: Sequence[Sequence[Any]], fqns: Mapping[Parameter, str]) -> None:
+def _check_groups(members: Sequence[Sequence[Any]], fqns: Mapping[Parameter, str]) -> list[str]:
+    """See that groups hold parameters of the model, each trainable one once. Returns names of those that are in none."""
     places: dict[Tensor, list[int]] = {}
     for index, group in enumerate(members):
         for param in group:
@@ -429,21 +439,12 @@ def _check_groups(members: Sequence[Sequence[Any]], fqns: Mapping[Parameter, str
                 )
             places.setdefault(param, []).append(index)
     trainable = {param: fqn for param, fqn in fqns.items() if param.requires_grad}
-    # Only a warning, as torch trains such models, too: it is often intended (an adapter's base).
-    missing = [fqn for param, fqn in trainable.items() if param not in places]
-    if missing:
-        logger.warning(
-            "%d trainable parameters are in no parameter group (the first is '%s'): as in torch, they get gradients "
-            "and no updates. Freeze them with requires_grad_(False), which saves the memory and time for their "
-            "gradients and states",
-            len(missing),
-            missing[0],
-        )
     repeated = [param for param in trainable if len(places.get(param, [])) > 1]
     if repeated:
         raise ModelError.in_two_groups(
             trainable[repeated[0]], group_indices=places[repeated[0]], num_others=len(repeated) - 1
         )
+    return [fqn for param, fqn in trainable.items() if param not in places]
 
 
 def _compact(value: Any) -> Any:

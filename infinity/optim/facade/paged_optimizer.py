@@ -6,7 +6,6 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from itertools import chain
 from types import FunctionType, MethodType
@@ -304,13 +303,13 @@ class PagedOptimizer(Optimizer):
         return self._num_changes, self._keeper.num_loads  # steps here, and loads that go past this object
 
     def _read(self, param: Tensor) -> dict[str, Any]:
-        with self.reading_states():
+        with self._backend.optimizer_lock("optimizer.state"):  # all of one step
             self._assigned.check()  # what the script wrote after assigning is not stored: it would read other values
             return self.gather_state(param)
 
     def _read_whole(self, param: Tensor, *, has_main: bool) -> dict[str, Any]:
         """A parameter's entry of a state dict, joined from its tiles."""
-        with self.reading_states():
+        with self._backend.optimizer_lock("optimizer.state"):  # all of one step
             parts, tiled = self._wrapped_optimizer.tiled.all_of(param), self._wrapped_optimizer.tiled.of(param)
             entries = [self._read(part) for part in parts]
             if has_main:
@@ -319,7 +318,7 @@ class PagedOptimizer(Optimizer):
             return entries[0] if tiled is None else tiled.join_entries(entries)
 
     def _store(self, param: Tensor, values: dict[str, Any]) -> None:
-        with self.reading_states():
+        with self._backend.optimizer_lock("optimizer.state"):  # all of one step
             self._assigned.check()
             plain = {
                 # A value that was read and is stored again is a protected copy: the keeper gets the tensor itself.
@@ -328,11 +327,6 @@ class PagedOptimizer(Optimizer):
             }
             self.load_state(param, plain)
             self._assigned.add(self._wrapped_optimizer.fqn(param), values)
-
-    def reading_states(self) -> AbstractContextManager[None]:
-        """States that are read or written inside the ``with`` block are those of one step."""
-        lock: AbstractContextManager[None] = self._backend.optimizer_lock("optimizer.state")
-        return lock
 
     def has_state(self, param: Tensor) -> bool:
         """Whether a parameter has state."""
