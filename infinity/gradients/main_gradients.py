@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,20 +191,17 @@ class GradientBuffer:
                 target.copy_(source)
                 continue
             # torch adds bf16 and fp32 in fp32. It converts an operand as a whole: block by block that is bounded.
-            for start, values in _blocks_of(source, landing):
+            blocks: Iterable[tuple[int, torch.Tensor]]
+            if source.device.type == "cpu":
+                blocks = zip(range(0, source.numel(), _BLOCK_NUMEL), source.split(_BLOCK_NUMEL), strict=False)
+            else:
+                blocks = landing.blocks(source, _BLOCK_NUMEL)
+            for start, values in blocks:
                 place = target[start : start + values.numel()]
                 if is_new:
                     place.copy_(values)
                 else:
                     place.add_(values)
-
-
-def _blocks_of(source: torch.Tensor, landing: DownloadRing[Any]) -> Iterator[tuple[int, torch.Tensor]]:
-    if source.device.type != "cpu":
-        yield from landing.blocks(source, _BLOCK_NUMEL)
-        return
-    for start in range(0, source.numel(), _BLOCK_NUMEL):
-        yield start, source[start : start + _BLOCK_NUMEL]
 
 
 class MemoryGradients(GradientSource):

@@ -27,6 +27,7 @@ import torch
 from infinity.numerics.remainder import REMAINDER_DTYPE, join, split
 from infinity.numerics.state_codec import decode, encode
 from infinity.numerics.state_format import StateFormat
+from swapper.config import round_up
 
 # O_DIRECT needs addresses, offsets and sizes that are multiples of the drive's block size.
 RECORD_GRANULE = 4096
@@ -193,8 +194,8 @@ class ChunkFormat:
         """Bytes on a drive for ``numel`` elements in chunks of ``chunk_numel``, or in one."""
         # The last chunk of a unit may be shorter: it is padded to a block of its own.
         num_chunks, rest = divmod(numel, chunk_numel or max(numel, 1))
-        whole = _to_granule(self.record_bytes(chunk_numel or numel, num_states))
-        return num_chunks * whole + _to_granule(self.record_bytes(rest, num_states))
+        whole = round_up(self.record_bytes(chunk_numel or numel, num_states), RECORD_GRANULE)
+        return num_chunks * whole + round_up(self.record_bytes(rest, num_states), RECORD_GRANULE)
 
     def workspace_bytes(self, numel: int, num_states: int) -> int:
         """Bytes of the working memory for one chunk of ``numel`` elements."""
@@ -252,7 +253,3 @@ class ChunkFormat:
         if remainder is None:
             main = weight if self.main is MainWeight.MODEL_WEIGHT else record[:start].view(torch.float32)
         return ChunkBuffer(main, remainder, states, gradient, weight, record, self.states)
-
-
-def _to_granule(num_bytes: int) -> int:
-    return -(-num_bytes // RECORD_GRANULE) * RECORD_GRANULE

@@ -393,14 +393,11 @@ class Stepper:
     def _rank_of(self, unit: Unit) -> int:
         """The unit's place in the next forward."""
         if not self._ranks:
-            self._ranks = {index: rank for rank, index in enumerate(self._forward_order())}
+            self._ranks = {each.index: rank for rank, each in enumerate(self._in_forward_order())}
         return self._ranks[unit.index]
 
     def _in_forward_order(self) -> list[Unit]:
-        return [self.units[index] for index in self._forward_order()]
-
-    def _forward_order(self) -> list[int]:
-        return self.parameter_cache.training_schedule.forward_order(len(self.units))
+        return [self.units[index] for index in self.parameter_cache.training_schedule.forward_order(len(self.units))]
 
     def _check_groups_unchanged(self, step: int) -> None:
         changed = self.step_groups.read().changed_since(self._groups) if self._groups is not None else []
