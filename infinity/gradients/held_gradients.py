@@ -90,7 +90,12 @@ class PagedGradient(torch.Tensor):
             with without_torch_function():
                 return func(*args, **kwargs)
         if func == _ASSIGNING_DATA:
-            _replace(*args)
+            gradient, values = args
+            if values.shape != gradient.shape:
+                raise ValueError(
+                    f"a gradient of shape {tuple(gradient.shape)} cannot get data of shape {tuple(values.shape)}"
+                )
+            gradient.detach().copy_(values)
             return None
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
         # One tensor after the other, so that one at a time is in memory. These functions treat each by itself.
@@ -103,13 +108,6 @@ class PagedGradient(torch.Tensor):
 
 
 _ASSIGNING_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-def _replace(gradient: PagedGradient, values: torch.Tensor) -> None:
-    """``gradient.data = values``."""
-    if values.shape != gradient.shape:
-        raise ValueError(f"a gradient of shape {tuple(gradient.shape)} cannot get data of shape {tuple(values.shape)}")
-    gradient.detach().copy_(values)
 
 
 def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

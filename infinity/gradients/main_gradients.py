@@ -50,9 +50,9 @@ class GradientSource:
     def of_chunk(self, chunk: Chunk, slices: Sequence[ParameterSlice], scratch: torch.Tensor) -> torch.Tensor:
         """The gradients of ``slices``, each where it lies in the chunk: 1-D; may be changed in place unless `is_kept`.
 
-        ``scratch`` is that of the chunk, see `prepare`.
+        ``scratch`` is that of the chunk, into which `prepare` has brought them.
         """
-        raise NotImplementedError
+        return scratch
 
     def on_used(self, chunk: Chunk) -> None:
         """This chunk's gradients, and all before it, are used up. For the last chunk, `release` is called instead."""
@@ -242,9 +242,6 @@ class SpilledGradients(GradientSource):
         self._swapper.read(self._extent, landing, offset=offset).wait()
         scratch.copy_(landing)
         return None
-
-    def of_chunk(self, chunk: Chunk, slices: Sequence[ParameterSlice], scratch: torch.Tensor) -> torch.Tensor:
-        return scratch
 
 
 @dataclass(slots=True, eq=False)

@@ -72,7 +72,8 @@ class WrappedOptimizer:
         self._fqns = dict(fqns)
         self._known = frozenset(map(id, self._fqns))
         self._members = Members(optimizer.param_groups, self._known)
-        self._reserved: dict[Parameter, None] = {}
+        self.reserved: dict[Parameter, None] = {}
+        """Parameters that `reserve_states` has named, as an ordered set."""
 
     @property
     def name(self) -> str:
@@ -95,11 +96,7 @@ class WrappedOptimizer:
 
     def reserve_states(self, parameters: Iterable[Parameter]) -> None:
         """These have room and keep it where all is laid out anew, though they may have left their groups meanwhile."""
-        self._reserved = dict.fromkeys(parameters)
-
-    def has_reserved_states(self, parameter: Parameter) -> bool:
-        """Whether `reserve_states` has named it."""
-        return parameter in self._reserved
+        self.reserved = dict.fromkeys(parameters)
 
     def with_states(self) -> list[Parameter]:
         """Parameters that get room for main weights and states: in a group, reserved, or trainable."""
@@ -107,7 +104,7 @@ class WrappedOptimizer:
             return []
         # Once each, in this order: groups, parameters that had left them, and trainable ones that may still join.
         trainable = (parameter for parameter in self._fqns if parameter.requires_grad)
-        return list(dict.fromkeys([*self.params(), *self._reserved, *trainable]))
+        return list(dict.fromkeys([*self.params(), *self.reserved, *trainable]))
 
     def members(self) -> Members:
         """Which parameter is in which group now."""

@@ -270,7 +270,7 @@ def _with_states(
     return [
         p
         for p in wrapped_optimizer.with_states()
-        if wrapped_optimizer.has_reserved_states(p) or not (is_left_out(p) or id(p) in packed)
+        if p in wrapped_optimizer.reserved or not (is_left_out(p) or id(p) in packed)
     ]
 
 

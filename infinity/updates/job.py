@@ -146,7 +146,6 @@ class UpdateJob:
         """Held by the worker that waits for `flat_arrival`. Taken alone."""
         self.has_begun = False
         """Whether the stream has taken it."""
-        self.is_finished = False
         self._finished = Latch()
         self._error: BaseException | None = None
         # A worker computes as the training thread would: denormals and numbers of threads are settings of each thread.
@@ -211,11 +210,10 @@ class UpdateJob:
         self.flat = self.weights = None
         self.flat_arrival = None
         # Last: whoever waits may look at everything above.
-        self.is_finished = True
         self._finished.set()
 
     def done(self) -> bool:
-        return self.is_finished
+        return self._finished.is_set()
 
     def promote(self) -> None:
         """Run the job next: the unit is waited for."""
