@@ -40,6 +40,9 @@ _ONE_CYCLE_SECOND_BETA = 0.99  # DeepSpeed's constant; see the module docstring.
 class _Schedule(LRScheduler):
     """A closed form of the number of finished steps. Subclasses set their fields before they call this constructor."""
 
+    total_num_steps = 0
+    """Steps at which a rate that falls is at its end; 0: it does not fall."""
+
     @property
     def last_batch_iteration(self) -> int:
         """DeepSpeed's count: the index of the last batch whose step has ended, -1 before the first."""
@@ -134,7 +137,10 @@ class WarmupLR(_Schedule):
         return [low + (high - low) * fraction for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _fraction(self, index: int) -> float:
-        return self._warmed_up(index)
+        if index < self.warmup_num_steps or not self.total_num_steps:
+            return self._warmed_up(index)
+        # From 1 at the end of the warm-up to 0 at `total_num_steps`; never below, if training goes on.
+        return max(0.0, (self.total_num_steps - index) / max(1, self.total_num_steps - self.warmup_num_steps))
 
 
 class WarmupDecayLR(WarmupLR):
@@ -153,12 +159,6 @@ class WarmupDecayLR(WarmupLR):
         # Before the base class: its constructor computes the first rates, which need the total.
         self._set_warmup(warmup_num_steps, warmup_type, total_num_steps)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_epoch)
-
-    def _fraction(self, index: int) -> float:
-        if index < self.warmup_num_steps:
-            return self._warmed_up(index)
-        # From 1 at the end of the warm-up to 0 at `total_num_steps`; never below, if training goes on.
-        return max(0.0, (self.total_num_steps - index) / max(1, self.total_num_steps - self.warmup_num_steps))
 
 
 class WarmupCosineLR(_Schedule):

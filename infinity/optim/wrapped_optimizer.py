@@ -49,10 +49,8 @@ class WrappedOptimizer:
         self.optimizer = optimizer
         self.device = device
         self.tiled = tiled or TiledGroups()
-        self._moved_dtypes: dict[Parameter, dict[str, torch.dtype]] = {}
-        """The dtypes of states that `pop_initial_states` has moved out, to restore them."""
-        self._moved_mains: dict[Parameter, Tensor] = {}
-        """The main weights that it has moved out."""
+        self._moved: dict[Parameter, tuple[dict[str, torch.dtype], Tensor | None]] = {}
+        """The dtypes of states that `pop_initial_states` has moved out, and main weights, to restore them."""
         self._untouched: dict[Any, Any] = {}
         """States that the optimizer's constructor made and no step has changed, as torch's ``optimizer.state``."""
         # What constructors of known classes fill states with: zeros, or Adagrad's initial_accumulator_value.
@@ -172,8 +170,6 @@ class WrappedOptimizer:
         groups = self.read()
         for param in list(self.params()):
             state, main = without_main_weight(self.optimizer.state.pop(param, None) or {})
-            if main is not None:
-                self._moved_mains[param] = main  # kept for `restore_states`: the caller's may have been freed
             if main is not None or not self._is_untouched(state):
                 large = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
                 # Small entries go through the class's own load_state_dict, with one element in place of each large
@@ -181,7 +177,8 @@ class WrappedOptimizer:
                 small = {name: one_element() if name in large else value for name, value in state.items()}
                 # Step counts may have to move to where updates run.
                 loaded = executor.load(groups.of(param) or {}, small, one_element(self.device))
-                self._moved_dtypes[param] = {name: value.dtype for name, value in large.items()}
+                # The main weight is kept for `restore_states`: the caller's may have been freed.
+                self._moved[param] = {name: value.dtype for name, value in large.items()}, main
                 with_main = {} if main is None else {MAIN_WEIGHT: main}
                 yield param, {name: _as_main(large.get(name, value)) for name, value in loaded.items()} | with_main
             elif state:
@@ -206,10 +203,9 @@ class WrappedOptimizer:
         Args:
             read: gives a state that was taken, from where it was put.
         """
-        for param, dtypes in self._moved_dtypes.items():
+        for param, (dtypes, main) in self._moved.items():
             state = read(param)
             given = {name: value.to(dtypes[name]) if name in dtypes else value for name, value in state.items()}
-            main = self._moved_mains.get(param)
             self.optimizer.state[param] = given if main is None else with_main_weight(given, main)
         self.restore_untouched()
 
@@ -220,7 +216,7 @@ class WrappedOptimizer:
     def forget_untouched(self) -> None:
         """`restore_states` will not be called."""
         self._untouched.clear()
-        self._moved_mains.clear()
+        self._moved.clear()
 
 
 def wrap_optimizer(
