@@ -33,8 +33,7 @@ from infinity.engine.run_notes import RunNotes
 from infinity.errors import BudgetTooSmallError, ConfigError, ModelError
 from infinity.machine.bandwidth_cache import with_measured_io
 from infinity.metrics.monitors import Monitors
-from infinity.optim.facade.paged_optimizer import PagedOptimizer
-from infinity.optim.facade.passed_optimizer import PassedOptimizer, begin_anew
+from infinity.optim.facade.paged_optimizer import PagedOptimizer, PassedOptimizer, begin_anew
 from infinity.optim.groups import TiledGroups
 from infinity.optim.lr_schedules import build_scheduler
 from infinity.optim.scheduler_state import NOT_KEPT, can_be_kept, needs_samples

@@ -26,7 +26,8 @@ write the message, so messages are worded in this file only.
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -448,3 +449,10 @@ def _shorten(value: object, limit: int = 120) -> str:
     # A config value may be a whole nested dict, and the message has to stay readable.
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known name that is most similar to ``name`` in any case of letters, or None."""
+    lowered = {key.lower(): key for key in known}
+    matches = get_close_matches(name.lower(), lowered, n=1, cutoff=cutoff)
+    return lowered[matches[0]] if matches else None

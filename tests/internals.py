@@ -34,8 +34,8 @@ from infinity.distributed.world import world
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import end_all_at_exit, wait_for_collected
 from infinity.gradients import store as gradient_store
+from infinity.gradients.main_gradients import Arrivals, MainGradDtype
 from infinity.gradients.store import GradientStore
-from infinity.gradients.unit_grads import Arrivals, MainGradDtype
 from infinity.metrics.clock import StepClock
 from infinity.optim.registry import BY_NAME
 from infinity.plan import cost_model, placement

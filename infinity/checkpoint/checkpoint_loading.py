@@ -21,7 +21,7 @@ from infinity.errors import CheckpointError, InfinityError, ModelError, listed
 from infinity.metrics.progress import Note, progress
 from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.plain_data import UNREADABLE
-from infinity.optim.named_groups import in_order_of
+from infinity.optim.groups import in_order_of
 from infinity.optim.scheduler_state import scheduler_with
 from infinity.threads.openmp import one_thread
 from infinity.units.buffers import persistent_buffers, write_buffer

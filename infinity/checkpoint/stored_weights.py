@@ -9,7 +9,7 @@ import torch
 
 from infinity.checkpoint.record_stream import RecordStream
 from infinity.errors import ModelError
-from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkFormat, MainWeight
+from infinity.numerics.chunk_format import RECORD_GRANULE, WEIGHT, ChunkFormat, MainWeight
 from infinity.numerics.raw_bytes import checksum
 from infinity.numerics.remainder import split_bits
 from infinity.packed.formats import NotFiniteError
@@ -95,7 +95,7 @@ class StoredWeights:
         with self.stream.changing(unit, chunk, main_only=True) as (workspace, _):
             for param_slice in chunk.slices:
                 original = in_memory_order(originals[param_slice.slot.index], param_slice.slot)
-                workspace.write_main(_span_of(param_slice), original[param_slice.start : param_slice.stop])
+                workspace.write(WEIGHT, _span_of(param_slice), original[param_slice.start : param_slice.stop])
                 if self.splits_main_weights:
                     unit.weights_of(chunk)[_span_of(param_slice)].copy_(workspace.weight[_span_of(param_slice)])
 
@@ -177,8 +177,8 @@ class StoredWeights:
                 integer = {2: torch.int16, 4: torch.int32}[new.element_size()]
                 is_kept = workspace.weight[span].view(integer) == new.view(integer)
                 main = torch.empty(param_slice.numel, dtype=torch.float32, device=new.device)
-                workspace.read_main(span, main)
-                workspace.write_main(span, torch.where(is_kept, main, new.float()))
+                workspace.read(WEIGHT, span, main)
+                workspace.write(WEIGHT, span, torch.where(is_kept, main, new.float()))
 
     def packed_bytes(self, unit: Unit, slot: Slot) -> torch.Tensor | None:
         """The stored bytes of a packed weight; None if it is not packed, or its unit is resident."""

@@ -17,9 +17,8 @@ from infinity.config.reading import apply_rules, overridden, read_strictness, ti
 from infinity.config.resolve import resolve
 from infinity.config.resolved import InfinityConfig
 from infinity.config.schema.block import Findings
-from infinity.config.schema.vocabulary import nearest
 from infinity.distributed.process_groups import num_processes
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, nearest
 from infinity.optim.lr_schedules import schedule_parameters
 
 logger = logging.getLogger(__name__)

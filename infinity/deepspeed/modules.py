@@ -15,10 +15,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from infinity.config.schema.vocabulary import nearest
 from infinity.deepspeed.contents import comm
 from infinity.deepspeed.contents.names import REFUSED, TABLE
 from infinity.deepspeed.path import PATH, explained, relative
+from infinity.errors import nearest
 
 
 def _content(lines: Sequence[str]) -> dict[str, Any]:

@@ -29,8 +29,7 @@ from infinity.loop.batches import ModelCall
 from infinity.loop.loader import OwnBatches
 from infinity.loop.phase import Phase
 from infinity.metrics.monitors import Monitors
-from infinity.optim.facade.paged_optimizer import PagedOptimizer
-from infinity.optim.facade.passed_optimizer import PassedOptimizer
+from infinity.optim.facade.paged_optimizer import PagedOptimizer, PassedOptimizer
 from infinity.optim.scheduler_state import step_arguments
 from infinity.threads.engine_lock import locked, refuse_in_between
 from infinity.vertical.step import StepOptions

@@ -31,8 +31,8 @@ from infinity.engine.shutdown import wait_for_collected
 from infinity.gradients.gradient_exchange import GradientExchange
 from infinity.gradients.live_gradients import LiveGradients
 from infinity.gradients.loss_scaler import LossScaler
+from infinity.gradients.main_gradients import MainGradDtype
 from infinity.gradients.reducer import ReducedGradients
-from infinity.gradients.unit_grads import MainGradDtype
 from infinity.loop.accumulation import Accumulation
 from infinity.loop.backward import Backwards
 from infinity.loop.module_hooks import ModuleHooks

@@ -13,7 +13,7 @@ from infinity.device.flat_pool import FlatPool
 from infinity.distributed.collective_thread import CollectiveThread
 from infinity.engine.planned import Planned
 from infinity.errors import BudgetTooSmallError, EngineClosedError, StorageError
-from infinity.gradients.unit_grads import Arrivals
+from infinity.gradients.main_gradients import Arrivals
 from infinity.machine.here import room_bytes
 from infinity.metrics.reporter import DriveCounters
 from infinity.plan.placement import HOST_KEY

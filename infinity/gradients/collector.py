@@ -23,7 +23,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
@@ -44,7 +44,7 @@ Key = tuple[int, int]
 class GradientCollector:
     """Delivers each unit's gradients of one micro-batch, at most twice: when it is complete, and leftovers at the end."""
 
-    units: InitVar[Sequence[Unit]]
+    _units: Sequence[Unit]
     """All units, by index."""
     _num_owners: Mapping[Key, int]
     """(unit, slot) -> number of modules that have the parameter as their own."""
@@ -74,9 +74,6 @@ class GradientCollector:
     taker: int | None = None
     """The thread that takes gradients with `pop_gradients`; None: they are delivered."""
     _handles: list[Any] = field(default_factory=list)
-
-    def __post_init__(self, units: Sequence[Unit]) -> None:
-        self._units = list(units)
 
     def watch(self, handles: list[Any]) -> None:
         """Hook the parameters. ``handles`` get those of the hooks, and may have others."""

@@ -21,8 +21,7 @@ import torch
 from infinity.distributed.collective_thread import CollectiveThread
 from infinity.distributed.collectives import Ranks
 from infinity.errors import EngineClosedError
-from infinity.gradients.sources import GradientBuffer, GradientSource
-from infinity.gradients.unit_grads import UnitGrads
+from infinity.gradients.main_gradients import GradientBuffer, GradientSource, UnitGrads
 from infinity.threads.denormals import flush_denormals
 from infinity.units.layout import Slot
 from infinity.units.shards import Shards, runs_of

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from infinity.gradients.held_gradients import HeldGradient
-from infinity.gradients.paged_grad import PagedGradient
+from infinity.gradients.held_gradients import HeldGradient, PagedGradient
 from infinity.gradients.reducer import ReducedGradients
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit

@@ -9,8 +9,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -18,9 +17,8 @@ from infinity.device.compute import gradient_norm
 from infinity.distributed.collectives import Ranks
 from infinity.errors import AccessError
 from infinity.gradients.gradient_exchange import GradientExchange, ShardUpdates, UnitExchange
-from infinity.gradients.sources import FP32_BYTES, GradientBuffer
+from infinity.gradients.main_gradients import FP32_BYTES, GradientBuffer, UnitGrads
 from infinity.gradients.store import GradientStore
-from infinity.gradients.unit_grads import UnitGrads
 from infinity.threads.denormals import flushes_denormals
 from infinity.units.layout import Slot
 from infinity.units.shards import Shards, runs_of
@@ -50,6 +48,7 @@ class NewGradients:
     is_unscaled: bool
 
 
+@dataclass(eq=False, repr=False)
 class ReducedGradients(GradientStore):
     """A `GradientStore` that knows which gradients are this rank's alone, and averages them.
 
@@ -76,31 +75,21 @@ class ReducedGradients(GradientStore):
     # for rank 1, while backward goes on. Unit 1 is queued behind it if it stays in RAM, else it is spilled. In
     # `average_for_update` all ranks meet, and exchange what is left.
 
-    def __init__(
-        self,
-        *args: Any,
-        ranks: Ranks,
-        holds_back: Callable[[], bool],
-        wire: torch.dtype,
-        exchange: GradientExchange | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """
-        Args:
-            args, kwargs: for `GradientStore`.
-            ranks: all that have the same part of the model.
-            holds_back: whether no mean is computed before the step.
-            wire: see `Ranks.reduce`.
-            exchange: where they divide states; None: each rank needs all means.
-        """
-        super().__init__(*args, **kwargs)
-        self._ranks = ranks
-        self._holds_back = holds_back
-        self._wire = wire
-        self._exchange = exchange
-        if exchange is not None:
-            call_when_collected(self, exchange.stop)
-        self._shards = Shards() if exchange is None else exchange.shards
+    _: KW_ONLY
+    ranks: Ranks
+    """All that have the same part of the model."""
+    holds_back: Callable[[], bool]
+    """Whether no mean is computed before the step."""
+    wire: torch.dtype
+    """See `Ranks.reduce`."""
+    exchange: GradientExchange | None = None
+    """Where ranks divide states; None: each rank needs all means."""
+
+    def __post_init__(self, units: Sequence[Unit], in_memory: Iterable[int]) -> None:
+        super().__post_init__(units, in_memory)
+        if self.exchange is not None:
+            call_when_collected(self, self.exchange.stop)
+        self._shards = Shards() if self.exchange is None else self.exchange.shards
         self._is_deferred = False
         """Whether a mean that would have been computed was not: from then until the step."""
         self._new: set[tuple[int, int]] = set()
@@ -127,7 +116,7 @@ class ReducedGradients(GradientStore):
         self._owned: dict[Key, tuple[UnitGrads, Slot, int]] = {}
         """Of which the mean of this rank's shard is here, or in an update: whose, and the bits of its fp32 2-norm on the rank
         that takes it, on others -1. Bits of norms are never negative: those of NaN, if they are, lose their sign."""
-        self._late: list[tuple[Unit, Mapping[Slot, torch.Tensor]]] = []
+        self._late: dict[Unit, list[Mapping[Slot, torch.Tensor]]] = {}
         """Gradients that backward delivered for units under way: added when the units are back."""
 
     # ------------------------------------------------------------------------------------------- beside a backward
@@ -139,7 +128,7 @@ class ReducedGradients(GradientStore):
         """
         self.average_postponed()
         self._end_dropped()
-        if self._exchange is None:  # each rank needs whole means
+        if self.exchange is None:  # each rank needs whole means
             return False
         self._step, self._is_last_over, self._timeout_seconds = step, False, _TIMEOUT_SECONDS
         self._updates = updates
@@ -175,7 +164,7 @@ class ReducedGradients(GradientStore):
 
     def average_last(self, step: int) -> None:
         """The last ``engine.backward`` of a step has ended: as `average`, at once or by the time the step needs it."""
-        if self._exchange is None:  # each rank needs whole means
+        if self.exchange is None:  # each rank needs whole means
             self.average(step)
             return
         if self._step is None:
@@ -197,7 +186,7 @@ class ReducedGradients(GradientStore):
         """Begin to exchange what may be, and take back what has been. ``is_in_time``: only if nobody has to wait."""
         while self._under_way and self._under_way[0].done.is_set():
             self._on_exchanged(self._under_way.popleft())
-        exchange = self._exchange
+        exchange = self.exchange
         # Strictly in order: the first unit that is not complete stops all behind it, even if those are.
         while exchange and self._due and self._due[0].unit.index in self._whole and exchange.thread.error is None:
             grads = self._due[0]
@@ -254,16 +243,14 @@ class ReducedGradients(GradientStore):
         """
         self._retire()
         largest = max(each.unit.layout.trainable_numel for each in self._grads if not each.stays_in_ram) * FP32_BYTES
-        return self._pool.used_bytes - waiting_bytes + num * largest <= self._pool.capacity_bytes
+        return self.pool.used_bytes - waiting_bytes + num * largest <= self.pool.capacity_bytes
 
     def _on_exchanged(self, exchange: UnitExchange) -> None:
         """Take an exchanged unit back: keep the mean of this rank's shard, and add what has come since."""
         if exchange.buffer is not None:
             self._keep_mean(exchange, exchange.buffer)
         # Gradients of a backward that went on meanwhile: now the memory is this thread's again.
-        late = [gradients for unit, gradients in self._late if unit is exchange.grads.unit]
-        self._late = [each for each in self._late if each[0] is not exchange.grads.unit]
-        for gradients in late:
+        for gradients in self._late.pop(exchange.grads.unit, ()):
             super().add(exchange.grads.unit, gradients)
             self._new.update((exchange.grads.unit.index, slot.index) for slot in gradients)
 
@@ -327,8 +314,8 @@ class ReducedGradients(GradientStore):
         while self._due or self._under_way:
             self._advance(is_in_time=False)
             self._await_holder()
-            if self._exchange is not None and self._exchange.thread.error is not None:
-                raise self._exchange.thread.error
+            if self.exchange is not None and self.exchange.thread.error is not None:
+                raise self.exchange.thread.error
         self._whole.clear()  # all are exchanged; `_advance` reads the set again in the next step
 
     def _wait_for_ranks(self, what: str) -> None:
@@ -342,7 +329,7 @@ class ReducedGradients(GradientStore):
             except Exception as error:  # when all have met: the others have nothing to do with it
                 errors.append(error)
 
-        self._ranks.all_gather_ints(what, meanwhile=go_on)
+        self.ranks.all_gather_ints(what, meanwhile=go_on)
         if errors:
             raise errors[0]
 
@@ -354,7 +341,7 @@ class ReducedGradients(GradientStore):
 
     def average_for_update(self, step: int) -> None:
         """As `average`; an update of all comes next. Where shards are updated, all get the norms."""
-        if self._exchange is None:  # each rank needs whole means
+        if self.exchange is None:  # each rank needs whole means
             self.average(step)
             return
         self.agreed_norms.clear()
@@ -369,13 +356,12 @@ class ReducedGradients(GradientStore):
         self._step = None
         if not self._owned:
             return
-        owned = [self._owned[key] for key in sorted(self._owned)]
+        keys = sorted(self._owned)
         # Exactly one rank has each norm, the others say -1: the maximum is the norm. One collective for all of them.
-        of_sharers = self._ranks.all_gather_ints(f"norms in step {step}", [bits for _, _, bits in owned])
+        of_sharers = self.ranks.all_gather_ints(f"norms in step {step}", [self._owned[key][2] for key in keys])
         bits = [max(of_ranks) for of_ranks in zip(*of_sharers, strict=True)]
         norms = torch.tensor(bits, dtype=torch.int64, device="cpu").to(torch.int32).view(torch.float32)
-        for (grads, slot, _), norm in zip(owned, norms, strict=True):
-            self.agreed_norms[grads.unit.index, slot.index] = norm
+        self.agreed_norms.update(zip(keys, norms, strict=True))
         self._owned.clear()
 
     def average(self, step: int) -> None:
@@ -401,7 +387,7 @@ class ReducedGradients(GradientStore):
                     self._put_together(what, grads, [slot for other, slot, _ in here.values() if other is grads])
             for key in here:
                 del self._owned[key]
-        if self._holds_back():
+        if self.holds_back():
             self._is_deferred = True
         else:
             self.average_these(self.new_of_all(step), step)
@@ -410,10 +396,10 @@ class ReducedGradients(GradientStore):
         buffer = self.open(grads.unit)
         grads.on_change()
         # Means were rounded to the dtype of the exchange, so sending them in it loses nothing.
-        dtype = buffer.dtype if self._wire == torch.float32 else self._wire
+        dtype = buffer.dtype if self.wire == torch.float32 else self.wire
         for start, stop in runs_of(slots):
             parts = self._shards.parts(grads.unit, start, stop)
-            self._ranks.all_gather_in_memory(what, buffer.values, parts, kind="gradients", dtype=dtype)
+            self.ranks.all_gather_in_memory(what, buffer.values, parts, kind="gradients", dtype=dtype)
         self.close_sum(grads.unit)
 
     def average_postponed(self) -> None:
@@ -426,28 +412,25 @@ class ReducedGradients(GradientStore):
         if self._dropped_step is not None:
             self._end(f"dropping gradients of step {self._dropped_step}")
 
-    def _end(self, what: str) -> None:
-        """All ranks end the present exchange, and come here with the same label."""
-        self._ranks.all_gather_ints(what)
+    def _end(self, what: str, *, gives_up: bool = False) -> None:
+        """All ranks end the present exchange, and come here with the same label. ``gives_up``: with what has been announced."""
+        self.ranks.all_gather_ints(what)
+        # What has not been announced yet is announced as "nothing": other ranks wait for the unit in this place.
+        while gives_up and self._due and self.exchange is not None:
+            self._start_exchange(UnitExchange(self.exchange, self._what(), self._due[0]))
         self._finish()
         self._step = self._updates = self._dropped_step = None
 
     def finish_shard_updates(self) -> None:
         """A step is given up whose last backward has begun. All ranks come here: what all have left to `ShardUpdates` has been
         updated on all of them when this returns, and nothing else."""
-        if self._step is None or self._exchange is None:
-            return
-        self._ranks.all_gather_ints(f"giving up step {self._step}")
-        # What has not been announced yet is announced as "nothing": other ranks wait for the unit in this place.
-        while self._due:
-            self._start_exchange(UnitExchange(self._exchange, self._what(), self._due[0]))
-        self._finish()
-        self._step = self._updates = None
+        if self._step is not None:
+            self._end(f"giving up step {self._step}", gives_up=True)
 
     def new_of_all(self, step: int, what: str = "averaging gradients") -> list[NewGradients]:
         """What came on any rank since the last time, which the caller goes on with: unit by unit. See `average`."""
         self._is_deferred = False
-        if self._ranks.num == 1:
+        if self.ranks.num == 1:
             return []
         # Gradients on their way from a GPU count as present, and may not arrive after the flags were sent.
         self._wait_for_arrivals()
@@ -456,7 +439,7 @@ class ReducedGradients(GradientStore):
             flags += [(grads.unit.index, slot.index) in self._new for slot in grads.unit.layout.slots]
             flags.append(grads.is_unscaled)
         # Any rank's flag counts.
-        merged = map(any, zip(*self._ranks.all_gather_ints(f"{what} in step {step}", flags), strict=True))
+        merged = map(any, zip(*self.ranks.all_gather_ints(f"{what} in step {step}", flags), strict=True))
         self._new.clear()
         found = []
         for grads in self._grads:  # reads as many flags as it has written
@@ -471,7 +454,7 @@ class ReducedGradients(GradientStore):
             with self._clock.waiting("ranks"):
                 buffer, runs = self._prepare(new)
                 for start, stop in runs:
-                    self._ranks.average(what, buffer.values[start:stop], self._wire)
+                    self.ranks.average(what, buffer.values[start:stop], self.wire)
                 self.close_sum(new.unit)
 
     @contextlib.contextmanager
@@ -498,11 +481,11 @@ class ReducedGradients(GradientStore):
     # ------------------------------------------------------------------------------------------- what others touch
 
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
-        if self._exchange is not None:
+        if self.exchange is not None:
             self.average_postponed()
             self._end_dropped()
             if self._is_held(self._grads[unit.index]):  # until others come there, who may wait for this backward's end
-                self._late.append((unit, gradients))
+                self._late.setdefault(unit, []).append(gradients)
                 return
         super().add(unit, gradients)
         for slot in gradients:
@@ -533,7 +516,7 @@ class ReducedGradients(GradientStore):
 
     def close(self) -> None:
         # A thread that hangs in a collective may still write: its memory is not returned to the pool.
-        if self._exchange is not None and not self._exchange.close():
+        if self.exchange is not None and not self.exchange.close():
             for exchange in self._under_way:
                 if exchange.buffer is not None and exchange.grads.buffer is exchange.buffer:
                     exchange.grads.detach_buffer()  # the thread's, for good
@@ -566,6 +549,6 @@ class ReducedGradients(GradientStore):
         if self._step is not None and (key in self._owned or self._is_held(self._grads[unit.index])):
             raise AccessError.of_gradient(
                 slot.spec.fqn,
-                reason=f"this backward averages it over {self._ranks.num} processes, of which each keeps a part of the mean",
+                reason=f"this backward averages it over {self.ranks.num} processes, of which each keeps a part of the mean",
                 cure="Look at gradients between engine.backward() and engine.step(), on all processes",
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -13,16 +14,18 @@ from infinity.device.compute import ComputeDevice, FlatBuffer, gradient_norms
 from infinity.device.flat_pool import FlatPool
 from infinity.gradients.held_gradients import HeldGradients
 from infinity.gradients.loss_scaler import LossScaler
-from infinity.gradients.sources import (
+from infinity.gradients.main_gradients import (
     FP32_BYTES,
+    Arrivals,
     DeviceGradients,
     GradientBuffer,
     GradientSource,
+    MainGradDtype,
     MemoryGradients,
     SpilledGradients,
     SpillingWrite,
+    UnitGrads,
 )
-from infinity.gradients.unit_grads import Arrivals, MainGradDtype, UnitGrads
 from infinity.metrics.clock import StepClock
 from infinity.tiers.extent_labels import gradient_contents
 from infinity.units.layout import Slot, in_slot_order
@@ -33,57 +36,51 @@ from swapper.sync.interrupts import POLL_SECONDS
 _MOST_UNITS_ON_DEVICE = 2  # Units whose gradients wait in GPU memory for their update. For a third, backward waits.
 
 
+@dataclass(eq=False, repr=False)
 class GradientStore:
     """The main gradients of all units, in one pool of memory: the host's, or a device's that updates there.
 
     Kept until the step (`add`): in RAM for the units that the plan names, spilled to NVMe for the others.
     On their way into an update in backward (`add_for_update`): in RAM until the update has used them up.
     For the training thread, under the engine lock; only uses of memory end on other threads.
+
+    Args:
+        in_memory: indices of the units whose gradients stay in RAM.
+        open_swapper: gives the swapper to which the others are spilled, at their first use.
+        pool: memory for all of it; of a device only where no unit's are spilled.
+        arrivals: where gradients arrive from a device with a memory of its own.
+        main_dtype: in which dtype they wait.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        device: ComputeDevice,
-        clock: StepClock,
-        *,
-        in_memory: Iterable[int],
-        open_swapper: Callable[[], Swapper],
-        pool: FlatPool,
-        arrivals: Arrivals | None = None,
-        main_dtype: MainGradDtype | None = None,
-        scaler: LossScaler | None = None,
-    ) -> None:
-        """
-        Args:
-            in_memory: indices of the units whose gradients stay in RAM.
-            open_swapper: gives the swapper to which the others are spilled, at their first use.
-            pool: memory for all of it; of a device only where no unit's are spilled.
-            arrivals: where gradients arrive from a device with a memory of its own.
-            main_dtype: in which dtype they wait; fp32 by default.
-        """
+    units: InitVar[Sequence[Unit]]
+    _device: ComputeDevice
+    _clock: StepClock
+    _: KW_ONLY
+    in_memory: InitVar[Iterable[int]]
+    open_swapper: Callable[[], Swapper]
+    pool: FlatPool
+    arrivals: Arrivals | None = None
+    main_dtype: MainGradDtype = field(default_factory=MainGradDtype)
+    scaler: LossScaler = field(default_factory=lambda: LossScaler(None))
+    resumed_bytes: int = field(init=False, default=0)
+    """Read so far, to add to sums that had been spilled before."""
+
+    def __post_init__(self, units: Sequence[Unit], in_memory: Iterable[int]) -> None:
         kept = set(in_memory)
         self._grads = [UnitGrads(unit, stays_in_ram=unit.index in kept) for unit in units]
-        self._device = device
-        self._clock = clock
-        self._open_swapper = open_swapper
         self._swapper: Swapper | None = None  # opened when the first gradients are spilled
-        self._pool = pool
-        self._arrivals = Arrivals(device, 0) if arrivals is None else arrivals
-        self._main = main_dtype or MainGradDtype()
+        self._arrivals = Arrivals(self._device, 0) if self.arrivals is None else self.arrivals
         sizes = [unit.layout.trainable_numel * FP32_BYTES for unit in units]
         # If the pool holds all units in fp32, bf16 gradients are widened when they come: later ones need no wider
         # memory.
-        fits_wide = sum(sizes) <= pool.capacity_bytes and not self._main.rounds
-        self._kept_dtype = torch.float32 if fits_wide else self._main.dtype
+        fits_wide = sum(sizes) <= self.pool.capacity_bytes and not self.main_dtype.rounds
+        self._kept_dtype = torch.float32 if fits_wide else self.main_dtype.dtype
         self._scratch_bytes = max(sizes, default=0)
         self._numbers = itertools.count()  # for `UnitGrads.number`
         self._memory_uses: deque[tuple[GradientSource, FlatBuffer | None]] = deque()
         """Memory that an update or a write uses, each until `_retire` finds that this has ended; None: not of the pool."""
         self._ended = Bell()  # rung when a use of memory ends, by a thread of the update stream or the swapper
-        self.scaler = scaler or LossScaler(None)
         self.held = HeldGradients()  # tensors that scripts got from, or assigned to, ``parameter.grad``
-        self.resumed_bytes = 0  # read so far, to add to sums that had been spilled before
 
     def _after_arrivals(self, unit: Unit) -> UnitGrads:
         """The unit's gradients, after all that were on their way have been added."""
@@ -100,10 +97,13 @@ class GradientStore:
 
     def _spill(self, grads: UnitGrads) -> tuple[Swapper, Extent]:
         if self._swapper is None:
-            self._swapper = self._open_swapper()
+            self._swapper = self.open_swapper()
         if grads.extent is None:
             # As large as they may become.
-            layout, itemsize = grads.unit.layout, self._main.dtype.itemsize if self._main.rounds else FP32_BYTES
+            layout, itemsize = (
+                grads.unit.layout,
+                self.main_dtype.dtype.itemsize if self.main_dtype.rounds else FP32_BYTES,
+            )
             name_of = gradient_contents(layout, lambda: (grads.spilled_dtype or torch.float32).itemsize)
             grads.extent = self._swapper.allocate(
                 layout.trainable_numel * itemsize, f"gradients of {grads.unit.name}", name_of=name_of
@@ -129,7 +129,7 @@ class GradientStore:
         # Somebody has looked at the unit's gradients, which took the scale out: new ones must match.
         if grads.is_unscaled:
             gradients = {slot: gradient.float() * (1.0 / self.scaler.scale) for slot, gradient in gradients.items()}
-        if self._device.uses_host_memory or self._pool.torch_device.type != "cpu":
+        if self._device.uses_host_memory or self.pool.torch_device.type != "cpu":
             self._add(grads, gradients)
             return
         apart = {slot: gradient for slot, gradient in gradients.items() if gradient.device.type != "cpu"}
@@ -204,7 +204,7 @@ class GradientStore:
         grads.zeros -= added
         if grads.stays_in_ram:
             buffer = self._memory_of(grads)
-            if self._main.after(buffer.dtype, gradients, grads.present) == buffer.dtype or self._widen(grads):
+            if self.main_dtype.after(buffer.dtype, gradients, grads.present) == buffer.dtype or self._widen(grads):
                 buffer = self._memory_of(grads)
                 buffer.add(gradients, grads.present, self._arrivals)
                 grads.update_norms(norms, gradients, buffer.dtype)
@@ -224,14 +224,14 @@ class GradientStore:
         if not grads.stays_in_ram:
             return False
         narrow = self._memory_of(grads)
-        if narrow.dtype == torch.float32 or self._main.rounds:
+        if narrow.dtype == torch.float32 or self.main_dtype.rounds:
             return True
         num_bytes = grads.unit.layout.trainable_numel * FP32_BYTES
-        if self._committed_bytes() + num_bytes <= self._pool.capacity_bytes:
+        if self._committed_bytes() + num_bytes <= self.pool.capacity_bytes:
             wide = GradientBuffer(grads.unit, self._allocate(num_bytes))
             wide.values.copy_(narrow.values)
             grads.buffer = wide
-            self._pool.release(narrow.flat)
+            self.pool.release(narrow.flat)
             return True
         grads.norms.clear()
         self._write(grads, narrow, grads.slots())
@@ -265,13 +265,10 @@ class GradientStore:
         # Detached: the update frees it for the next unit. Kept for this one, it would be idle until the next step.
         if gradients:
             self._wait_for_arrivals()  # those come block by block
-        buffer = (
-            grads.detach_buffer() if grads.stays_in_ram and grads.buffer is not None else self._sum(grads, gradients)
-        )
+        buffer = self._sum(grads, gradients)
         slots = [slot for slot in unit.layout.slots if slot in gradients or slot.index in grads.present]
         grads.drop(set(grads.present))
-        for slot, norm in zip(slots, gradient_norms(buffer.views(slots)), strict=True):
-            norms[unit.index, slot.index] = norm
+        norms.update(((unit.index, index), norm) for index, norm in buffer.norms(slots).items())
         return self._as_source(buffer, slots)
 
     def _as_source(self, buffer: GradientBuffer, slots: Sequence[Slot]) -> GradientSource:
@@ -285,13 +282,13 @@ class GradientStore:
         """The memory of a buffer that is not needed any more; None if tensors of the user's keep it."""
         if not buffer.is_referenced:
             return buffer.flat
-        self._pool.disown(buffer.flat)
+        self.pool.disown(buffer.flat)
         return None
 
     def _release(self, buffer: GradientBuffer) -> None:
         flat = self._detach(buffer)
         if flat is not None:
-            self._pool.release(flat)
+            self.pool.release(flat)
 
     def _leave_on_device(
         self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], norms: dict[tuple[int, int], torch.Tensor]
@@ -310,8 +307,7 @@ class GradientStore:
         """Sum what is added to a unit in memory until `close_sum` or `add_for_update`, or until room gets scarce."""
         grads = self._grads[unit.index]
         if not grads.stays_in_ram and grads.buffer is None:
-            is_wide = not self._main.rounds  # several gradients will be added
-            self._keep_for_now(grads, self._sum(grads, {}, is_wide=is_wide))
+            self._keep_for_now(grads)
 
     def close_sum(self, unit: Unit, span: tuple[int, int] | None = None) -> None:
         """Spill what `open_sum` kept in memory; of it ``span`` alone, elements of the trainable segment, and no norms."""
@@ -334,7 +330,7 @@ class GradientStore:
             self.open_sum(grads.unit)
             for slot in slots:
                 # One element, expanded: no memory for a gradient of zeros.
-                zero = torch.zeros((), dtype=self._main.dtype, device=self._pool.torch_device)
+                zero = torch.zeros((), dtype=self.main_dtype.dtype, device=self.pool.torch_device)
                 self._add(grads, {slot: zero.expand(slot.spec.shape)})
 
     def _detach_users_views(self, grads: UnitGrads) -> None:
@@ -350,8 +346,8 @@ class GradientStore:
             known = grads.detach_buffer()
             known.add(gradients, grads.present, self._arrivals)
             return known
-        stored = (grads.spilled_dtype if grads.present else None) or self._main.dtype
-        dtype = torch.float32 if is_wide else self._main.after(stored, gradients, grads.present)
+        stored = (grads.spilled_dtype if grads.present else None) or self.main_dtype.dtype
+        dtype = torch.float32 if is_wide else self.main_dtype.after(stored, gradients, grads.present)
         buffer = GradientBuffer(grads.unit, self._allocate(grads.unit.layout.trainable_numel * dtype.itemsize), dtype)
         try:
             if grads.present:
@@ -365,7 +361,7 @@ class GradientStore:
                 self.resumed_bytes += buffer.flat.num_bytes
             buffer.add(gradients, grads.present, self._arrivals)
         except BaseException:
-            self._pool.release(buffer.flat)
+            self.pool.release(buffer.flat)
             raise
         return buffer
 
@@ -376,9 +372,11 @@ class GradientStore:
             buffer = grads.buffer = GradientBuffer(grads.unit, flat, self._kept_dtype)
         return buffer
 
-    def _keep_for_now(self, grads: UnitGrads, buffer: GradientBuffer, *, is_unchanged: bool = False) -> None:
-        """Gradients that do not stay are in ``buffer`` until room gets scarce; ``is_unchanged``: and spilled as well."""
-        grads.buffer, grads.is_unchanged, grads.number = buffer, is_unchanged, next(self._numbers)
+    def _keep_for_now(self, grads: UnitGrads, *, is_unchanged: bool = False) -> None:
+        """Have gradients that do not stay in memory until room gets scarce; ``is_unchanged``: spilled as well."""
+        # Wide, as several gradients will be added.
+        grads.buffer = self._sum(grads, {}, is_wide=not self.main_dtype.rounds)
+        grads.is_unchanged, grads.number = is_unchanged, next(self._numbers)
 
     def _write(
         self, grads: UnitGrads, buffer: GradientBuffer, changed: Iterable[Slot], span: tuple[int, int] | None = None
@@ -386,9 +384,7 @@ class GradientStore:
         """Spill ``buffer``, or elements ``span`` of it; the gradients in ``changed`` are not those that were spilled before."""
         swapper, extent = self._spill(grads)
         # Norms are taken while the values are in memory: the step would have to read them for that.
-        unknown = [slot for slot in changed if slot.index not in grads.norms]
-        for slot, norm in zip(unknown, gradient_norms(buffer.views(unknown)), strict=True):
-            grads.norms[slot.index] = norm
+        grads.norms |= buffer.norms([slot for slot in changed if slot.index not in grads.norms])
         grads.spilled_dtype, grads.spilled_span = buffer.dtype, span
         start, stop = (0, buffer.values.numel()) if span is None else span
         if start == stop:
@@ -408,27 +404,27 @@ class GradientStore:
         # then an exchange is waited for. If users hold tensors over all of it, the budget is exceeded.
         self._retire()
         while True:
-            flat = self._pool.allocate(num_bytes)
+            flat = self.pool.allocate(num_bytes)
             if flat is not None:
                 return flat
+            if self._memory_uses:
+                self._await_memory_use()
+                continue
             taken = [
                 (grads, grads.buffer)
                 for grads in self._grads
                 if grads.buffer is not None and not grads.stays_in_ram and not self._is_held(grads)
             ]
             closable = [grads for grads, buffer in taken if not buffer.is_referenced]
-            if not self._memory_uses and closable:
+            if closable:
                 self.close_sum(min(closable, key=lambda grads: grads.number).unit)
-            elif not self._memory_uses and self._await_holder():
+            elif self._await_holder():
                 continue
-            elif not self._memory_uses and taken:
-                return self._pool.allocate_beyond(num_bytes)
-            elif not self._memory_uses:
-                # Frees memory that requests of the swapper had, or waits for those.
-                if not self._pool.reclaim() and not self._pool.awaits_requests():
-                    raise RuntimeError(f"the plan's memory for gradients has no room for {num_bytes} bytes")
-                continue
-            self._await_memory_use()
+            elif taken:
+                return self.pool.allocate_beyond(num_bytes)
+            # Frees memory that requests of the swapper had, or waits for those.
+            elif not self.pool.reclaim() and not self.pool.awaits_requests():
+                raise RuntimeError(f"the plan's memory for gradients has no room for {num_bytes} bytes")
 
     def _is_held(self, grads: UnitGrads) -> bool:
         """Whether another thread uses the unit's memory. With several ranks: `ReducedGradients`."""
@@ -447,9 +443,9 @@ class GradientStore:
             if not use.is_released():
                 self._memory_uses.append((use, flat))
                 if in_parts and flat is not None:
-                    made_room |= self._pool.release_front(flat, use.used_bytes)
+                    made_room |= self.pool.release_front(flat, use.used_bytes)
             elif flat is not None:
-                self._pool.release(flat)
+                self.pool.release(flat)
         return made_room or len(self._memory_uses) < num_uses
 
     def _add_memory_use(self, use: GradientSource, flat: FlatBuffer | None) -> None:
@@ -474,9 +470,7 @@ class GradientStore:
         buffer = self._memory_of(grads)
         # Users may have written to memory that they hold: its norms are taken anew.
         known = {} if buffer.is_referenced else grads.norms
-        taken = [slot for slot in grads.slots() if slot.index not in known]
-        norms = gradient_norms(buffer.views(taken))
-        return {**known, **{slot.index: norm for slot, norm in zip(taken, norms, strict=True)}}
+        return known | buffer.norms([slot for slot in grads.slots() if slot.index not in known])
 
     def source(self, unit: Unit, *, keeps: bool = False) -> GradientSource:
         """The unit's main gradients for an update, which must be the next to use them; gone then, unless ``keeps``."""
@@ -485,7 +479,7 @@ class GradientStore:
         if not keeps:
             self._detach_users_views(grads)
         self.close_sum(unit)  # the update reads either RAM or the extent
-        slots, dtype = grads.slots(), grads.spilled_dtype or self._main.dtype
+        slots, dtype = grads.slots(), grads.spilled_dtype or self.main_dtype.dtype
         if not keeps:
             grads.drop(set(grads.present))
         if not grads.stays_in_ram:
@@ -493,7 +487,7 @@ class GradientStore:
         buffer = self._memory_of(grads)
         # The user keeps the memory; the update reads it, and releases nothing.
         if buffer.is_referenced and not keeps:
-            self._pool.disown(grads.detach_buffer().flat)
+            self.pool.disown(grads.detach_buffer().flat)
         return MemoryGradients(buffer, slots, is_kept=keeps)
 
     # ------------------------------------------------------- looked at, replaced, zeroed: no update may be pending
@@ -501,7 +495,7 @@ class GradientStore:
     @property
     def dtype_shown(self) -> torch.dtype:
         """The dtype of gradients that users see."""
-        return self._main.dtype if self._main.rounds else torch.float32
+        return self.main_dtype.dtype if self.main_dtype.rounds else torch.float32
 
     def is_available(self, unit: Unit) -> bool:
         """Whether `show` has nothing to do."""
@@ -530,7 +524,7 @@ class GradientStore:
         grads = self._after_arrivals(unit)
         self._write_zeros(grads)
         if not self._widen(grads) and grads.buffer is None:
-            self._keep_for_now(grads, self._sum(grads, {}, is_wide=not self._main.rounds), is_unchanged=True)
+            self._keep_for_now(grads, is_unchanged=True)
         if grads.stays_in_ram:
             grads.norms.clear()  # whoever looks may write
         return self._memory_of(grads)
@@ -587,7 +581,7 @@ class GradientStore:
         self._arrivals.forget()
         for _, flat in self._memory_uses:
             if flat is not None:
-                self._pool.release(flat)
+                self.pool.release(flat)
         self._memory_uses.clear()
         self.release_memory()
 

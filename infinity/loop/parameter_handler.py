@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from infinity.errors import AccessError, ModelError, OtherNumbersWarning
+from infinity.gradients.held_gradients import PagedGradient
 from infinity.gradients.live_gradients import LiveGradients
-from infinity.gradients.paged_grad import PagedGradient
 from infinity.loop.module_hooks import ModuleHooks
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.paging.assigned import AssignedData

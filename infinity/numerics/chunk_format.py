@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,6 +27,7 @@ import torch
 from infinity.numerics.remainder import REMAINDER_DTYPE, join, split
 from infinity.numerics.state_codec import decode, encode
 from infinity.numerics.state_format import StateFormat
+from swapper.config import round_up
 
 # O_DIRECT needs addresses, offsets and sizes that are multiples of the drive's block size.
 RECORD_GRANULE = 4096
@@ -82,78 +83,62 @@ class ChunkBuffer:
 
     def with_weight(self, weight: torch.Tensor) -> ChunkBuffer:
         """A copy of these views with the model weight in other memory."""
-        main = weight if self.main is self.weight else self.main
-        return ChunkBuffer(main, self.remainder, self.states, self.gradient, weight, self.record, self.state_format)
+        return replace(self, weight=weight, main=weight if self.main is self.weight else self.main)
 
-    def read_main(self, span: slice, target: torch.Tensor) -> None:
-        """Copy main weights into ``target``: fp32, 1-D without gaps. ``weight`` must hold the model weights if needed."""
-        if self.remainder is None:
-            target.copy_(_present(self.main)[span])
-        elif target.device == self.weight.device:
-            join(self.weight[span], self.remainder[span], target)
-        else:
-            # `join` computes on the device of the weight: only the result crosses to the target's device.
-            joined = torch.empty(target.shape, dtype=torch.float32, device=self.weight.device)
-            join(self.weight[span], self.remainder[span], joined)
-            target.copy_(joined)
+    def read(self, kind: str, span: slice, target: torch.Tensor) -> None:
+        """Copy main weights (`WEIGHT`) or a state of elements ``span`` into ``target``: fp32, 1-D without gaps.
 
-    def write_main(self, span: slice, values: torch.Tensor) -> None:
-        """Replace main weights by ``values`` (1-D), and the model weights where those are a part of them."""
-        if self.remainder is None:
-            _present(self.main)[span].copy_(values)
+        For main weights, ``weight`` must hold the model weights if needed.
+        """
+        if kind == WEIGHT and self.main is not None:
+            target.copy_(self.main[span])
+            return
+        # Computed on the device of the views: only the result crosses to the target's device.
+        device = self.weight.device
+        is_here = target.device == device
+        values = target if is_here else torch.empty(target.shape, dtype=torch.float32, device=device)
+        if kind == WEIGHT and self.remainder is not None:
+            join(self.weight[span], self.remainder[span], values)
         else:
+            decode(self.state_format, kind, self.state_format.part(self.states[kind], span), values)
+        if not is_here:
+            target.copy_(values)
+
+    def write(self, kind: str, span: slice, values: torch.Tensor) -> None:
+        """Replace main weights (`WEIGHT`) or a state of elements ``span`` by ``values`` (1-D), rounded to what can be stored.
+
+        Model weights that are a part of main weights are replaced as well.
+        """
+        if kind == WEIGHT and self.main is not None:
+            self.main[span].copy_(values)
+            return
+        exact = values.to(self.weight.device, torch.float32).contiguous()
+        if kind == WEIGHT and self.remainder is not None:
             # Both are written: the model weight here is not torch's cast of the main weight, see `remainder`.
-            main = values.to(self.weight.device, torch.float32).contiguous()
-            split(main, self.weight[span], self.remainder[span])
+            split(exact, self.weight[span], self.remainder[span])
+        else:
+            # Without noise it is rounded to nearest: a value that was read from here is stored as the same bytes again.
+            encode(self.state_format, kind, exact, self.state_format.part(self.states[kind], span), None)
 
     def main_at(self, places: torch.Tensor) -> torch.Tensor:
         """Copies of the main weights at ``places`` (int64, 1-D): fp32. ``weight`` must hold the model weights if needed."""
-        if self.remainder is None:
-            return _present(self.main).index_select(0, places)
         main = torch.empty(places.shape, dtype=torch.float32, device=places.device)
-        join(self.weight.index_select(0, places), self.remainder.index_select(0, places), main)
+        if self.main is not None:
+            torch.index_select(self.main, 0, places, out=main)
+        elif self.remainder is not None:
+            join(self.weight.index_select(0, places), self.remainder.index_select(0, places), main)
         return main
 
     def write_main_at(self, places: torch.Tensor, values: torch.Tensor) -> None:
         """Replace the main weights at ``places`` by ``values`` (fp32), and the model weights that are a part of them."""
-        if self.remainder is None:
-            _present(self.main).index_copy_(0, places, values)
-        else:
+        if self.main is not None:
+            self.main.index_copy_(0, places, values)
+        elif self.remainder is not None:
             weight = torch.empty_like(values, dtype=self.weight.dtype)
             remainder = torch.empty_like(values, dtype=REMAINDER_DTYPE)
             split(values, weight, remainder)
             self.weight.index_copy_(0, places, weight)
             self.remainder.index_copy_(0, places, remainder)
-
-    def read(self, kind: str, span: slice, target: torch.Tensor) -> None:
-        """Copy main weights (`WEIGHT`) or a state into ``target``: see `read_main` and `read_state`."""
-        if kind == WEIGHT:
-            self.read_main(span, target)
-        else:
-            self.read_state(kind, span, target)
-
-    def write(self, kind: str, span: slice, values: torch.Tensor) -> None:
-        """Replace main weights (`WEIGHT`) or a state by ``values``: see `write_main` and `write_state`."""
-        if kind == WEIGHT:
-            self.write_main(span, values)
-        else:
-            self.write_state(kind, span, values)
-
-    def read_state(self, name: str, span: slice, target: torch.Tensor) -> None:
-        """Copy a state of elements ``span`` into ``target``: fp32, 1-D without gaps."""
-        stored = self.state_format.part(self.states[name], span)
-        if target.device == stored.device:
-            decode(self.state_format, name, stored, target)
-        else:
-            decoded = torch.empty(target.shape, dtype=torch.float32, device=stored.device)
-            decode(self.state_format, name, stored, decoded)
-            target.copy_(decoded)
-
-    def write_state(self, name: str, span: slice, values: torch.Tensor) -> None:
-        """Replace a state of elements ``span`` by ``values`` (1-D), rounded to what can be stored."""
-        stored = self.state_format.part(self.states[name], span)
-        # Without noise it is rounded to nearest: a value that was read from here is stored as the same bytes again.
-        encode(self.state_format, name, values.to(stored.device, torch.float32).contiguous(), stored, None)
 
     def cast_main(self) -> None:
         """Make ``weight`` the cast of ``main``, if they are two."""
@@ -209,8 +194,8 @@ class ChunkFormat:
         """Bytes on a drive for ``numel`` elements in chunks of ``chunk_numel``, or in one."""
         # The last chunk of a unit may be shorter: it is padded to a block of its own.
         num_chunks, rest = divmod(numel, chunk_numel or max(numel, 1))
-        whole = _to_granule(self.record_bytes(chunk_numel or numel, num_states))
-        return num_chunks * whole + _to_granule(self.record_bytes(rest, num_states))
+        whole = round_up(self.record_bytes(chunk_numel or numel, num_states), RECORD_GRANULE)
+        return num_chunks * whole + round_up(self.record_bytes(rest, num_states), RECORD_GRANULE)
 
     def workspace_bytes(self, numel: int, num_states: int) -> int:
         """Bytes of the working memory for one chunk of ``numel`` elements."""
@@ -268,13 +253,3 @@ class ChunkFormat:
         if remainder is None:
             main = weight if self.main is MainWeight.MODEL_WEIGHT else record[:start].view(torch.float32)
         return ChunkBuffer(main, remainder, states, gradient, weight, record, self.states)
-
-
-def _to_granule(num_bytes: int) -> int:
-    return -(-num_bytes // RECORD_GRANULE) * RECORD_GRANULE
-
-
-def _present(main: torch.Tensor | None) -> torch.Tensor:
-    if main is None:
-        raise RuntimeError("the workspace has no main weight")
-    return main

@@ -63,12 +63,6 @@ class OptimizerExecutor:
         """``device``: where trial steps run."""
         self.device = device
         cls = type(optimizer)
-        if "param_groups" not in vars(optimizer) or "state" not in vars(optimizer):
-            raise OptimizerNotPageableError(
-                cls.__name__,
-                "it holds no parameter groups of its own, so it seems to wrap another optimizer",
-                cure="Pass the wrapped optimizer itself",
-            )
         # Without __init__, which would need parameters and allocate states.
         clone = cls.__new__(cls)
         vars(clone).update(vars(optimizer))

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from infinity.errors import ConfigError
-from infinity.optim.registry import Section, nearest
+from infinity.errors import ConfigError, nearest
+from infinity.optim.registry import Section
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,9 @@ _ONE_CYCLE_SECOND_BETA = 0.99  # DeepSpeed's constant; see the module docstring.
 
 class _Schedule(LRScheduler):
     """A closed form of the number of finished steps. Subclasses set their fields before they call this constructor."""
+
+    total_num_steps = 0
+    """Steps at which a rate that falls is at its end; 0: it does not fall."""
 
     @property
     def last_batch_iteration(self) -> int:
@@ -134,7 +137,10 @@ class WarmupLR(_Schedule):
         return [low + (high - low) * fraction for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _fraction(self, index: int) -> float:
-        return self._warmed_up(index)
+        if index < self.warmup_num_steps or not self.total_num_steps:
+            return self._warmed_up(index)
+        # From 1 at the end of the warm-up to 0 at `total_num_steps`; never below, if training goes on.
+        return max(0.0, (self.total_num_steps - index) / max(1, self.total_num_steps - self.warmup_num_steps))
 
 
 class WarmupDecayLR(WarmupLR):
@@ -153,12 +159,6 @@ class WarmupDecayLR(WarmupLR):
         # Before the base class: its constructor computes the first rates, which need the total.
         self._set_warmup(warmup_num_steps, warmup_type, total_num_steps)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_epoch)
-
-    def _fraction(self, index: int) -> float:
-        if index < self.warmup_num_steps:
-            return self._warmed_up(index)
-        # From 1 at the end of the warm-up to 0 at `total_num_steps`; never below, if training goes on.
-        return max(0.0, (self.total_num_steps - index) / max(1, self.total_num_steps - self.warmup_num_steps))
 
 
 class WarmupCosineLR(_Schedule):
@@ -182,20 +182,16 @@ class WarmupCosineLR(_Schedule):
         super().__init__(optimizer, last_epoch)
 
     def _rates(self) -> list[float]:
-        ratio = self._ratio()
+        index, ratio = self.last_epoch - 1, 0.0
+        if 0 <= index < self.warmup_num_steps:
+            ratio = self.warmup_min_ratio + self._warmed_up(index) * (1.0 - self.warmup_min_ratio)
+        elif index >= 0:
+            # + 1, as in DeepSpeed: the first step after the warm-up decays already.
+            num_decay_steps = max(1, self.total_num_steps - self.warmup_num_steps)
+            progress = min(1.0, (index - self.warmup_num_steps + 1) / num_decay_steps)
+            cosine = (1 + math.cos(math.pi * progress)) / 2
+            ratio = max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
         return [float(rate) * ratio for rate in self.base_lrs]
-
-    def _ratio(self) -> float:
-        if self.last_epoch == 0:
-            return 0.0
-        index = self.last_epoch - 1
-        if index < self.warmup_num_steps:
-            return self.warmup_min_ratio + self._warmed_up(index) * (1.0 - self.warmup_min_ratio)
-        num_decay_steps = max(1, self.total_num_steps - self.warmup_num_steps)
-        # + 1, as in DeepSpeed: the first step after the warm-up decays already.
-        progress = min(1.0, (index - self.warmup_num_steps + 1) / num_decay_steps)
-        cosine = (1 + math.cos(math.pi * progress)) / 2
-        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
 
 
 class OneCycle(_Schedule):
@@ -339,8 +335,7 @@ def find_schedule(name: str) -> type[LRScheduler]:
         if isinstance(cls, type) and issubclass(cls, LRScheduler) and not cls_name.endswith("LRScheduler")
     }
     known = {**torch_schedules, **SCHEDULES}
-    lowered = {known_name.lower(): known_name for known_name in known}
-    exact = lowered.get(name.lower())
+    exact = next((each for each in known if each.lower() == name.lower()), None)
     if exact is None:
         near = nearest(name, list(known))
         hint = f"Did you mean '{near}'? " if near else ""

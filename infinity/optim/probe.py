@@ -46,24 +46,20 @@ _VECTOR, _MATRIX = (67,), (11, 7)
 _Shapes = tuple[tuple[tuple[int, ...], list[int]], ...]
 """Shapes of whole parameters, and where they are cut."""
 
+
+def _cut(*shape: int, at: Sequence[int] = (1,)) -> tuple[tuple[int, ...], list[int]]:
+    """A shape, cut ``at`` these multiples of `SLICE_ALIGNMENT`."""
+    return shape, [0, *(SLICE_ALIGNMENT * place for place in at), math.prod(shape)]
+
+
+_ONE = _cut(at=())
 # The first is split between threads (torch does so from 32768 elements on), and its parts end at no vector's end.
-_CUTS: _Shapes = (
-    ((263, 509), [0, *(SLICE_ALIGNMENT * place for place in (1, 10, 100, 911, 1500)), 263 * 509]),
-    ((3, 5, 7), [0, SLICE_ALIGNMENT, 3 * 5 * 7]),
-    ((1001,), [0, SLICE_ALIGNMENT * 7, 1001]),
-    ((), [0, 1]),
-)
+_CUTS: _Shapes = (_cut(263, 509, at=(1, 10, 100, 911, 1500)), _cut(3, 5, 7), _cut(1001, at=(7,)), _ONE)
 # Small ones, of every number of dimensions that layers have.
-_SMALL_CUTS: _Shapes = (
-    ((1001,), [0, SLICE_ALIGNMENT * 3, SLICE_ALIGNMENT * 7, 1001]),
-    ((13, 11), [0, SLICE_ALIGNMENT, 13 * 11]),
-    ((3, 5, 7), [0, SLICE_ALIGNMENT, 3 * 5 * 7]),
-    ((4, 3, 3, 3), [0, SLICE_ALIGNMENT, 4 * 3 * 3 * 3]),
-    ((2, 3, 2, 3, 2), [0, SLICE_ALIGNMENT, 2 * 3 * 2 * 3 * 2]),
-    ((), [0, 1]),
-)
+_TENSORS = (_cut(13, 11), _cut(3, 5, 7), _cut(4, 3, 3, 3), _cut(2, 3, 2, 3, 2))
+_SMALL_CUTS: _Shapes = (_cut(1001, at=(3, 7)), *_TENSORS, _ONE)
 # 4 MiB in fp32, in slices of 1 MiB and 3 MiB.
-_LARGE_CUTS: _Shapes = (((1 << 20,), [0, SLICE_ALIGNMENT << 12, 1 << 20]),)
+_LARGE_CUTS: _Shapes = (_cut(1 << 20, at=(1 << 12,)),)
 # Shorter than torch's vector loops, so that nearly all elements go through scalar code.
 _POSITION_CUTS: _Shapes = (
     ((4096,), [0, *takewhile(lambda cut: cut < 4096, accumulate(cycle(range(1, 30, 4)))), 4096]),
@@ -170,22 +166,15 @@ def _first_steps(
     executor: OptimizerExecutor, group: Mapping[str, Any], shape: tuple[int, ...]
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names of the state after the first step, and all of it after the last."""
-    generator = torch.Generator().manual_seed(0)
-    weight = _draw(shape, generator, executor.device)
+    draw = _normal(torch.Generator().manual_seed(0), device=executor.device)
+    weight = draw(shape, 0)
     state: dict[str, Any] = {}
     names: list[tuple[str, ...]] = []
     with _without_random_numbers(executor):
         for _ in range(_NUM_STEPS):
-            (state,) = executor.run(
-                copy_scalar(dict(group)), [weight], [_draw(shape, generator, executor.device)], [state]
-            )
+            (state,) = executor.run(copy_scalar(dict(group)), [weight], [draw(shape, 0)], [state])
             names.append(tuple(state))
     return names[0], state
-
-
-def _draw(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Tensor:
-    # Explicit, because users set a default dtype or device to build their models with.
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
 def advanced(
@@ -219,7 +208,7 @@ def probe(executor: OptimizerExecutor, group: Mapping[str, Any], schema: StateSc
     usable = _usable(group)
     takes_vectors = schema.shape == _VECTOR or not is_whole  # else the first step on slices, which are vectors, tells
     usual_shapes, odd_places, small_shapes, large_shapes = _SHAPES if takes_vectors else _MATRICES
-    compare = functools.partial(_WholeComparison if is_whole else _Comparison, executor, schema, usable)
+    compare = functools.partial(_Comparison, executor, schema, usable, is_whole)
     with _without_random_numbers(executor):
         generator = torch.Generator().manual_seed(1)
         usual = _normal(generator)
@@ -245,20 +234,20 @@ def probe_groups(
     Raises:
         OptimizerNotPageableError: there is a difference.
     """
-    generator = torch.Generator().manual_seed(2)
+    draw = _normal(torch.Generator().manual_seed(2), device=executor.device)
     usable = [_usable(group) for group in groups]
     # Rates that differ, so that a rule that mixes groups shows.
     for number, group in enumerate(usable):
         if isinstance(group.get("lr"), float):
             group["lr"] *= 1 + number / 16
     # A list of one parameter for each group.
-    together = [[_draw(schema.shape, generator, executor.device)] for schema in schemas]
+    together = [[draw(schema.shape, 0)] for schema in schemas]
     alone = [[weight.clone()] for (weight,) in together]
     states: list[list[dict[str, Any]]] = [[{}] for _ in usable]
     states_alone: list[list[dict[str, Any]]] = [[{}] for _ in usable]
     with _without_random_numbers(executor):
         for _ in range(_NUM_STEPS):
-            grads = [[_draw(schema.shape, generator, executor.device)] for schema in schemas]
+            grads = [[draw(schema.shape, 0)] for schema in schemas]
             for number, (group, (grad,)) in enumerate(zip(usable, grads, strict=True)):
                 states_alone[number] = executor.run(
                     copy_scalar(group), alone[number], [grad.clone()], states_alone[number]
@@ -309,11 +298,12 @@ def _without_random_numbers(executor: OptimizerExecutor) -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Comparison:
-    """The same steps on whole tensors and on slices of them."""
+    """The same steps on several whole tensors together, and on slices of them or, ``_is_whole``, each by itself."""
 
     _executor: OptimizerExecutor
     _schema: StateSchema
     _group: dict[str, Any]
+    _is_whole: bool
     _cases: _Shapes
 
     def run(self, trial: Trial, late_counts: Sequence[int] = ()) -> bool:
@@ -363,21 +353,39 @@ class _Comparison:
 
     def _formed(self, values: Tensor) -> Tensor:
         """A copy in the shape in which the tensor is updated by itself."""
-        return values.clone().reshape(-1)
+        return values.clone() if self._is_whole else values.clone().reshape(-1)
 
     def _step_apart(self, weight: Tensor, grad: Tensor, state: dict[str, Any], cuts: list[int]) -> dict[str, Any]:
         elementwise = self._schema.elementwise
+        places: list[Any] = [...] if self._is_whole else [slice(*ends) for ends in pairwise(cuts)]
         parts: list[dict[str, Any]] = []
-        for start, end in pairwise(cuts):
+        for place in places:
             # Slices of a parameter all start from its scalars as they were before the step.
-            given = {
-                name: value[start:end] if name in elementwise else copy_scalar(value) for name, value in state.items()
-            }
-            parts += self._step([weight[start:end]], [grad[start:end]], [given])
+            given = {name: value[place] if name in elementwise else copy_scalar(value) for name, value in state.items()}
+            parts += self._step([weight[place]], [grad[place]], [given])
+        if self._is_whole:
+            self._check_shapes(tuple(weight.shape), parts[0])
+            return parts[0]
         return {
             name: torch.cat([part[name] for part in parts]) if name in elementwise else value
             for name, value in parts[-1].items()
         }
+
+    def _check_shapes(self, expected: tuple[int, ...], state: Mapping[str, Any]) -> None:
+        shaped = {
+            name: tuple(value.shape)
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.numel() != 1
+        }
+        other = next((name for name, shape in shaped.items() if shape != expected), None)
+        if other is not None:
+            raise self._executor.unpageable(
+                f"its state '{other}' has shape {shaped[other]} for a parameter of shape {expected}"
+            )
+        if math.prod(expected) != 1 and shaped.keys() != set(self._schema.elementwise):
+            raise self._executor.unpageable(
+                f"which state it keeps depends on the shape of the parameter, here {expected}"
+            )
 
     def _step(self, weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
         used = copy_scalar(self._present)
@@ -420,45 +428,14 @@ class _Comparison:
                     )
                 ]
             if different:
-                steps = f"steps {what + ' ' if what else ''}"
-                raise self._executor.unpageable(self._explain(steps, tuple(whole.shape), different))
-
-    def _explain(self, steps: str, shape: tuple[int, ...], different: Sequence[str]) -> str:
-        return (
-            f"{steps}on slices and on the whole of a tensor of shape {shape} gave different bits in {', '.join(different)}: "
-            "it mixes elements or depends on their position"
-        )
-
-
-class _WholeComparison(_Comparison):
-    """The same steps on several tensors together, and on each of them."""
-
-    def _formed(self, values: Tensor) -> Tensor:
-        return values.clone()
-
-    def _step_apart(self, weight: Tensor, grad: Tensor, state: dict[str, Any], cuts: list[int]) -> dict[str, Any]:
-        (state,) = self._step([weight], [grad], [state])
-        shaped = {
-            name: tuple(value.shape)
-            for name, value in state.items()
-            if isinstance(value, Tensor) and value.numel() != 1
-        }
-        other = next((name for name, shape in shaped.items() if shape != weight.shape), None)
-        if other is not None:
-            raise self._executor.unpageable(
-                f"its state '{other}' has shape {shaped[other]} for a parameter of shape {tuple(weight.shape)}"
-            )
-        if weight.numel() != 1 and shaped.keys() != set(self._schema.elementwise):
-            raise self._executor.unpageable(
-                f"which state it keeps depends on the shape of the parameter, here {tuple(weight.shape)}"
-            )
-        return state
-
-    def _explain(self, steps: str, shape: tuple[int, ...], different: Sequence[str]) -> str:
-        return (
-            f"{steps}on a tensor of shape {shape} alone and beside others gave different bits in {', '.join(different)}: "
-            "the update of a parameter depends on other parameters"
-        )
+                shape = tuple(whole.shape)
+                where = f"on slices and on the whole of a tensor of shape {shape}"
+                why = "it mixes elements or depends on their position"
+                if self._is_whole:
+                    where = f"on a tensor of shape {shape} alone and beside others"
+                    why = "the update of a parameter depends on other parameters"
+                steps = f"steps {what} {where}" if what else f"steps {where}"
+                raise self._executor.unpageable(f"{steps} gave different bits in {', '.join(different)}: {why}")
 
 
 def _counts(state: Mapping[str, Any]) -> list[str]:
@@ -485,9 +462,14 @@ def _usable(group: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------- weights and gradients of trials
 
 
-def _normal(generator: torch.Generator, scale: float = 1.0) -> _Draw:
+def _normal(generator: torch.Generator, scale: float = 1.0, device: torch.device | str = "cpu") -> _Draw:
     """Normal numbers. Explicit dtype and device: users set others as defaults to build their models with."""
-    return lambda shape, step: torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * scale
+
+    def draw(shape: tuple[int, ...], step: int) -> Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * scale
+        return values.to(device)
+
+    return draw
 
 
 def _seldom_trials(generator: torch.Generator) -> Iterator[Trial]:

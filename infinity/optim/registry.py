@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.optim import Optimizer
 
-from infinity.errors import ConfigError, OptimizerNotPageableError
+from infinity.errors import ConfigError, OptimizerNotPageableError, nearest
 from infinity.optim.classes import Lamb, Lion, Muon, OneBitAdam, UncorrectedAdam
 from infinity.optim.executor import OptimizerExecutor, one_element
 
@@ -56,6 +55,8 @@ _ONE_BIT_CURES = {
 }
 _WITHOUT_EFFECT = ("cuda_aware", "comm_backend_name")
 """Parameters of the 1-bit ones that say by what DeepSpeed sends: here that is gloo, as for all else."""
+_NOT_DEFINED: dict[type[Optimizer], tuple[str, ...]] = {Lamb: ("amsgrad",), OneBitAdam: ("eps_inside_sqrt", "amsgrad")}
+"""Parameters of DeepSpeed with which a rule is not defined: they may be false."""
 
 BY_NAME: dict[str, type[Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -156,11 +157,13 @@ def resolve(section: Section, device: torch.device) -> functools.partial[Optimiz
     if section.type.lower() in ("adam", "adamw"):
         cls, params = _adam(section.type.lower(), params)
     elif cls is OneBitAdam:
-        params = _one_bit_adam(params)
-    elif cls is Lamb and params.pop("amsgrad", False):
-        raise ConfigError.unsupported(f"{_PATH}.amsgrad", True, "LAMB is not defined with it", cure="Remove it")
+        params = {name: value for name, value in params.items() if name not in _WITHOUT_EFFECT}
     elif cls is Lion:
         params = {"lr": 1e-3, "betas": (0.9, 0.999), **params}
+    for name in _NOT_DEFINED.get(cls, ()):
+        if params.pop(name, False):
+            cure = "Remove it, or train with AdamW"
+            raise ConfigError.unsupported(f"{_PATH}.{name}", True, f"{cls.__name__} is not defined with it", cure=cure)
     # Keyword arguments of the constructor: "params" is what `wrap_optimizer` passes.
     accepted = [name for name in inspect.signature(cls).parameters if name != "params"]
     unknown = [name for name in params if name not in accepted]
@@ -177,17 +180,15 @@ def resolve(section: Section, device: torch.device) -> functools.partial[Optimiz
 
 
 def _class_named(name: str) -> type[Optimizer]:
-    if name.lower() in BY_NAME:
-        return BY_NAME[name.lower()]
     in_torch = {
         key: value
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
     }
     # DeepSpeed's names take precedence; torch's are found in any case of letters.
-    for key, value in in_torch.items():
-        if key.lower() == name.lower():
-            return value
+    by_name = {key.lower(): value for key, value in in_torch.items()} | BY_NAME
+    if name.lower() in by_name:
+        return by_name[name.lower()]
     for key, reason in _NOT_PAGEABLE.items():
         if key.lower() == name.lower():
             raise OptimizerNotPageableError(key, reason, cure=_ONE_BIT_CURES.get(key))
@@ -229,15 +230,6 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str,
     return (torch.optim.AdamW if is_decoupled else torch.optim.Adam), params
 
 
-def _one_bit_adam(params: dict[str, Any]) -> dict[str, Any]:
-    for name in ("eps_inside_sqrt", "amsgrad"):
-        if params.pop(name, False):
-            raise ConfigError.unsupported(
-                f"{_PATH}.{name}", True, "1-bit Adam is not defined with it", cure="Remove it, or train with AdamW"
-            )
-    return {name: value for name, value in params.items() if name not in _WITHOUT_EFFECT}
-
-
 def _runs_fused(cls: type[Optimizer], device: torch.device) -> bool:
     """Whether the class's fused kernel exists for the device, found out by a step on one element."""
     param = torch.nn.Parameter(one_element(device))
@@ -248,10 +240,3 @@ def _runs_fused(cls: type[Optimizer], device: torch.device) -> bool:
     except (RuntimeError, NotImplementedError):
         return False
     return True
-
-
-def nearest(name: str, known: list[str]) -> str | None:
-    """The known name that is closest to an unknown one."""
-    by_lower = {key.lower(): key for key in known}
-    close = difflib.get_close_matches(name.lower(), list(by_lower), n=1)
-    return by_lower[close[0]] if close else None

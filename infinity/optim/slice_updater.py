@@ -164,13 +164,9 @@ class SliceUpdater:
             name: value for name, value in after.items() if name not in values or not same_values(value, values[name])
         }
 
-    def names_under(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the float32 state tensors of a parameter's shape in `schema_under`."""
-        return self.schema_under(values).elementwise
-
     def state_names(self, group_index: int) -> tuple[str, ...]:
-        """`names_under` the hyperparameters that this group has now."""
-        return self.names_under(hyperparameters(self._wrapped_optimizer.param_groups[group_index]))
+        """Names of the float32 state tensors of a parameter's shape, under the hyperparameters that this group has now."""
+        return self.schema_under(hyperparameters(self._wrapped_optimizer.param_groups[group_index])).elementwise
 
     def update(
         self,
@@ -361,13 +357,10 @@ def _names_in(cls: type[Optimizer]) -> frozenset[str]:
 # ------------------------------------------------------------------------------------------ what parts and rounding refuse
 
 _KEY = "infinity.state_dtype"
-_ONE_BYTE: dict[type[Optimizer], frozenset[str]] = {
-    torch.optim.Adam: frozenset({"exp_avg", "exp_avg_sq"}),
-    torch.optim.AdamW: frozenset({"exp_avg", "exp_avg_sq"}),
-    torch.optim.SGD: frozenset({"momentum_buffer"}),
-    Lion: frozenset({"exp_avg"}),
-}
-"""Running means, which forget what rounding did to them."""
+_ONE_BYTE = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, Lion})
+"""Optimizers whose running means may be rounded to a byte."""
+_RUNNING_MEANS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer"})
+"""They forget what rounding did to them."""
 
 
 def check_parts(
@@ -412,7 +405,7 @@ def check_state_format(form: StateFormat, wrapped_optimizer: WrappedOptimizer, u
         problem = f"rounded states are opened part by part, and {cls.__name__} updates whole parameters"
         cure = 'Set it to "fp32"'
     for index, group in enumerate(wrapped_optimizer.param_groups if not problem else ()):
-        refused = [name for name in updater.state_names(index) if name not in _ONE_BYTE.get(cls, frozenset())]
+        refused = [name for name in updater.state_names(index) if cls not in _ONE_BYTE or name not in _RUNNING_MEANS]
         if isinstance(wrapped_optimizer.optimizer, torch.optim.RMSprop) and group.get("centered"):
             problem = (
                 f"{cls.__name__} with centered=True takes the root of a difference of two states, and between rounded ones that "

@@ -49,10 +49,8 @@ class WrappedOptimizer:
         self.optimizer = optimizer
         self.device = device
         self.tiled = tiled or TiledGroups()
-        self._moved_dtypes: dict[Parameter, dict[str, torch.dtype]] = {}
-        """The dtypes of states that `pop_initial_states` has moved out, to restore them."""
-        self._moved_mains: dict[Parameter, Tensor] = {}
-        """The main weights that it has moved out."""
+        self._moved: dict[Parameter, tuple[dict[str, torch.dtype], Tensor | None]] = {}
+        """The dtypes of states that `pop_initial_states` has moved out, and main weights, to restore them."""
         self._untouched: dict[Any, Any] = {}
         """States that the optimizer's constructor made and no step has changed, as torch's ``optimizer.state``."""
         # What constructors of known classes fill states with: zeros, or Adagrad's initial_accumulator_value.
@@ -72,7 +70,8 @@ class WrappedOptimizer:
         self._fqns = dict(fqns)
         self._known = frozenset(map(id, self._fqns))
         self._members = Members(optimizer.param_groups, self._known)
-        self._reserved: dict[Parameter, None] = {}
+        self.reserved: dict[Parameter, None] = {}
+        """Parameters that `reserve_states` has named, as an ordered set."""
 
     @property
     def name(self) -> str:
@@ -95,11 +94,7 @@ class WrappedOptimizer:
 
     def reserve_states(self, parameters: Iterable[Parameter]) -> None:
         """These have room and keep it where all is laid out anew, though they may have left their groups meanwhile."""
-        self._reserved = dict.fromkeys(parameters)
-
-    def has_reserved_states(self, parameter: Parameter) -> bool:
-        """Whether `reserve_states` has named it."""
-        return parameter in self._reserved
+        self.reserved = dict.fromkeys(parameters)
 
     def with_states(self) -> list[Parameter]:
         """Parameters that get room for main weights and states: in a group, reserved, or trainable."""
@@ -107,7 +102,7 @@ class WrappedOptimizer:
             return []
         # Once each, in this order: groups, parameters that had left them, and trainable ones that may still join.
         trainable = (parameter for parameter in self._fqns if parameter.requires_grad)
-        return list(dict.fromkeys([*self.params(), *self._reserved, *trainable]))
+        return list(dict.fromkeys([*self.params(), *self.reserved, *trainable]))
 
     def members(self) -> Members:
         """Which parameter is in which group now."""
@@ -175,8 +170,6 @@ class WrappedOptimizer:
         groups = self.read()
         for param in list(self.params()):
             state, main = without_main_weight(self.optimizer.state.pop(param, None) or {})
-            if main is not None:
-                self._moved_mains[param] = main  # kept for `restore_states`: the caller's may have been freed
             if main is not None or not self._is_untouched(state):
                 large = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
                 # Small entries go through the class's own load_state_dict, with one element in place of each large
@@ -184,7 +177,8 @@ class WrappedOptimizer:
                 small = {name: one_element() if name in large else value for name, value in state.items()}
                 # Step counts may have to move to where updates run.
                 loaded = executor.load(groups.of(param) or {}, small, one_element(self.device))
-                self._moved_dtypes[param] = {name: value.dtype for name, value in large.items()}
+                # The main weight is kept for `restore_states`: the caller's may have been freed.
+                self._moved[param] = {name: value.dtype for name, value in large.items()}, main
                 with_main = {} if main is None else {MAIN_WEIGHT: main}
                 yield param, {name: _as_main(large.get(name, value)) for name, value in loaded.items()} | with_main
             elif state:
@@ -209,10 +203,9 @@ class WrappedOptimizer:
         Args:
             read: gives a state that was taken, from where it was put.
         """
-        for param, dtypes in self._moved_dtypes.items():
+        for param, (dtypes, main) in self._moved.items():
             state = read(param)
             given = {name: value.to(dtypes[name]) if name in dtypes else value for name, value in state.items()}
-            main = self._moved_mains.get(param)
             self.optimizer.state[param] = given if main is None else with_main_weight(given, main)
         self.restore_untouched()
 
@@ -223,7 +216,7 @@ class WrappedOptimizer:
     def forget_untouched(self) -> None:
         """`restore_states` will not be called."""
         self._untouched.clear()
-        self._moved_mains.clear()
+        self._moved.clear()
 
 
 def wrap_optimizer(
@@ -276,7 +269,16 @@ def wrap_optimizer(
     # States under other keys belong to no parameter, and a slice could not use them.
     keys: list[Any] = list(optimizer.state)
     refuse_common(optimizer, [key for key in keys if not isinstance(key, Tensor)])
-    _check_groups([group["params"] for group in optimizer.param_groups], fqns)
+    missing = _check_groups([group["params"] for group in optimizer.param_groups], fqns)
+    # Only a warning, as torch trains such models, too: it is often intended (an adapter's base).
+    if missing:
+        logger.warning(
+            "%d trainable parameters are in no parameter group (the first is '%s'): as in torch, they get gradients "
+            "and no updates. Freeze them with requires_grad_(False), which saves the memory and time for their "
+            "gradients and states",
+            len(missing),
+            missing[0],
+        )
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise OptimizerNotPageableError(
@@ -410,7 +412,8 @@ def _recipe(source: Any, device: torch.device) -> functools.partial[Optimizer] |
     )
 
 
-def _check_groups(members: Sequence[Sequence[Any]], fqns: Mapping[Parameter, str]) -> None:
+def _check_groups(members: Sequence[Sequence[Any]], fqns: Mapping[Parameter, str]) -> list[str]:
+    """See that groups hold parameters of the model, each trainable one once. Returns names of those that are in none."""
     places: dict[Tensor, list[int]] = {}
     for index, group in enumerate(members):
         for param in group:
@@ -429,21 +432,12 @@ def _check_groups(members: Sequence[Sequence[Any]], fqns: Mapping[Parameter, str
                 )
             places.setdefault(param, []).append(index)
     trainable = {param: fqn for param, fqn in fqns.items() if param.requires_grad}
-    # Only a warning, as torch trains such models, too: it is often intended (an adapter's base).
-    missing = [fqn for param, fqn in trainable.items() if param not in places]
-    if missing:
-        logger.warning(
-            "%d trainable parameters are in no parameter group (the first is '%s'): as in torch, they get gradients "
-            "and no updates. Freeze them with requires_grad_(False), which saves the memory and time for their "
-            "gradients and states",
-            len(missing),
-            missing[0],
-        )
     repeated = [param for param in trainable if len(places.get(param, [])) > 1]
     if repeated:
         raise ModelError.in_two_groups(
             trainable[repeated[0]], group_indices=places[repeated[0]], num_others=len(repeated) - 1
         )
+    return [fqn for param, fqn in trainable.items() if param not in places]
 
 
 def _compact(value: Any) -> Any:

@@ -22,7 +22,9 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from infinity.numerics.remainder import has_kernels
 from infinity.packed.blocks import APART, FP8_TILE, LEVELS, NF4_BLOCK, NF4_RECORD_BYTES
+from infinity.units.layout import round_up
 
 # Loading and packing a base under a budget of 40 MiB peaked at 54 MiB with parts of 4 MB: the C library's heap kept
 # them. With parts of 512 KB it is 44.5 MiB.
@@ -110,10 +112,10 @@ class PackedFormat(ABC):
 
         On the CPU, ``stored`` may be at the end of the memory of ``out`` if `saves_memory` is true.
         """
-        if out.device.type == "cpu":
+        if has_kernels(out):
             self._unpack_on_cpu(stored, shape, out)
-        else:
-            self._unpack_by_torch(stored, shape, out)
+        else:  # a copy, where they may share memory
+            self._unpack_by_torch(stored.clone() if out.device.type == "cpu" else stored, shape, out)
 
     def _unpack_on_cpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
         from infinity.packed.kernels import UNPACK
@@ -124,7 +126,7 @@ class PackedFormat(ABC):
 
     @abstractmethod
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
-        """Unpack with torch's operations, on a GPU. ``stored`` and ``out`` share no memory."""
+        """Unpack with torch's operations: on a GPU, or without a compiler. ``stored`` and ``out`` share no memory."""
 
 
 class Nf4(PackedFormat):
@@ -167,7 +169,7 @@ class Int8(PackedFormat):
         return max(shape[-1], 1)
 
     def record_bytes(self, numel: int, shape: Sequence[int]) -> int:
-        return 4 + _to_four(numel)
+        return 4 + round_up(numel, 4)
 
     def _pack_part(self, values: torch.Tensor, shape: Sequence[int], stored: torch.Tensor) -> None:
         rows = values.view(-1, shape[-1])
@@ -182,7 +184,7 @@ class Int8(PackedFormat):
 
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
         columns = shape[-1]
-        records, rows = stored.view(-1, 4 + _to_four(columns)), out.view(-1, columns)
+        records, rows = stored.view(-1, 4 + round_up(columns, 4)), out.view(-1, columns)
         scales = records[:, :4].contiguous().view(torch.float32)
         step = max(_DEVICE_NUMEL // columns, 1)
         for start in range(0, len(rows), step):
@@ -201,7 +203,7 @@ class Fp8(PackedFormat):
         return FP8_TILE * max(shape[-1], 1)
 
     def record_bytes(self, numel: int, shape: Sequence[int]) -> int:
-        return 4 * -(-shape[-1] // FP8_TILE) + _to_four(numel)
+        return 4 * -(-shape[-1] // FP8_TILE) + round_up(numel, 4)
 
     def _pack_part(self, values: torch.Tensor, shape: Sequence[int], stored: torch.Tensor) -> None:
         columns, record = shape[-1], self.record_numel(shape)
@@ -284,10 +286,6 @@ def _gap(stored: torch.Tensor, out: torch.Tensor) -> int:
     begin, end = out.data_ptr(), out.data_ptr() + out.numel() * out.element_size()
     is_apart = stored.data_ptr() >= end or stored.data_ptr() + stored.numel() <= begin
     return APART if is_apart else stored.data_ptr() - begin
-
-
-def _to_four(value: int) -> int:
-    return -(-value // 4) * 4
 
 
 def _check_finite(values: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import from_dtype, types
+from numba import types
 from numba.extending import overload
 
 from infinity.numerics.compiling import bits_of, float_of, inlined, kernel
@@ -54,7 +54,7 @@ def _fp16(value: Any) -> Any:
 
 def _rounded(value: Any, weights: Any) -> Any:
     """A product as an element of ``weights``: see `_UNPACKING`."""
-    return _ROUNDED[from_dtype(weights.dtype)](value, weights)  # without a compiler; numba takes the overload below
+    raise NotImplementedError  # numba takes the overload below
 
 
 # For each type of weights. Lambdas, as numba compares annotations of parameters, too.

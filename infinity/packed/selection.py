@@ -115,18 +115,12 @@ def _matches(fqn: str, pattern: str) -> bool:
 
 
 def _unmatched(pattern: str, fqns: Collection[str]) -> ConfigError:
+    problem = f"it matches no parameter of the model. Names are {', '.join(list(fqns)[:3])}, ..."
+    cure = "Give a pattern of such names"
     if any(_matches(fqn, pattern) for fqn in fqns):
-        return ConfigError.value(
-            KEY,
-            pattern,
+        problem = (
             "it matches parameters, but none of them can be packed. Only untied frozen weights of linear layers and "
-            "of experts can",
-            cure="Freeze them before infinity.initialize (requires_grad_(False)), or take the pattern out",
+            "of experts can"
         )
-    shown = ", ".join(list(fqns)[:3])
-    return ConfigError.value(
-        KEY,
-        pattern,
-        f"it matches no parameter of the model. Names are {shown}, ...",
-        cure="Give a pattern of such names",
-    )
+        cure = "Freeze them before infinity.initialize (requires_grad_(False)), or take the pattern out"
+    return ConfigError.value(KEY, pattern, problem, cure=cure)

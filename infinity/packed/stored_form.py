@@ -12,6 +12,7 @@ into the end of the flat buffer (`landing`) and unpacked front to back: see [Not
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -59,12 +60,8 @@ class StoredForm:
         # 64 * 64 elements, after 8192 raw bytes, in bf16: 2 * 64 * 36 = 4608 packed bytes, in 8192 stored ones. The
         # padding has 3584, the weights start at 3584 and 5888. In the flat buffer, the 16384 bytes from 8192 on are
         # theirs: `landing` is its last 8192 bytes.
-        start = self.packed_bytes - sum(sizes)
-        found = []
-        for slot, each, size in zip(slots, formats, sizes, strict=True):
-            found.append(PackedSlot(slot, each, start, size))
-            start += size
-        self.slots = tuple(found)
+        starts = accumulate(sizes[:-1], initial=self.packed_bytes - sum(sizes))
+        self.slots = tuple(map(PackedSlot, slots, formats, starts, sizes))
 
     @property
     def num_bytes(self) -> int:

@@ -106,7 +106,7 @@ class PlanInputs:
         with_states = [
             p
             for p in wrapped_optimizer.with_states()
-            if wrapped_optimizer.has_reserved_states(p) or not (is_left_out(p) or id(p) in packed)
+            if p in wrapped_optimizer.reserved or not (is_left_out(p) or id(p) in packed)
         ]
         units = make_units(model, config, with_states, lambda parameter: parameter in wrapped_optimizer, packed)
         names = {unit.index: _state_names(unit, wrapped_optimizer, updater) for unit in units}

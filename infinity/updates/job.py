@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
-from infinity.gradients.sources import GradientSource
+from infinity.gradients.main_gradients import GradientSource
 from infinity.threads.denormals import flushes_denormals
 from infinity.units.layout import Chunk, Slot
 from infinity.units.unit import Arrival, Unit
@@ -119,7 +119,7 @@ class UpdateJob:
     def __post_init__(self, is_shard: bool, uses_flat: bool) -> None:
         unit, chunks = self.unit, self.chunks
         # Parameters in no group, and those without a gradient, are not updated.
-        self.slots = self.groups.keys() & {slot.index for slot in self.gradients.slots()}
+        self.slots = self.groups.keys() & {slot.index for slot in self.gradients.slots}
         segment = unit.layout.trainable
         self.updates_all = segment is not None and len(self.slots) == len(segment.slots)
         """Whether all trainable parameters of the unit are."""
@@ -146,7 +146,6 @@ class UpdateJob:
         """Held by the worker that waits for `flat_arrival`. Taken alone."""
         self.has_begun = False
         """Whether the stream has taken it."""
-        self.is_finished = False
         self._finished = Latch()
         self._error: BaseException | None = None
         # A worker computes as the training thread would: denormals and numbers of threads are settings of each thread.
@@ -211,11 +210,10 @@ class UpdateJob:
         self.flat = self.weights = None
         self.flat_arrival = None
         # Last: whoever waits may look at everything above.
-        self.is_finished = True
         self._finished.set()
 
     def done(self) -> bool:
-        return self.is_finished
+        return self._finished.is_set()
 
     def promote(self) -> None:
         """Run the job next: the unit is waited for."""

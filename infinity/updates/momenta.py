@@ -30,9 +30,9 @@ import torch
 
 from infinity.device.drive_tensors import write_out
 from infinity.distributed.collectives import Ranks
+from infinity.gradients.main_gradients import GradientBuffer
 from infinity.gradients.rank_checks import norms_of_ranks
 from infinity.gradients.reducer import NewGradients, ReducedGradients
-from infinity.gradients.sources import GradientBuffer
 from infinity.optim.groups import Groups
 from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.tiers.state_store import StateStore
@@ -174,7 +174,7 @@ class CompressedMomenta:
                         gradient.mul_(multiplier.cpu())
                     momentum = torch.empty_like(gradient)
                     span = slice(param_slice.offset, param_slice.offset + param_slice.numel)
-                    lease.workspace.read_state(_MOMENTUM, span, momentum)
+                    lease.workspace.read(_MOMENTUM, span, momentum)
                     # momentum = beta1 * momentum + (1 - beta1) * gradient, in the memory of the gradient.
                     torch.lerp(momentum, gradient, 1 - beta1[param_slice.slot], out=gradient)
             finally:

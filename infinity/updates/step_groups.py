@@ -180,7 +180,7 @@ class StepGroups:
         for index, values in enumerate(groups.values):
             before, names = known[index] if index < len(known) else ({}, ())
             if not _are_same(before, values):  # else nothing has to be found out: there may be a thousand groups
-                names = self.updater.names_under(values)
+                names = self.updater.schema_under(values).elementwise
             self._known_names.append((values, names))
         return [names for _, names in self._known_names]
 

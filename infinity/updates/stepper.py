@@ -28,10 +28,10 @@ from infinity.device.host_memory import HeapTrimmer
 from infinity.distributed.meshes import Mesh
 from infinity.errors import StepError
 from infinity.gradients.gradient_exchange import ShardUpdates
+from infinity.gradients.main_gradients import GradientSource
 from infinity.gradients.norms import clip_coefficient, norm_of_model
 from infinity.gradients.rank_checks import check_all_held, check_same, check_same_groups, digest
 from infinity.gradients.reducer import NewGradients, ReducedGradients
-from infinity.gradients.sources import GradientSource
 from infinity.optim.classes import IS_MOMENTUM
 from infinity.optim.groups import Groups
 from infinity.paging.parameter_cache import ParameterCache
@@ -217,7 +217,7 @@ class Stepper:
                     continue
                 self.parameter_cache.await_update(unit)
                 source = self.gradients.add_for_update(unit, gradients, self._norms)
-                self.used_up.update((unit.index, slot.index) for slot in source.slots())
+                self.used_up.update((unit.index, slot.index) for slot in source.slots)
                 gradients.clear()
                 waiting.popleft()
                 self._submit(unit, source, None if self._divisor == 1 else _scalar(1.0 / self._divisor))
@@ -245,7 +245,7 @@ class Stepper:
         if self._groups is None:
             self._groups = self.step_groups.begin()
         # What is in no group is not updated.
-        groups = self._groups.of_each({slot.index: unit.parameters[slot.index] for slot in source.slots()})
+        groups = self._groups.of_each({slot.index: unit.parameters[slot.index] for slot in source.slots})
         # IS_MOMENTUM tells OneBitAdam's update that it gets a momentum in place of a gradient.
         if are_momenta:
             groups = {index: {**group, IS_MOMENTUM: True} for index, group in groups.items()}
@@ -297,13 +297,14 @@ class Stepper:
         # All ranks exchange the following in one order, so the checks come before what only some ranks do. The step
         # updates nothing until the last check has passed.
         was_in_backward = bool(self.updated)
-        momenta: list[NewGradients] | None = None
+        momenta: CompressedMomenta | None = None  # exchanged in place of gradients by this step
+        new: list[NewGradients] = []
         if self.momenta is not None and self.momenta.is_active():
             # Past the warm-up of OneBitAdam no means are computed before the step, unless a parameter has yet to warm
             # up.
             new = self.gradients.new_of_all(step)
             if self.momenta.is_due(new):
-                momenta, keeps = new, False
+                momenta, keeps = self.momenta, False
             else:
                 self.gradients.average_these(new, step)
         elif keeps:
@@ -329,11 +330,11 @@ class Stepper:
         norms = self.step_groups.norms_in_order(self._norms, scale / self.scaler.scale, is_divided=self.mesh.is_divided)
         norm = norm_of_model(self.mesh, norms, scale * self._divisor, step)
         # With momenta, norms are each rank's own and may differ; the largest decides whether all skip the step.
-        if self.momenta is None or momenta is None:
+        if momenta is None:
             check_same(self.mesh.data, norm, step)
             self.grad_norm = norm
         else:
-            self.grad_norm = self.momenta.largest(norm, step)
+            self.grad_norm = momenta.largest(norm, step)
         # `bool` waits for a GPU: only where the config has overflow checked, as with fp16.
         self.is_skipped = self.config.checks_overflow and not bool(torch.isfinite(self.grad_norm))
         if self.is_skipped:
@@ -345,8 +346,8 @@ class Stepper:
         if self.config.gradient_clipping > 0:
             coefficient = clip_coefficient(norm, self.config.gradient_clipping)
             self._are_kept_unclipped = keeps  # the update clips what it reads, not what is kept
-        if self.momenta is not None and momenta is not None:
-            self.momenta.exchange(self.gradients, momenta, functools.partial(self._factor, coefficient), step)
+        if momenta is not None:
+            momenta.exchange(self.gradients, new, functools.partial(self._factor, coefficient), step)
             # Momenta hold clipped and unscaled gradients, so their update multiplies with nothing.
             coefficient, self._divisor = None, 1
             with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
@@ -393,14 +394,11 @@ class Stepper:
     def _rank_of(self, unit: Unit) -> int:
         """The unit's place in the next forward."""
         if not self._ranks:
-            self._ranks = {index: rank for rank, index in enumerate(self._forward_order())}
+            self._ranks = {each.index: rank for rank, each in enumerate(self._in_forward_order())}
         return self._ranks[unit.index]
 
     def _in_forward_order(self) -> list[Unit]:
-        return [self.units[index] for index in self._forward_order()]
-
-    def _forward_order(self) -> list[int]:
-        return self.parameter_cache.training_schedule.forward_order(len(self.units))
+        return [self.units[index] for index in self.parameter_cache.training_schedule.forward_order(len(self.units))]
 
     def _check_groups_unchanged(self, step: int) -> None:
         changed = self.step_groups.read().changed_since(self._groups) if self._groups is not None else []

@@ -69,7 +69,7 @@ class _Store:
         scratch = torch.full((chunk.numel,), torch.nan, dtype=source.dtype)
         if (handle := source.prepare(chunk, scratch)) is not None:
             handle.wait()
-        pieces = [piece for piece in chunk.slices if piece.slot in source.slots()]
+        pieces = [piece for piece in chunk.slices if piece.slot in source.slots]
         values = source.of_chunk(chunk, pieces, scratch)
         for piece in pieces:
             part = values[piece.offset : piece.offset + piece.numel]

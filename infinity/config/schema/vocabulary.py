@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_args
 
@@ -11,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from infinity.config.schema.block import Block, Keys, Untyped
 from infinity.config.schema.blocks import RootBlock
+from infinity.errors import nearest
 
 
 def child_block(field: FieldInfo | None) -> type[Block] | None:
@@ -48,13 +48,6 @@ def suggest(path: str, name: str, known_here: Iterable[str]) -> str | None:
     if (near := nearest(name, everywhere, cutoff=0.8)) is not None:
         return _place(everywhere[near])
     return None
-
-
-def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the known name that is most similar to `name`, or None."""
-    lowered = {key.lower(): key for key in known}
-    matches = get_close_matches(name.lower(), lowered, n=1, cutoff=cutoff)
-    return lowered[matches[0]] if matches else None
 
 
 @cache

@@ -1,9 +1,11 @@
-"""The optimizer that `initialize` returns: a torch optimizer whose state lies elsewhere."""
+"""The optimizer that `initialize` returns: a torch optimizer whose state lies elsewhere. And the one that was passed to it."""
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from itertools import chain
 from types import FunctionType, MethodType
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from infinity.errors import OptimizerNotPageableError, StepError
 from infinity.optim.facade.lazy_state import AssignedTensors, LazyEntry, LazyState, ReadOnlyTensor, unprotected
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.facade.state_loader import StateLoader, check_entry
@@ -45,7 +48,7 @@ class PagedOptimizer(Optimizer):
         updater: SliceUpdater,
         backend: Any,
         keeper: Any,
-        loose: LooseParameters | None = None,
+        loose: LooseParameters,
         mains: Any = None,
     ) -> None:
         # Not Optimizer.__init__: it would make groups of its own. The wrapped optimizer last: from then on, names that the
@@ -53,7 +56,7 @@ class PagedOptimizer(Optimizer):
         self._updater = updater
         self._backend = backend
         self._keeper = keeper  # reads and replaces the states
-        self._loose = loose or LooseParameters(wrapped_optimizer)
+        self._loose = loose
         self._mains = mains  # reads and replaces main weights; None: the parameters are the main weights
         source = wrapped_optimizer.optimizer
         self._assigned = AssignedTensors()
@@ -72,7 +75,7 @@ class PagedOptimizer(Optimizer):
         self._wrapped_optimizer = wrapped_optimizer
 
     def adopt_optimizer(self, passed: Optimizer) -> None:
-        """The script's own instance is this optimizer from now on: see `infinity.optim.facade.passed_optimizer`."""
+        """The script's own instance is this optimizer from now on, see `PassedOptimizer`."""
         self._passed = passed
 
     def __getattr__(self, name: str) -> Any:
@@ -300,13 +303,13 @@ class PagedOptimizer(Optimizer):
         return self._num_changes, self._keeper.num_loads  # steps here, and loads that go past this object
 
     def _read(self, param: Tensor) -> dict[str, Any]:
-        with self.reading_states():
+        with self._backend.optimizer_lock("optimizer.state"):  # all of one step
             self._assigned.check()  # what the script wrote after assigning is not stored: it would read other values
             return self.gather_state(param)
 
     def _read_whole(self, param: Tensor, *, has_main: bool) -> dict[str, Any]:
         """A parameter's entry of a state dict, joined from its tiles."""
-        with self.reading_states():
+        with self._backend.optimizer_lock("optimizer.state"):  # all of one step
             parts, tiled = self._wrapped_optimizer.tiled.all_of(param), self._wrapped_optimizer.tiled.of(param)
             entries = [self._read(part) for part in parts]
             if has_main:
@@ -315,7 +318,7 @@ class PagedOptimizer(Optimizer):
             return entries[0] if tiled is None else tiled.join_entries(entries)
 
     def _store(self, param: Tensor, values: dict[str, Any]) -> None:
-        with self.reading_states():
+        with self._backend.optimizer_lock("optimizer.state"):  # all of one step
             self._assigned.check()
             plain = {
                 # A value that was read and is stored again is a protected copy: the keeper gets the tensor itself.
@@ -324,11 +327,6 @@ class PagedOptimizer(Optimizer):
             }
             self.load_state(param, plain)
             self._assigned.add(self._wrapped_optimizer.fqn(param), values)
-
-    def reading_states(self) -> AbstractContextManager[None]:
-        """States that are read or written inside the ``with`` block are those of one step."""
-        lock: AbstractContextManager[None] = self._backend.optimizer_lock("optimizer.state")
-        return lock
 
     def has_state(self, param: Tensor) -> bool:
         """Whether a parameter has state."""
@@ -442,3 +440,87 @@ class NoHooks(nn.Module):
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         """Taken without effect."""
+
+
+logger = logging.getLogger(__name__)
+
+
+class PassedOptimizer:
+    """Turns a script's optimizer into a paged one, and back.
+
+    While the engine lives, the script's class and attributes are exchanged for those of the paged optimizer, so that every
+    reference to it works: the script's, a scheduler's, a trainer's. At the end of the engine it gets its own back. The states
+    are gone then: they may be larger than memory, so nothing is copied. A script that goes on without them gets an error.
+    """
+
+    def __init__(self, passed: Any, own: Optimizer, paged: PagedOptimizer) -> None:
+        """
+        Args:
+            passed: what the script has.
+            own: has the class and the very attributes of ``passed``, and keeps them meanwhile.
+            paged: the engine's, whose attributes both have from now on.
+
+        Raises:
+            OptimizerNotPageableError: Python cannot exchange the class.
+        """
+        self.optimizer = passed
+        """The script's, which is a `PagedOptimizer` until `restore`."""
+        self._own = own
+        name = type(own).__name__  # loggers show it
+        try:
+            # A class of the same name. `object.__setattr__`, because the script's class may have a __setattr__ of its
+            # own.
+            object.__setattr__(passed, "__class__", type(name, (PagedOptimizer,), {}))
+        except TypeError as error:
+            raise OptimizerNotPageableError(
+                name,
+                f"Python cannot turn the instance into the one that makes the engine's steps ({error})",
+                cure="Pass the class, or a functools.partial of it: initialize(optimizer=functools.partial(cls, lr=...))",
+            ) from error
+        object.__setattr__(passed, "__dict__", vars(paged))
+        # torch's schedulers wrap `step` on the instance, and warn if the mark is missing. The script's scheduler has
+        # marked its optimizer before: the paged one gets the same mark.
+        if hasattr(vars(own).get("step"), "_wrapped_by_lr_sched"):
+            step: Any = functools.partial(PagedOptimizer.step, passed)  # it is a PagedOptimizer now
+            step._wrapped_by_lr_sched = True
+            vars(paged)["step"] = step
+        paged.adopt_optimizer(passed)
+
+    def restore(self, *, had_states: bool) -> None:
+        """The script's optimizer is what it was, but for what was changed in its groups. May be called again.
+
+        Args:
+            had_states: it would have states in plain torch.
+        """
+        if not isinstance(self.optimizer, PagedOptimizer):
+            return
+        object.__setattr__(self.optimizer, "__dict__", vars(self._own))
+        object.__setattr__(self.optimizer, "__class__", type(self._own))
+        # In plain torch the states would be here: an empty dict would let a script start anew without notice.
+        if had_states and not self.optimizer.state:
+            self.optimizer.state = _Gone()
+
+
+_GONE = "the engine that held the states of this optimizer is closed, and the states are lost"
+
+
+class _Gone(defaultdict[Any, Any]):
+    """`optimizer.state` after its engine: refuses steps and state dicts, until ``load_state_dict`` puts another in its place."""
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        cure = "Call optimizer.state_dict() before engine.close(), and load the result with optimizer.load_state_dict()"
+        raise StepError.order("step()", _GONE, cure=cure)
+
+    def items(self) -> NoReturn:
+        raise StepError.order("state_dict()", _GONE, cure="Call it before engine.close()")
+
+
+def begin_anew(optimizer: Optimizer) -> None:
+    """An optimizer is passed that may have been passed before."""
+    if isinstance(optimizer.state, _Gone):
+        optimizer.state = defaultdict(dict)
+        logger.warning(
+            "the optimizer was passed to an earlier engine, and its states were lost when that engine closed: it "
+            "starts without states. To keep them, call optimizer.state_dict() before engine.close() and load the "
+            "result"
+        )

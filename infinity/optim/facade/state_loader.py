@@ -105,14 +105,13 @@ class StateLoader:
             if not keeper.has_place(param) and entry and without_main_weight(_plain(entry))[0]:
                 raise ValueError(
                     f"loaded state dict has a state of parameter '{self._wrapped_optimizer.fqn(param)}', which is "
-                    "frozen and has no place "
-                    "for it here: it would be lost. Call requires_grad_(True) on it before infinity.initialize"
+                    "frozen and has no place for it here: it would be lost. Call requires_grad_(True) on it before "
+                    "infinity.initialize"
                 )
         # One parameter at a time: a lazy entry is read, stored and dropped, so states need not be in memory together.
         for param, lazy, pending in placed:
             entry, main = without_main_weight(_plain(lazy))
-            if main is None:
-                _, main = without_main_weight(_plain(pending))
+            main = without_main_weight(_plain(pending))[1] if main is None else main
             if main is not None and mains is not None:
                 mains.load_main_weight(param, main)
             state = self._state(param, entry)
@@ -143,16 +142,25 @@ class StateLoader:
 
     def _state(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
         """The entry as the parameter takes it, after checking that it fits."""
-        tensors = self._elementwise(param, entry)
+        given = {name: value for name, value in entry.items() if value is not None}  # SGD saves momentum_buffer=None
+        if not given:
+            return {}
         names = self._updater.state_names(self._index_of[id(param)])
+        self._check_elementwise(self._wrapped_optimizer.fqn(param), tuple(param.shape), given, names)
+        # They are float32, as main weights are; those of an ordinary parameter, which was added later, as in torch.
+        is_held = param in self._wrapped_optimizer
+        where = (torch.float32,) if is_held else (param.device, param.dtype)
+        tensors = {name: given[name].detach().to(*where) for name in names}
         # One element in place of each large tensor: the class converts what is small, and copies nothing large.
-        small = {name: one_element() if name in names else value for name, value in entry.items() if value is not None}
-        return {**self._scalars(param, small, names), **tensors} if small else {}
+        small = {name: one_element() if name in names else value for name, value in given.items()}
+        like = one_element(self._wrapped_optimizer.device) if is_held else param.detach()
+        loaded = self._scalars(param, small, like)
+        return {name: value for name, value in loaded.items() if name not in names} | tensors
 
-    def _scalars(self, param: Tensor, small: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    def _scalars(self, param: Tensor, small: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+        """The state as the class loads it."""
         index = self._index_of[id(param)]
         values = {key: value for key, value in self._groups[index].items() if key != "params"}
-        like = one_element(self._wrapped_optimizer.device) if param in self._wrapped_optimizer else param.detach()
         try:
             loaded = self._executor.load(values, small, like)
             needed = self._updater.schema_under(hyperparameters(self._wrapped_optimizer.param_groups[index])).scalars
@@ -165,18 +173,12 @@ class StateLoader:
                 f"loaded state dict has no usable scalars for parameter '{self._wrapped_optimizer.fqn(param)}': "
                 f"{', '.join(missing)}. Was it saved by another kind of optimizer?"
             )
-        return {name: value for name, value in loaded.items() if name not in names}
+        return loaded
 
-    def _elementwise(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The entry's element-wise tensors after checking that they are what the parameter needs.
-
-        They are float32, as main weights are; those of an ordinary parameter, which was added later, as in torch.
-        """
-        fqn = self._wrapped_optimizer.fqn(param)
-        names = self._updater.state_names(self._index_of[id(param)])
-        given = {name: value for name, value in entry.items() if value is not None}  # SGD saves momentum_buffer=None
-        if not given:
-            return {}
+    def _check_elementwise(
+        self, fqn: str, wanted: tuple[int, ...], given: Mapping[str, Any], names: Sequence[str]
+    ) -> None:
+        """See that a parameter's entry has all element-wise tensors, of the parameter's shape, and no others."""
         missing = [name for name in names if name not in given]
         if missing:
             raise ValueError(
@@ -184,27 +186,24 @@ class StateLoader:
                 f"It has {', '.join(map(repr, given))}: was it saved by another kind of optimizer?"
             )
         for name, value in given.items():
-            if name in names:
-                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                if shape != tuple(param.shape):
-                    raise ValueError(
-                        f"loaded state dict has state '{name}' of parameter '{fqn}' with shape {shape}, "
-                        f"but the parameter has shape {tuple(param.shape)}"
-                    )
-            elif isinstance(value, Tensor) and value.numel() != 1:
+            is_tensor = isinstance(value, Tensor)
+            shape = tuple(value.shape) if is_tensor else type(value).__name__
+            if name in names and shape != wanted:
                 raise ValueError(
-                    f"loaded state dict has state '{name}' of parameter '{fqn}' with shape {tuple(value.shape)}, "
+                    f"loaded state dict has state '{name}' of parameter '{fqn}' with shape {shape}, "
+                    f"but the parameter has shape {wanted}"
+                )
+            if name not in names and is_tensor and value.numel() != 1:
+                raise ValueError(
+                    f"loaded state dict has state '{name}' of parameter '{fqn}' with shape {shape}, "
                     f"which {self._wrapped_optimizer.name} does not keep here. It keeps {', '.join(names) or 'none'}"
                 )
-        if param in self._wrapped_optimizer:
-            return {name: given[name].detach().to(torch.float32) for name in names}
-        return {name: given[name].detach().to(param.device, param.dtype) for name in names}
 
     def _check_names(self, index: int, group: Mapping[str, Any]) -> None:
         reserved = self._updater.state_names(index)
         # Hyperparameters of the dict may switch states on or off, and records have the states they were laid out for.
         try:
-            needed = self._updater.names_under(hyperparameters(group))
+            needed = self._updater.schema_under(hyperparameters(group)).elementwise
         except OptimizerNotPageableError as error:
             raise ValueError(
                 f"{self._wrapped_optimizer.name} cannot run with the hyperparameters in the loaded state dict's group {index}: "

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from infinity.device.compute import ComputeDevice, gradient_norm
 from infinity.device.flat_pool import FlatPool
-from infinity.gradients.sources import FP32_BYTES, GradientSource
+from infinity.gradients.main_gradients import FP32_BYTES, GradientSource, MainGradDtype
 from infinity.gradients.store import GradientStore
-from infinity.gradients.unit_grads import MainGradDtype
 from infinity.metrics.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
 from infinity.units.unit import Unit
@@ -59,7 +58,7 @@ class _Twin:
     def require_used(self, source: GradientSource, unit: Unit, *, is_kept: bool = False) -> None:
         """``source`` has what is expected, and nothing is expected of the unit from now on."""
         expected = self.of(unit)
-        assert {slot.index for slot in source.slots()} == expected.keys()
+        assert {slot.index for slot in source.slots} == expected.keys()
         for chunk in unit.layout.chunks(CHUNK_GRANULE):
             scratch = torch.full((chunk.numel,), torch.nan, dtype=source.dtype)
             if (handle := source.prepare(chunk, scratch)) is not None:

@@ -190,9 +190,9 @@ def _switchable(group: Any, param: Any, grad: Any, state: Any) -> Any:
 def test_switches_groups_and_warm_ups_hide_nothing() -> None:
     switchable = _by(_switchable)
     updater = _updater(switchable, normalize=False)
-    assert updater.names_under({"lr": 1.0, "normalize": False}) == ()
+    assert updater.schema_under({"lr": 1.0, "normalize": False}).elementwise == ()
     with pytest.raises(OptimizerNotPageableError, match="mixes elements"):
-        updater.names_under({"lr": 1.0, "normalize": True})
+        updater.schema_under({"lr": 1.0, "normalize": True})
     assert _updater(switchable, groups=[{"normalize": False}, {"normalize": True}]).mixes_elements
     assert _updater(_by(_MIXING["trust ratio"]), lr=0.0).mixes_elements
 

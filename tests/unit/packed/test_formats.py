@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -73,3 +76,25 @@ def test_weights_that_would_grow_are_not_packed() -> None:
 def test_nf4_takes_0_28_of_the_bytes_of_bf16() -> None:
     shape = (4096, 4096)
     assert packed_format("nf4").num_bytes(shape) / (2 * math.prod(shape)) == 36 / 128
+
+
+_WITHOUT_COMPILER = """
+import torch
+from infinity.packed.formats import packed_format
+from tests.quantized import FORMATS
+weight = torch.randn(3, 70, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+for name in ("nf4", "int8", "fp8_e4m3"):
+    form = packed_format(name)
+    memory = torch.empty(256, dtype=torch.bfloat16)
+    stored = memory.view(torch.uint8)[-form.num_bytes(weight.shape) :]
+    form.pack(weight.view(-1), weight.shape, stored)
+    form.unpack(stored, weight.shape, memory[: weight.numel()])
+    assert torch.equal(memory[: weight.numel()], FORMATS[name](weight).view(-1)), name
+"""
+
+
+@pytest.mark.deep
+def test_without_a_compiler_weights_are_the_same() -> None:
+    """``NUMBA_DISABLE_JIT`` is there for debugging; kernels that use instructions of the processor do not run then."""
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    subprocess.run([sys.executable, "-c", _WITHOUT_COMPILER], env=environment, check=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from infinity.device.compute import ComputeDevice, FlatBuffer
-from infinity.gradients.sources import GradientSource
+from infinity.gradients.main_gradients import GradientSource
 from infinity.numerics.chunk_format import ChunkFormat, MainWeight
 from infinity.tiers.state_store import PagedStateStore
 from infinity.tiers.weight_store import WeightStore

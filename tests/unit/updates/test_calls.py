@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from infinity.device.compute import ComputeDevice
-from infinity.gradients.sources import GradientBuffer, MemoryGradients
+from infinity.gradients.main_gradients import GradientBuffer, MemoryGradients
 from infinity.numerics.chunk_format import ChunkFormat
 from infinity.optim.fused_adam import FusedAdam
 from infinity.optim.slice_updater import SliceUpdater

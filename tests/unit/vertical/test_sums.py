@@ -12,8 +12,8 @@ import torch
 from infinity.device.compute import ComputeDevice, gradient_norm
 from infinity.device.flat_pool import FlatPool
 from infinity.distributed.collectives import Ranks
+from infinity.gradients.main_gradients import MainGradDtype
 from infinity.gradients.reducer import ReducedGradients
-from infinity.gradients.unit_grads import MainGradDtype
 from infinity.metrics.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
 from infinity.units.unit import Unit
@@ -33,7 +33,7 @@ def swapper() -> Iterator[Swapper]:
         yield opened
 
 
-def _spilling(unit: Unit, swapper: Swapper, waiting: MainGradDtype | None = None) -> ReducedGradients:
+def _spilling(unit: Unit, swapper: Swapper, waiting: MainGradDtype) -> ReducedGradients:
     pool = FlatPool(ComputeDevice(), unit.layout.trainable_numel * 4)
     return ReducedGradients(
         [unit],
@@ -81,7 +81,7 @@ def test_a_sum_that_nobody_closed_is_whole_for_the_update(
 
 def test_a_unit_that_is_complete_later_than_its_last_gradient_is_spilled_then(unit: Unit, swapper: Swapper) -> None:
     """Not only when the step asks: until then it would hold memory, and nothing would be left to hide its write behind."""
-    store = _spilling(unit, swapper)
+    store = _spilling(unit, swapper, MainGradDtype())
 
     def deliver(unit: Unit, gradients: dict[Slot, torch.Tensor], *, updates_now: bool) -> None:
         store.add(unit, gradients)

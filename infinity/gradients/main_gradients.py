@@ -1,14 +1,15 @@
-"""Where an update finds its gradients: in RAM, on NVMe, or still on the device."""
+"""Main gradients of a unit: their memory, what of them is spilled or arriving, and where an update finds them."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
+from infinity.device.compute import ComputeDevice, Fence, FlatBuffer, gradient_norms
 from infinity.device.download_ring import DownloadRing
 from infinity.units.layout import Chunk, ParameterSlice, Slot, in_memory_order
 from infinity.units.unit import Unit
@@ -38,12 +39,9 @@ class GradientSource:
         """Bytes of their memory, from its beginning, that the update has used up, if somebody wants to know it."""
         self.on_release: Callable[[], None] | None = None
         """Called, from any thread, when their memory is free, or more of it."""
-        self._slots = list(slots)
-        self._is_released = False
-
-    def slots(self) -> Sequence[Slot]:
+        self.slots: Sequence[Slot] = list(slots)
         """The parameters that have a gradient."""
-        return self._slots
+        self._is_released = False
 
     def prepare(self, chunk: Chunk, scratch: torch.Tensor) -> Handle | None:
         """Start to bring the chunk's gradients into ``scratch`` (``dtype``, ``chunk.numel``), if they are not in memory."""
@@ -52,9 +50,9 @@ class GradientSource:
     def of_chunk(self, chunk: Chunk, slices: Sequence[ParameterSlice], scratch: torch.Tensor) -> torch.Tensor:
         """The gradients of ``slices``, each where it lies in the chunk: 1-D; may be changed in place unless `is_kept`.
 
-        ``scratch`` is that of the chunk, see `prepare`.
+        ``scratch`` is that of the chunk, into which `prepare` has brought them.
         """
-        raise NotImplementedError
+        return scratch
 
     def on_used(self, chunk: Chunk) -> None:
         """This chunk's gradients, and all before it, are used up. For the last chunk, `release` is called instead."""
@@ -154,9 +152,10 @@ class GradientBuffer:
         """The main gradient of one parameter, with its shape and strides."""
         return self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start)
 
-    def views(self, slots: Iterable[Slot]) -> list[torch.Tensor]:
-        """`view` of each."""
-        return [self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start) for slot in slots]
+    def norms(self, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
+        """Slot index -> 2-norm of the parameter's gradient (0-dim fp32)."""
+        views = [self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start) for slot in slots]
+        return dict(zip([slot.index for slot in slots], gradient_norms(views), strict=True))
 
     def tracked_view(self, slot: Slot) -> torch.Tensor:
         """As `view`, for others to keep: `is_referenced` as long as they hold it, or anything that looks at the same memory."""
@@ -192,20 +191,17 @@ class GradientBuffer:
                 target.copy_(source)
                 continue
             # torch adds bf16 and fp32 in fp32. It converts an operand as a whole: block by block that is bounded.
-            for start, values in _blocks_of(source, landing):
+            blocks: Iterable[tuple[int, torch.Tensor]]
+            if source.device.type == "cpu":
+                blocks = zip(range(0, source.numel(), _BLOCK_NUMEL), source.split(_BLOCK_NUMEL), strict=False)
+            else:
+                blocks = landing.blocks(source, _BLOCK_NUMEL)
+            for start, values in blocks:
                 place = target[start : start + values.numel()]
                 if is_new:
                     place.copy_(values)
                 else:
                     place.add_(values)
-
-
-def _blocks_of(source: torch.Tensor, landing: DownloadRing[Any]) -> Iterator[tuple[int, torch.Tensor]]:
-    if source.device.type != "cpu":
-        yield from landing.blocks(source, _BLOCK_NUMEL)
-        return
-    for start in range(0, source.numel(), _BLOCK_NUMEL):
-        yield start, source[start : start + _BLOCK_NUMEL]
 
 
 class MemoryGradients(GradientSource):
@@ -247,5 +243,138 @@ class SpilledGradients(GradientSource):
         scratch.copy_(landing)
         return None
 
-    def of_chunk(self, chunk: Chunk, slices: Sequence[ParameterSlice], scratch: torch.Tensor) -> torch.Tensor:
-        return scratch
+
+@dataclass(slots=True, eq=False)
+class UnitGrads:
+    """The state of one unit's main gradients. Touched under the engine lock only."""
+
+    unit: Unit
+    """The unit. Never changes."""
+    stays_in_ram: bool
+    """Whether they stay in RAM: as the plan says, until they become wider than there is room for."""
+    buffer: GradientBuffer | None = None
+    """Their memory, until `detach_buffer`: for good if they stay, else for as long as there is room."""
+    is_unchanged: bool = False
+    """Whether what is spilled is what is in `buffer`: from a look at them until `on_change`, or the buffer's end."""
+    number: int = 0
+    """Counts the buffers of all units that were taken for a time: the smallest number was taken first."""
+    extent: Extent | None = None
+    """Where they are spilled. Allocated once, at the first spill."""
+    spilled_dtype: torch.dtype | None = None
+    """The dtype in which they are spilled; None when they are used up."""
+    spilled_span: tuple[int, int] | None = None
+    """Elements [start, stop) that alone were spilled, the last time; None: all."""
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Slot index -> 2-norm of what is spilled, or of what nobody but the store can have changed in RAM. Kept beyond that, it
+    would pass for the norm of later gradients."""
+    present: set[int] = field(default_factory=set)
+    """Indices of slots with a gradient: from the first one that is added until all are used up or dropped."""
+    zeros: set[int] = field(default_factory=set)
+    """Indices of others, whose gradient is zero and not written as such yet."""
+    is_unscaled: bool = False
+    """Whether they have been divided by the loss scale: from the first look at them until they are used up or dropped."""
+
+    def slots(self) -> list[Slot]:
+        """The parameters that have a gradient in memory or on NVMe."""
+        return [slot for slot in self.unit.layout.slots if slot.index in self.present]
+
+    def on_change(self) -> None:
+        """The gradients in memory have changed, or will: spilled values and norms are outdated."""
+        self.is_unchanged = False
+        self.norms.clear()
+
+    def detach_buffer(self) -> GradientBuffer:
+        """The unit's memory, which is the caller's from now on."""
+        if self.buffer is None:
+            raise RuntimeError(f"the gradients of unit {self.unit.name} are in no memory")
+        buffer, self.buffer, self.is_unchanged = self.buffer, None, False
+        return buffer
+
+    def update_norms(
+        self, norms: Mapping[int, torch.Tensor], gradients: Mapping[Slot, torch.Tensor], dtype: torch.dtype
+    ) -> None:
+        """Gradients were added, so what was known is over; their own ``norms`` count where nothing was there before, or is
+        lost in ``dtype``."""
+        # A norm of a sum does not follow from the norms of its terms.
+        for slot, gradient in gradients.items():
+            self.norms.pop(slot.index, None)
+            is_exact = dtype in (torch.float32, gradient.dtype)
+            if is_exact and slot.index in norms and slot.index not in self.present:
+                self.norms[slot.index] = norms[slot.index]
+
+    def drop(self, slots: set[int]) -> None:
+        """Forget these slots' gradients. With the last one, the unit's dtype and scale are forgotten, too."""
+        self.present -= slots
+        self.zeros -= slots
+        for index in slots:
+            self.norms.pop(index, None)
+        if not self.present and not self.zeros:  # the next gradients come with the scale, in a dtype of their own
+            self.spilled_dtype, self.is_unscaled = None, False
+
+
+@dataclass(frozen=True)
+class MainGradDtype:
+    """The dtype in which gradients wait for their update."""
+
+    dtype: torch.dtype = torch.float32
+    """fp32, or bf16 if that is the compute dtype."""
+    rounds: bool = False
+    """Whether the sum of several gradients may be rounded to ``dtype``. Without, it is kept as fp32."""
+
+    def after(
+        self, current: torch.dtype, gradients: Mapping[Slot, torch.Tensor], present: Container[int]
+    ) -> torch.dtype:
+        """What a unit's gradients of dtype ``current`` have to become when ``gradients`` are added to them."""
+        if self.rounds or current == torch.float32:
+            return current
+        # bf16 stays exact if nothing has to be added to it.
+        is_exact = all(g.dtype == current and slot.index not in present for slot, g in gradients.items())
+        return current if is_exact else torch.float32
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Gradients of one unit that came together."""
+
+    grads: UnitGrads
+    slots: list[list[Slot]]
+    """The slots whose gradients each tensor of the download holds, in order."""
+    norms: Mapping[int, torch.Tensor]
+    """Slot index -> 2-norm, of some of them."""
+
+
+class Arrivals(DownloadRing[Delivery]):
+    """Where gradients arrive, in the order in which they came: one copy for a unit and dtype.
+
+    That they are added in this order, and when, is the business of whoever takes them.
+    """
+
+    def start_unit(
+        self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor], norms: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Start to bring the unit's ``gradients``, which are the caller's own and in the order of their slots, and fit."""
+        flats = {slot: in_memory_order(gradient, slot) for slot, gradient in gradients.items()}
+        dtypes = dict.fromkeys(flat.dtype for flat in flats.values())
+        slots = [[slot for slot, flat in flats.items() if flat.dtype == dtype] for dtype in dtypes]
+        # Concatenated on the device: one copy to the host in place of one per parameter.
+        sources = [torch.cat([flats[slot] for slot in each]) if len(each) > 1 else flats[each[0]] for each in slots]
+        self.start(sources, Delivery(grads, slots, norms))
+
+    def slots_of(self, grads: UnitGrads) -> set[int]:
+        """Indices of slots of which a gradient is on its way."""
+        deliveries = [download.purpose for download in self.coming]
+        return {slot.index for each in deliveries if each.grads is grads for slots in each.slots for slot in slots}
+
+    def pop_gradients(self) -> tuple[Delivery, dict[Slot, torch.Tensor]]:
+        """Take the first ones out: with shape and strides of their parameters, until the next are started."""
+        download = self.pop_first()
+        landed: dict[Slot, torch.Tensor] = {}
+        for slots, values in zip(download.purpose.slots, download.values, strict=True):
+            for slot, part in zip(slots, values.split([slot.numel for slot in slots]), strict=True):
+                landed[slot] = part.as_strided(slot.spec.shape, slot.spec.stride, part.storage_offset())
+        return download.purpose, landed
+
+    def forget(self) -> None:
+        """Drop all gradients that are on their way."""
+        while self.coming:
+            self.pop_first()
