@@ -11,7 +11,7 @@ import pytest
 
 from infinity.errors import RankError
 from tests.integration import test_adapters as one_process
-from tests.ranks import require_ranks
+from tests.ranks import on_ranks, require_ranks
 
 _LIVES: dict[str, Callable[[Path], Any]] = {
     "switched": partial(one_process.test_adapters_that_are_switched, one_process._everything),
@@ -32,9 +32,7 @@ def test_the_life_of_adapters(life: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-def test_an_adapter_that_is_added_after_initialize_is_refused_before_the_step(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        with pytest.raises(RankError, match="their gradients are not averaged"):
-            one_process.test_an_adapter_that_is_added_after_initialize(tmp_path)
-
-    require_ranks(2, train, tmp_path)
+@on_ranks(2)
+def test_an_adapter_that_is_added_after_initialize_is_refused_before_the_step(rank: int, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="their gradients are not averaged"):
+        one_process.test_an_adapter_that_is_added_after_initialize(tmp_path)

@@ -154,8 +154,7 @@ def schedules(
     model: nn.Module, batch: Callable[[Draw], Any], directory: Path, num_steps: int = NUM_STEPS
 ) -> Iterator[tuple[Any, str]]:
     """Train; gives the engine and, after each step, why it went in the ordinary order (empty: it went vertically)."""
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(directory, _VERTICAL))
-    with engine:
+    with infinity.initialize(model=model, config=everything_on_nvme(directory, _VERTICAL))[0] as engine:
         for step in range(num_steps):
             torch.manual_seed(100 + step)
             np.random.seed(100 + step)  # what is masked, and left out

@@ -257,6 +257,5 @@ def test_a_refused_model_trains_in_plain_torch_and_in_an_engine(drive: Path) -> 
     assert torch.equal(model(**make_batch(0)), expected)
     model(**make_batch(0)).backward()
     model.zero_grad()
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine:
+    with infinity.initialize(model=model, config=everything_on_nvme(drive))[0] as engine:
         assert torch.equal(engine(**make_batch(0)), expected)

@@ -61,8 +61,7 @@ def test_an_io_error_stops_training_with_file_offset_bytes_and_errno(
 ) -> None:
     with faulty_drives() as backends:
         config = everything_on_nvme(tmp_path, with_smallest_budget(tmp_path, changes))
-        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
-        with engine:
+        with infinity.initialize(model=PLAIN.make("none"), config=config)[0] as engine:
             _train(engine, 0, 2)
             for backend in backends:
                 backend.add(FaultRule(direction=direction, nth=nth, errno=code))

@@ -23,8 +23,7 @@ def _train(drive: Path, **settings: Any) -> int:
     """Two steps of a durable run below ``drive``; returns after how many steps it began."""
     config = everything_on_nvme(drive, {**BF16, "infinity": {"durable": True, **settings}})
     torch.manual_seed(0)
-    engine, *_ = infinity.initialize(model=nn.Linear(64, 64), config=config)
-    with engine:
+    with infinity.initialize(model=nn.Linear(64, 64), config=config)[0] as engine:
         began: int = engine.global_steps
         for _ in range(2):
             engine.backward(engine(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean())

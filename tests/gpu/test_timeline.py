@@ -63,8 +63,7 @@ def test_copies_are_told_once_with_their_times(device: CudaDevice) -> None:
 def test_the_trace_has_copies_and_the_gpus_own_time(tmp_path: Path) -> None:
     case = next(case for case in FAMILIES if case.name == "llama")
     config = everything_on_nvme(tmp_path, {"infinity": {"timeline": str(tmp_path / "trace.json")}})
-    engine, *_ = infinity.initialize(model=case.make("none"), config=config, device="cuda")
-    with engine:
+    with infinity.initialize(model=case.make("none"), config=config, device="cuda")[0] as engine:
         for step in range(4):
             batch = {name: value.cuda() for name, value in make_batch(step, case=case).items()}
             engine.backward(loss_of(engine(**batch)))

@@ -69,8 +69,7 @@ def _everything(model: Any) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("members", [_everything, lambda model: _of(model, "one", "two")])
 def test_adapters_that_are_switched(members: Any, tmp_path: Path) -> None:
-    both = _Both(tmp_path, _model("one", "two"), members)
-    with both:
+    with _Both(tmp_path, _model("one", "two"), members) as both:
         for name in ("one", "two", "one", "two"):
             both.change(lambda model, _, name=name: model.set_adapter(name))
             both.next_step()
@@ -79,8 +78,7 @@ def test_adapters_that_are_switched(members: Any, tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_comes_into_a_group_when_it_is_switched_on(tmp_path: Path) -> None:
-    both = _Both(tmp_path, _model("one", "two"), lambda model: _of(model, "one"))
-    with both:
+    with _Both(tmp_path, _model("one", "two"), lambda model: _of(model, "one")) as both:
         both.next_step()
         both.change(lambda model, _: model.set_adapter("two"))
         both.change(lambda model, optimizer: optimizer.add_param_group({"params": _of(model, "two"), "lr": 1e-3}))
@@ -105,8 +103,7 @@ def test_an_adapter_that_is_added_after_initialize(tmp_path: Path) -> None:
 
 
 def test_adapters_that_are_merged_and_deleted(tmp_path: Path) -> None:
-    both = _Both(tmp_path, _model("one", "two"), lambda model: _of(model, "one", "two"))
-    with both:
+    with _Both(tmp_path, _model("one", "two"), lambda model: _of(model, "one", "two")) as both:
         both.next_step()
         both.change(lambda model, _: model.merge_adapter(["one"]))
         both.change(lambda model, _: model.unmerge_adapter())
@@ -119,8 +116,7 @@ def test_adapters_that_are_merged_and_deleted(tmp_path: Path) -> None:
 
 
 def test_adapters_that_are_merged_and_unloaded(tmp_path: Path) -> None:
-    both = _Both(tmp_path, _model("one", "two"), _everything)
-    with both:
+    with _Both(tmp_path, _model("one", "two"), _everything) as both:
         both.next_step()
         both.change(lambda model, _: model.set_adapter("two"))
         both.next_step()
@@ -133,8 +129,7 @@ def test_adapters_that_are_merged_and_unloaded(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_loaded_while_another_adapter_is_active(tmp_path: Path) -> None:
-    both = _Both(tmp_path / "first", _model("one", "two"), _everything)
-    with both:
+    with _Both(tmp_path / "first", _model("one", "two"), _everything) as both:
         both.next_step()
         both.change(lambda model, _: model.set_adapter("two"))
         both.next_step()
@@ -151,8 +146,7 @@ def test_a_checkpoint_that_is_loaded_while_another_adapter_is_active(tmp_path: P
 
 
 def test_states_of_an_adapter_in_no_group_are_not_dropped_by_a_load(tmp_path: Path) -> None:
-    both = _Both(tmp_path / "first", _model("one", "two"), lambda model: _of(model, "one", "two"))
-    with both:
+    with _Both(tmp_path / "first", _model("one", "two"), lambda model: _of(model, "one", "two")) as both:
         both.next_step()
         both.engine.save_checkpoint(str(tmp_path / "saved"))
     other = _model("one", "two")
@@ -171,8 +165,7 @@ def test_a_base_weight_that_was_trained_keeps_its_states_when_an_adapter_comes(t
         bias.requires_grad_(True)
         return [*_of(model, "one"), bias]
 
-    both = _Both(tmp_path, _model("one", "two"), members)
-    with both:
+    with _Both(tmp_path, _model("one", "two"), members) as both:
         both.next_step()
         both.change(lambda model, _: model.base_model.model[2].base_layer.bias.requires_grad_(False))
         both.change(lambda model, _: model.set_adapter("two"))
@@ -184,8 +177,7 @@ def test_a_base_weight_that_was_trained_keeps_its_states_when_an_adapter_comes(t
 
 
 def test_a_group_that_is_refused_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    both = _Both(tmp_path, _model("one", "two", "three"), lambda model: _of(model, "one", "two"))
-    with both:
+    with _Both(tmp_path, _model("one", "two", "three"), lambda model: _of(model, "one", "two")) as both:
         both.next_step()
         both.model.delete_adapter("two")  # its parameters have room
         with pytest.raises(ModelError, match="taken out of the model"):

@@ -33,8 +33,7 @@ def _mixtral() -> nn.Module:
 
 
 def _trained(model: nn.Module, config: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    engine, *_ = infinity.initialize(model=model, config=config)
-    with engine:
+    with infinity.initialize(model=model, config=config)[0] as engine:
         losses = []
         for step in range(3):
             tokens = torch.arange(24).reshape(2, 12) + step

@@ -229,8 +229,7 @@ class _Sparse(Net):
 def test_a_sparse_gradient_is_warned_of_once(tmp_path: Path) -> None:
     case = Case("sparse", _Sparse, token_batch)
     model = case.make("none")
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-    with engine:
+    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path))[0] as engine:
         batch = {"tokens": torch.ones(2, 3, dtype=torch.int64), "labels": torch.ones(2, 3, dtype=torch.int64)}
         with pytest.warns(OtherNumbersWarning, match=r"embedding\.weight.*sparse=False") as caught:
             for _ in range(2):

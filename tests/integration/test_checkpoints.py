@@ -62,8 +62,7 @@ def training(directory: Path, changes: dict[str, Any], seed: int = 0) -> Iterato
     directory.mkdir(exist_ok=True)
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
     config = everything_on_nvme(directory, {"optimizer": optimizer, "scheduler": _SCHEDULER, **changes})
-    engine, *_ = infinity.initialize(model=Model(seed), config=config)
-    with engine:
+    with infinity.initialize(model=Model(seed), config=config)[0] as engine:
         yield engine
 
 
@@ -185,8 +184,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path, ca
     drive = everything_on_nvme(tmp_path / "drive", BF16)
     other = Model(1)
     other.late = nn.Linear(8, 95)
-    engine, *_ = infinity.initialize(model=other, config=drive)
-    with engine:
+    with infinity.initialize(model=other, config=drive)[0] as engine:
         before = everything(engine)
         with pytest.raises(ModelError, match=r"'late.weight' has shape \(96, 8\), not \(95, 8\)"):
             engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
@@ -194,8 +192,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path, ca
     less = Model(1)
     del less.late
     less.more = nn.Linear(2, 2)
-    engine, *_ = infinity.initialize(model=less, config=drive)
-    with engine:
+    with infinity.initialize(model=less, config=drive)[0] as engine:
         with pytest.raises(ModelError, match=r"'more.weight' is missing") as caught:
             engine.load_checkpoint(tmp_path / "saved")
         assert "'late.weight' is not in the model" in str(caught.value)

@@ -29,8 +29,7 @@ from tests.warm_process import run_script
 def test_names_of_deepspeeds_alone_are_in_a_package_of_their_own(engine: Any, tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'zero'.*: import infinity\.deepspeed as deepspeed"):
         infinity.zero  # noqa: B018
-    plain, *_ = infinity.initialize(model=nn.Linear(4, 4), config=everything_on_nvme(tmp_path))
-    with plain:
+    with infinity.initialize(model=nn.Linear(4, 4), config=everything_on_nvme(tmp_path))[0] as plain:
         assert (type(plain), type(engine)) == (infinity.Engine, deepspeed.DeepSpeedEngine)
         assert engine.zero_optimization_stage() == 3
         with pytest.raises(AttributeError, match=r"'zero_optimization_stage'.*infinity\.deepspeed\.initialize makes"):

@@ -233,8 +233,7 @@ def test_a_buffer_that_meets_weights_names_the_cure(tmp_path: Path) -> None:
 def test_the_config_casts_buffers(tmp_path: Path) -> None:
     changes = {**BF16, "data_types": {"buffer_dtype": "bfloat16"}}
     plain, model = Positions().bfloat16(), Positions()
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
-    with engine:
+    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))[0] as engine:
         assert model.table.dtype == torch.bfloat16
         x = torch.randn(2, 6, 8).bfloat16()
         assert torch.equal(engine(x), plain(x))
@@ -244,8 +243,7 @@ def test_the_config_casts_buffers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("came", [torch.bfloat16, torch.float64])
 def test_buffers_of_a_model_that_is_cast_to_fp32_as_a_whole_go_with_it(came: torch.dtype, tmp_path: Path) -> None:
     model = Positions().to(came)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-    with engine:
+    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path))[0] as engine:
         assert model.table.dtype == torch.float32 and engine(torch.ones(2, 6, 8)).isfinite()
 
 
@@ -279,8 +277,7 @@ class _MakesItsOwn(nn.Linear):
 def _notes(model: nn.Module, dtype: torch.dtype, *given: Any, calls: str = "engine") -> str:
     optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     config = {"train_micro_batch_size_per_gpu": 2, **optimizer, **_CONFIGS[dtype]}
-    engine, *_ = infinity.initialize(model=model, config=config)
-    with engine:
+    with infinity.initialize(model=model, config=config)[0] as engine:
         call = {"engine": engine, "model": model, "train_batch": lambda x: engine.train_batch(iter([x]))}[calls]
         with pytest.raises((RuntimeError, ValueError)) as caught:
             call(*given)

@@ -64,8 +64,7 @@ def training(drive: Path, changes: dict[str, Any], model: nn.Module, lr_schedule
     common = {"optimizer": optimizer, "scheduler": _SCHEDULER, "train_micro_batch_size_per_gpu": 2}
     config = everything_on_nvme(drive, {**common, **changes, "infinity": own})
     data = list(torch.randn(14, 8, generator=torch.Generator().manual_seed(7)))
-    engine, *_ = infinity.initialize(model=model, config=config, training_data=data, lr_scheduler=lr_scheduler)
-    with engine:
+    with infinity.initialize(model=model, config=config, training_data=data, lr_scheduler=lr_scheduler)[0] as engine:
         yield engine
 
 

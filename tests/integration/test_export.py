@@ -29,8 +29,7 @@ def started(tmp_path: Path) -> Iterator[tuple[Any, nn.Sequential]]:
     drive.mkdir()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine:
+    with infinity.initialize(model=model, config=everything_on_nvme(drive))[0] as engine:
         yield engine, model
 
 
@@ -157,8 +156,7 @@ def test_weights_that_transformers_ties_are_written_once(tmp_path: Path) -> None
     drive = tmp_path / "drive"
     drive.mkdir()
     model = _llama(tie_word_embeddings=True)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine:
+    with infinity.initialize(model=model, config=everything_on_nvme(drive))[0] as engine:
         tokens = torch.arange(8).view(1, 8)
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
@@ -182,8 +180,7 @@ def test_a_peft_model_is_saved_as_its_adapters_which_load(tmp_path: Path) -> Non
     drive.mkdir()
     model = _adapted(_llama())
     tokens = torch.arange(8).view(1, 8)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine:
+    with infinity.initialize(model=model, config=everything_on_nvme(drive))[0] as engine:
         for _ in range(2):
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
             engine.step()
@@ -296,8 +293,7 @@ def test_every_dtype_and_shape_is_read_back_by_the_library(tmp_path: Path) -> No
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     drive = tmp_path / "drive"
     drive.mkdir()
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine:
+    with infinity.initialize(model=model, config=everything_on_nvme(drive))[0] as engine:
         engine.save_16bit_model(tmp_path / "out")
     assert are_equal(read_weights(tmp_path / "out"), expected)
 

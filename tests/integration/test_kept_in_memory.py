@@ -48,8 +48,7 @@ def test_what_fits_touches_no_drive(mode: str, tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(EngineResources, "_open", opened)
     config = everything_on_nvme(tmp_path, _changes(mode))
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
-    with engine:
+    with infinity.initialize(model=PLAIN.make("none"), config=config)[0] as engine:
         reports = _train(engine, 3)
         counters = engine._parts.storage.counters()
     assert (counters.read_bytes, counters.write_bytes) == (0, 0), "not even at start"

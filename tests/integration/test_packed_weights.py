@@ -124,8 +124,7 @@ def test_with_16_bits_as_without_packing(dtype: torch.dtype, tmp_path: Path) -> 
     losses = []
     for frozen_dtype, model in (("nf4", _adapted()), (None, quantize(_adapted(), dtype=dtype))):
         changes = {key: {"enabled": True}, "infinity": {"frozen_dtype": frozen_dtype}}
-        engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
-        with engine:
+        with infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))[0] as engine:
             for number in range(2):
                 losses.append(engine(input_ids=_tokens(number), labels=_tokens(number)).loss)
                 engine.backward(losses[-1])
@@ -178,8 +177,7 @@ def test_values_that_are_not_finite_are_refused_and_come_back(tmp_path: Path) ->
 def test_patterns_choose_formats(tmp_path: Path) -> None:
     patterns = {"lm_head": "bf16", "*.mlp.*": "nf4", "q_proj": "int8"}
     config = everything_on_nvme(tmp_path, {"infinity": {"frozen_dtype": patterns}})
-    engine, *_ = infinity.initialize(model=_adapted(), config=config)
-    with engine:
+    with infinity.initialize(model=_adapted(), config=config)[0] as engine:
         packed = {slot.spec.fqn: slot.spec.packed for unit in engine._parts.plan.units for slot in unit.layout.slots}
         named = {fqn.replace(".base_layer", "").split(".")[-2]: name for fqn, name in packed.items() if name}
         assert named == {"gate_proj": "nf4", "up_proj": "nf4", "down_proj": "nf4", "q_proj": "int8", "lm_head": "bf16"}

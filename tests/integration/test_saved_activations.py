@@ -48,8 +48,7 @@ def _train(engine: Any) -> list[torch.Tensor]:
 
 
 def _run(directory: Path, own: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Any]:
-    engine, *_ = infinity.initialize(model=_llama(), config=everything_on_nvme(directory, {"infinity": own}))
-    with engine:
+    with infinity.initialize(model=_llama(), config=everything_on_nvme(directory, {"infinity": own}))[0] as engine:
         losses = _train(engine)
         weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
         return losses, weights, engine.report

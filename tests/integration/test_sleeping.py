@@ -144,8 +144,7 @@ def test_names_are_those_of_the_state_dict_and_tied_weights_come_once(tmp_path: 
     torch.manual_seed(0)
     model = Tied()
     changes = {**BF16, "infinity": {"tile_above": 400}}
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
-    with engine:
+    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))[0] as engine:
         engine.backward(engine(torch.arange(8)))
         engine.step()
         expected = {name: value.clone() for name, value in engine.state_dict().items()}

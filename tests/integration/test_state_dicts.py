@@ -82,8 +82,7 @@ def _fail(*_: Any) -> None:
 def started(tmp_path: Path) -> Iterator[tuple[Any, nn.Sequential]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-    with engine:
+    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path))[0] as engine:
         yield engine, model
 
 

@@ -114,8 +114,7 @@ def test_the_plan_counts_the_bytes_that_are_stored(tmp_path: Path) -> None:
     for state_dtype in ("fp32", "bf16", "int8"):
         changes = {**BF16, "infinity": {"state_dtype": state_dtype, "staging_buffer_bytes": 1 << 20}}
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 512, bias=False) for _ in range(2)))
-        engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
-        with engine:
+        with infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))[0] as engine:
             states[state_dtype] = engine.plan.resting_bytes["nvme"]["states"] / engine.plan.num_trainable
             moved[state_dtype] = engine.plan.predicted_write_bytes_per_step / engine.plan.num_trainable
     filling = 0.05
@@ -207,8 +206,7 @@ def test_main_weights_are_the_parameters_as_they_came(main_weights: str, dtype: 
     model[1].weight.requires_grad_(False)
     before = {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
     changes = _changes(tmp_path, "nvme", "nvme", main_weights)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
-    with engine:
+    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))[0] as engine:
         for fqn, value in before.items():
             found = state_of(engine, model.get_parameter(fqn))["weight"]
             assert torch.equal(found, value.bfloat16().float() if fqn == "1.weight" else value.float()), fqn

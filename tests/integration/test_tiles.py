@@ -205,8 +205,7 @@ def test_afterwards_the_model_is_what_it_was(tmp_path: Path) -> None:
     weight, names = model.embed.weight, [name for name, _ in model.named_parameters()]
     optimizer = torch.optim.AdamW(model.parameters())
     config = everything_on_nvme(tmp_path, {"optimizer": None, **_TILED})
-    engine, *_ = infinity.initialize(model=model, optimizer=optimizer, config=config)
-    with engine:
+    with infinity.initialize(model=model, optimizer=optimizer, config=config)[0] as engine:
         _train(engine)
         expected = engine.module.state_dict()
     assert [name for name, _ in model.named_parameters()] == names

@@ -164,8 +164,7 @@ def test_rows_name_units_phases_and_extents(tmp_path: Path) -> None:
 
 
 def test_it_can_be_saved_on_the_way_and_more_than_once(tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))
-    with engine:
+    with infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))[0] as engine:
         for step in range(2):
             engine.backward(engine(**make_batch(step)))
             engine.step()

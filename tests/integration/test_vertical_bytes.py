@@ -102,8 +102,7 @@ def test_the_first_plan_is_that_of_the_order_that_the_config_asks_for(tmp_path: 
     for schedule in ("ordinary", "vertical"):
         own = {"host_memory_budget": _budget(case, {}, tmp_path, 1.5), "schedule": schedule}
         changes = {"gradient_accumulation_steps": 4, "infinity": own}
-        engine, *_ = infinity.initialize(model=case.make("none"), config=everything_on_nvme(tmp_path, changes))
-        with engine:
+        with infinity.initialize(model=case.make("none"), config=everything_on_nvme(tmp_path, changes))[0] as engine:
             plans[schedule] = engine.plan
             assert engine.plan.traffic.is_vertical == (schedule == "vertical")
             for index in range(4):  # the user's loop goes one micro-batch after the other, whatever the config says

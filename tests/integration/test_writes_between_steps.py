@@ -187,8 +187,7 @@ def test_two_parameters_do_not_get_one_memory(is_gathered: bool, tmp_path: Path)
 
 
 def test_what_is_written_to_an_assigned_tensor_is_an_error(tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
-    with engine:
+    with infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))[0] as engine:
         parameter = engine.module.get_parameter("blocks.0.up.weight")
         kept = torch.full(parameter.shape, 0.25)
         parameter.data = kept
