@@ -20,7 +20,7 @@ from tests.exactness import mixtures
 from tests.exactness.families import VOCABULARY
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.internals import DividedWeights
-from tests.ranks import on_ranks, require_ranks
+from tests.ranks import on_ranks
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # of PEFT
@@ -191,31 +191,6 @@ def test_micro_batches_that_share_each_layer(rank: int, use: str, choice: str, t
                 losses[f"loss {step}"] = engine.train_batch(iter([{"input_ids": t, "labels": t} for t in tokens]))
             found.append(losses | weights_of(engine))
     require_same(found[0], found[1])
-
-
-@pytest.mark.parametrize("use", ["frozen"])
-def test_two_ranks_train_as_one_process_with_their_batches(use: str, tmp_path: Path) -> None:
-    num_steps = 3
-
-    def alone(_: int) -> None:
-        config = _config(tmp_path, "auto", gradient_accumulation_steps=2)
-        with _engine(_model("qwen3_moe", use), config) as engine:
-            for step in range(num_steps):
-                for rank in range(2):
-                    engine.backward(_loss(engine, _tokens(rank, step)))
-                    engine.step()
-            torch.save(weights_of(engine), tmp_path / "alone")
-
-    def train(rank: int) -> None:
-        with _engine(_model("qwen3_moe", use), _config(tmp_path, "auto")) as engine:
-            for step in range(num_steps):
-                engine.backward(_loss(engine, _tokens(rank, step)))
-                engine.step()
-            require_same(weights_of(engine), torch.load(tmp_path / "alone"))
-
-    (tmp_path / "one").mkdir()
-    require_ranks(1, alone, tmp_path / "one")
-    require_ranks(2, train, tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------------------- bytes

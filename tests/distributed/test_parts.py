@@ -480,11 +480,6 @@ def test_exports_gathered_weights_and_samples_of_a_part(rank: int, tmp_path: Pat
     groups = import_module("infinity.deepspeed.utils.groups")
     assert groups.get_data_parallel_world_size() == groups.get_model_parallel_world_size() == 2
     assert (groups.get_data_parallel_rank(), groups._get_tensor_model_parallel_rank()) == (rank // 2, rank % 2)
-    assert dist.get_process_group_ranks(groups.get_data_parallel_group()) == [rank % 2, rank % 2 + 2]
-    assert dist.get_process_group_ranks(groups.get_tensor_model_parallel_group()) == [
-        rank // 2 * 2,
-        rank // 2 * 2 + 1,
-    ]
     with infinity.GatheredParameters(engine.module[0].rows, modifier_rank=1):
         if rank // 2 == 1:
             engine.module[0].rows.data.fill_(float(rank))

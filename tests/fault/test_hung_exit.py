@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-import infinity
-from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, engine_on_nvme, make_batch, take_steps
 from tests.internals import wait_for_collected
 from tests.waiting import wait_until
 
@@ -45,10 +44,8 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, thr
 
 def _hanging_engine(directory: Path, hung: tuple[threading.Event, threading.Event]) -> Any:
     hangs, has_hung = hung
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(directory, _CHANGES))
-    for step in range(2):
-        engine.backward(engine(**make_batch(step)))
-        engine.step()
+    engine = engine_on_nvme(directory, PLAIN.make("none"), _CHANGES)
+    take_steps(engine, 0, 1)
     engine.flush()
     loss = engine(**make_batch(2))
     hangs.set()

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import infinity
 from infinity.errors import ModelError
-from tests.exactness.lockstep import everything_on_nvme
+from tests.exactness.lockstep import engine_on_nvme
 from tests.stand_in.models import llama
 from tests.twins import Twins
 
@@ -258,10 +257,7 @@ def test_a_method_of_peft_is_trained_as_in_plain_torch(method: str, tmp_path: Pa
     expected = _train_method(method, plain, plain_optimizer)
     model, optimizer = _make_method(method)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    engine, *_ = infinity.initialize(
-        model=model, optimizer=optimizer, config=everything_on_nvme(tmp_path, {"optimizer": None})
-    )
-    with engine:
+    with engine_on_nvme(tmp_path, model, optimizer=optimizer):
         assert torch.equal(torch.stack(_train_method(method, model, optimizer)), torch.stack(expected))
         weights = model.state_dict()
         assert weights.keys() == plain.state_dict().keys()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import ModelError, StorageError
+from infinity.errors import StorageError
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.internals import drive_tensors, has_drive_tensors, on_drive
 from tests.small_transformers import SMALL, make
@@ -84,13 +84,6 @@ def test_an_initialize_that_fails_gives_the_model_back_on_drives(
     for name, value in model.state_dict().items():
         assert value.dtype == before[name].dtype and torch.equal(value, before[name]), name
     assert all(on_drive(parameter) for parameter in model.parameters())
-
-
-def test_a_model_on_meta_is_told_what_gives_it_weights(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model = nn.Linear(4, 4)
-    with pytest.raises(ModelError, match=r"infinity\.load_pretrained\(.*infinity\.Init"):
-        infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
 
 
 def test_a_full_drive_in_initialize_leaves_the_model_as_it_was(small_tmpfs: Callable[[int], Path]) -> None:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-import infinity
 from infinity.errors import BudgetTooSmallError
-from tests.exactness.case import Case, loss_of
+from tests.exactness.case import Case
 from tests.exactness.covering import covering_rows, pairs
 from tests.exactness.families import FAMILIES
-from tests.exactness.lockstep import SHAPES_BY_NAME, everything_on_nvme, make_batch
+from tests.exactness.lockstep import SHAPES_BY_NAME, engine_on_nvme, take_steps
 
 _CASES: dict[str, Case] = {
     "plain": SHAPES_BY_NAME["plain"],
@@ -63,14 +62,12 @@ def test_steady_steps_move_the_predicted_bytes(row: dict[str, Any], tmp_path: Pa
     own: dict[str, Any] = {"prefetch": row["prefetch"], **changes.get("infinity", {})}
     if row["budget"] != "roomy":
         own["keep_in_memory"] = True
-        probe = everything_on_nvme(tmp_path, {**changes, "infinity": {**own, "host_memory_budget": 1}})
         with pytest.raises(BudgetTooSmallError) as refused:
-            infinity.initialize(model=case.make("none"), config=probe)
+            engine_on_nvme(tmp_path, case.make("none"), {**changes, "infinity": {**own, "host_memory_budget": 1}})
         numel = sum(parameter.numel() for parameter in case.make("none").parameters())
         share = _SHARES.get(row["budget"], 0.0)
         own["host_memory_budget"] = refused.value.minimum_bytes + int(share * 16 * numel)
-    config = everything_on_nvme(tmp_path, {**changes, "infinity": own})
-    engine, *_ = infinity.initialize(model=case.make("none"), config=config)
+    engine = engine_on_nvme(tmp_path, case.make("none"), {**changes, "infinity": own})
     predicted = [0, 0]
     with engine:
         storage = engine._parts.storage
@@ -78,10 +75,7 @@ def test_steady_steps_move_the_predicted_bytes(row: dict[str, Any], tmp_path: Pa
             if step == _WARM_UP:
                 engine.flush()
                 before = storage.counters()
-            for micro_batch in range(engine.gradient_accumulation_steps()):
-                batch = make_batch(step, micro_batch, case=case, dtype=engine.config.compute_dtype)
-                engine.backward(loss_of(engine(**batch)))
-                engine.step()
+            take_steps(engine, step, case=case)
             if step >= _WARM_UP:
                 report = engine.report
                 predicted = [predicted[0] + report.predicted_read_bytes, predicted[1] + report.predicted_write_bytes]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import infinity
-from tests.exactness.case import loss_of
-from tests.exactness.lockstep import BF16, PLAIN, everything_on_nvme, make_batch
+from tests.exactness.lockstep import BF16, PLAIN, engine_on_nvme, everything_on_nvme, take_steps
 from tests.internals import EngineResources, host_memory
 
 _MODES: dict[str, dict[str, Any]] = {
@@ -28,10 +27,7 @@ def _changes(mode: str, **own: Any) -> dict[str, Any]:
 def _train(engine: Any, num_steps: int) -> list[Any]:
     reports = []
     for step in range(num_steps):
-        for micro_batch in range(engine.gradient_accumulation_steps()):
-            batch = make_batch(step, micro_batch, dtype=engine.config.compute_dtype)
-            engine.backward(loss_of(engine(**batch)))
-            engine.step()
+        take_steps(engine, step)
         reports.append(engine.report)
     return reports
 
@@ -47,8 +43,7 @@ def test_what_fits_touches_no_drive(mode: str, tmp_path: Path, monkeypatch: pyte
         return open_swapper(self, key, num_bytes)
 
     monkeypatch.setattr(EngineResources, "_open", opened)
-    config = everything_on_nvme(tmp_path, _changes(mode))
-    with infinity.initialize(model=PLAIN.make("none"), config=config)[0] as engine:
+    with engine_on_nvme(tmp_path, PLAIN.make("none"), _changes(mode)) as engine:
         reports = _train(engine, 3)
         counters = engine._parts.storage.counters()
     assert (counters.read_bytes, counters.write_bytes) == (0, 0), "not even at start"

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import infinity
 from infinity.errors import CheckpointError
-from tests.exactness.lockstep import everything_on_nvme
+from tests.exactness.lockstep import engine_on_nvme, everything_on_nvme
 from tests.stand_in.models import llama
 
 _WIDTHS = {"hidden_size": 64, "intermediate_size": 160}
@@ -46,7 +46,7 @@ def _trained(model: Any, directory: Path, frozen_dtype: Any) -> list[torch.Tenso
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name)
     changes = {"bf16": {"enabled": True}, "infinity": {"frozen_dtype": frozen_dtype}}
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(directory, changes))
+    engine = engine_on_nvme(directory, model, changes)
     seen = []
     with engine:
         for _ in range(2):

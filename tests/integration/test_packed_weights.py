@@ -12,7 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import ConfigError, ModelError
-from tests.exactness.lockstep import everything_on_nvme
+from tests.exactness.lockstep import engine_on_nvme
 from tests.internals import saved as saved_files
 from tests.quantized import quantize
 from tests.small_transformers import MODELS
@@ -94,15 +94,15 @@ def test_checkpointing_and_bytes(tmp_path: Path) -> None:
 def test_the_vertical_schedule(tmp_path: Path) -> None:
     model = _adapted()
     plain = quantize(copy.deepcopy(model))
-    config = everything_on_nvme(
+    engine = engine_on_nvme(
         tmp_path,
+        model,
         {
             "gradient_accumulation_steps": 2,
             "infinity": {"schedule": "vertical", "frozen_dtype": "nf4"},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
         },
     )
-    engine, *_ = infinity.initialize(model=model, config=config)
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, fused=True)
     with engine:
         for step in range(2):
@@ -124,7 +124,7 @@ def test_with_16_bits_as_without_packing(dtype: torch.dtype, tmp_path: Path) -> 
     losses = []
     for frozen_dtype, model in (("nf4", _adapted()), (None, quantize(_adapted(), dtype=dtype))):
         changes = {key: {"enabled": True}, "infinity": {"frozen_dtype": frozen_dtype}}
-        with infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))[0] as engine:
+        with engine_on_nvme(tmp_path, model, changes) as engine:
             for number in range(2):
                 losses.append(engine(input_ids=_tokens(number), labels=_tokens(number)).loss)
                 engine.backward(losses[-1])
@@ -168,16 +168,14 @@ def test_values_that_are_not_finite_are_refused_and_come_back(tmp_path: Path) ->
     bad = model.get_parameter("base_model.model.model.layers.1.self_attn.v_proj.weight")
     bad.data[3, 3] = float("inf")
     before["base_model.model.model.layers.1.self_attn.v_proj.weight"][3, 3] = float("inf")
-    config = everything_on_nvme(tmp_path, {"infinity": {"frozen_dtype": "nf4"}})
     with pytest.raises(ModelError, match=r"layers\.1\.self_attn\.v_proj\.weight.*NaN or infinite"):
-        infinity.initialize(model=model, config=config)
+        engine_on_nvme(tmp_path, model, {"infinity": {"frozen_dtype": "nf4"}})
     assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == []
 
 
 def test_patterns_choose_formats(tmp_path: Path) -> None:
     patterns = {"lm_head": "bf16", "*.mlp.*": "nf4", "q_proj": "int8"}
-    config = everything_on_nvme(tmp_path, {"infinity": {"frozen_dtype": patterns}})
-    with infinity.initialize(model=_adapted(), config=config)[0] as engine:
+    with engine_on_nvme(tmp_path, _adapted(), {"infinity": {"frozen_dtype": patterns}}) as engine:
         packed = {slot.spec.fqn: slot.spec.packed for unit in engine._parts.plan.units for slot in unit.layout.slots}
         named = {fqn.replace(".base_layer", "").split(".")[-2]: name for fqn, name in packed.items() if name}
         assert named == {"gate_proj": "nf4", "up_proj": "nf4", "down_proj": "nf4", "q_proj": "int8", "lm_head": "bf16"}
@@ -185,17 +183,15 @@ def test_patterns_choose_formats(tmp_path: Path) -> None:
 
 def test_a_pattern_that_means_nothing_is_an_error(tmp_path: Path) -> None:
     for pattern, words in (("nowhere", "matches no parameter"), ("*embed_tokens*", "none of them can be packed")):
-        config = everything_on_nvme(tmp_path, {"infinity": {"frozen_dtype": {pattern: "nf4"}}})
         with pytest.raises(ConfigError, match=words):
-            infinity.initialize(model=_adapted(), config=config)
+            engine_on_nvme(tmp_path, _adapted(), {"infinity": {"frozen_dtype": {pattern: "nf4"}}})
 
 
 def test_tied_heads_stay_as_they_are(tmp_path: Path) -> None:
     model = llama(**_WIDTHS, tie_word_embeddings=True).requires_grad_(False)
     model.model.norm.weight.requires_grad_(True)
     head = model.lm_head.weight.detach().clone()
-    config = everything_on_nvme(tmp_path, {"infinity": {"frozen_dtype": "nf4"}})
-    engine, *_ = infinity.initialize(model=model, config=config)
+    engine = engine_on_nvme(tmp_path, model, {"infinity": {"frozen_dtype": "nf4"}})
     with engine, infinity.GatheredParameters(model.lm_head.weight):
         assert torch.equal(model.lm_head.weight, head)
 
@@ -237,8 +233,7 @@ def test_checkpoints_record_the_base_and_refuse_another(tmp_path: Path) -> None:
 def test_a_save_reads_only_base_weights_that_changed_since_the_last(frozen_dtype: str | None, tmp_path: Path) -> None:
     name = "base_model.model.model.layers.0.mlp.up_proj.weight"
     model = _adapted()
-    config = everything_on_nvme(tmp_path, {"infinity": {"frozen_dtype": frozen_dtype}})
-    engine, *_ = infinity.initialize(model=model, config=config)
+    engine = engine_on_nvme(tmp_path, model, {"infinity": {"frozen_dtype": frozen_dtype}})
 
     def saved(tag: str) -> tuple[int, dict[str, tuple[str, int]]]:
         before = _bytes_read()

@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 from infinity.errors import ConfigError, StepError
 from infinity.metrics import read_run
-from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.exactness.lockstep import BF16, engine_on_nvme, everything_on_nvme
 
 _TOKENS = torch.randint(32, (2, 6), generator=torch.Generator().manual_seed(3))
 
@@ -39,8 +39,7 @@ class Model(nn.Module):
 @contextmanager
 def training(directory: Path, changes: dict[str, Any] | None = None) -> Iterator[Any]:
     own = {"run_log": str(directory / "run"), **(changes or {}).get("infinity", {})}
-    config = everything_on_nvme(directory, {**BF16, **(changes or {}), "infinity": own})
-    with infinity.initialize(model=Model(), config=config)[0] as engine:
+    with engine_on_nvme(directory, Model(), {**BF16, **(changes or {}), "infinity": own}) as engine:
         yield engine
 
 

@@ -82,7 +82,8 @@ def _fail(*_: Any) -> None:
 def started(tmp_path: Path) -> Iterator[tuple[Any, nn.Sequential]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path))[0] as engine:
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+    with engine:
         yield engine, model
 
 

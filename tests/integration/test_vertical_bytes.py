@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-import infinity
 from infinity.errors import BudgetTooSmallError
 from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES
-from tests.exactness.lockstep import SHAPES_BY_NAME, everything_on_nvme, make_batch
+from tests.exactness.lockstep import SHAPES_BY_NAME, engine_on_nvme, make_batch
 
 _CASES: dict[str, Case] = {
     "plain": SHAPES_BY_NAME["plain"],
@@ -35,7 +34,7 @@ _MEASURED = {1: 6, 8: 3}
 def _budget(case: Case, changes: dict[str, Any], directory: Path, extra: float) -> int:
     refusing = {**changes, "infinity": {"host_memory_budget": 1, **_OWN}}
     with pytest.raises(BudgetTooSmallError) as refused:
-        infinity.initialize(model=case.make("none"), config=everything_on_nvme(directory, refusing))
+        engine_on_nvme(directory, case.make("none"), refusing)
     return int(refused.value.minimum_bytes * extra)
 
 
@@ -45,7 +44,7 @@ def _moved(
     """Bytes read and written per step, measured and predicted, and those of spilled inputs among them."""
     own = {"host_memory_budget": budget_bytes, **_OWN}
     changes = {**changes, "gradient_accumulation_steps": num_micro_batches, "infinity": own}
-    engine, *_ = infinity.initialize(model=case.make("none"), config=everything_on_nvme(directory, changes))
+    engine = engine_on_nvme(directory, case.make("none"), changes)
     num_steps = _MEASURED[num_micro_batches]
     with engine:
         storage = engine._parts.storage
@@ -102,7 +101,7 @@ def test_the_first_plan_is_that_of_the_order_that_the_config_asks_for(tmp_path: 
     for schedule in ("ordinary", "vertical"):
         own = {"host_memory_budget": _budget(case, {}, tmp_path, 1.5), "schedule": schedule}
         changes = {"gradient_accumulation_steps": 4, "infinity": own}
-        with infinity.initialize(model=case.make("none"), config=everything_on_nvme(tmp_path, changes))[0] as engine:
+        with engine_on_nvme(tmp_path, case.make("none"), changes) as engine:
             plans[schedule] = engine.plan
             assert engine.plan.traffic.is_vertical == (schedule == "vertical")
             for index in range(4):  # the user's loop goes one micro-batch after the other, whatever the config says
