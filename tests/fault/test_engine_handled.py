@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -14,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.children import run_python
 from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
 from tests.exactness.shapes.blocks import LENGTH, VOCABULARY
 from tests.forked import require_in_child
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
 _CLIPPED = {"gradient_clipping": 0.1}
 
 
@@ -128,7 +126,6 @@ _TRAIN = """
 )
 def test_a_process_that_ends_without_close(end: str, found: tuple[int, str, str], tmp_path: Path) -> None:
     code = textwrap.dedent(_TRAIN).format(end=end)
-    command = [sys.executable, "-W", "error", "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False, cwd=_REPOSITORY)
+    done = run_python("-W", "error", "-c", code, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == found
     assert os.listdir(tmp_path) == []

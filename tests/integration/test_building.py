@@ -15,6 +15,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import StorageError
+from tests.children import run_python
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.internals import drive_tensors, has_drive_tensors, on_drive
 from tests.small_transformers import SMALL, make
@@ -120,8 +121,7 @@ def test_a_model_larger_than_its_memory_is_built_taken_over_and_trained(
 ) -> None:
     [bounded] = run_in_little_memory("built_on_drives", "run", str(nvme_dir), num_layers=5)
     call = f"from tests.built_on_drives import run\nrun(None, {str(nvme_dir)!r}, num_layers=5)\n"
-    free = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True, timeout=240)
-    plain = json.loads(free.stdout)
+    plain = json.loads(run_python("-c", call).stdout)
     assert (bounded["sums"], bounded["losses"]) == (plain["sums"], plain["losses"])
     assert not bounded["is_left"]
     assert bounded["built_bytes"] < bounded["parameters_bytes"] / 4 < plain["built_bytes"] / 3
