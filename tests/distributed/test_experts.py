@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import BudgetTooSmallError
 from swapper import TransferRecord
 from tests.distributed.common import Values, require_same, weights_of
 from tests.exactness import mixtures
 from tests.exactness.families import VOCABULARY
 from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.exactness.paged import least_budget
 from tests.internals import DividedWeights
 from tests.ranks import on_ranks
 
@@ -50,10 +50,7 @@ def _engine(model: nn.Module, config: dict[str, Any], more_bytes: int = 0) -> An
     """With the least memory, so that experts come and go, or more than that."""
     section = config["infinity"]
     if not section["keep_in_memory"]:
-        section["host_memory_budget"] = 1000
-        with pytest.raises(BudgetTooSmallError) as refused:
-            infinity.initialize(model=model, config=config)
-        section["host_memory_budget"] = refused.value.minimum_bytes + more_bytes
+        section["host_memory_budget"] = least_budget(model, config) + more_bytes
     return infinity.initialize(model=model, config=config)[0]
 
 

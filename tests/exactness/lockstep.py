@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import BudgetTooSmallError
 from tests.exactness.case import Case, Draw, loss_of
 from tests.exactness.loss_scale import DeepSpeedScaler
 from tests.exactness.optimizers import CONFIG_SECTION, torch_optimizer
-from tests.exactness.paged import paged_snapshot
+from tests.exactness.paged import least_budget, paged_snapshot
 from tests.exactness.record import Record, require_equal
 from tests.exactness.reference import PlainTorch
 from tests.exactness.shapes import SHAPES
@@ -59,12 +58,8 @@ def engine_on_nvme(directory: Path, model: Any, changes: Mapping[str, Any] | Non
 
 def with_smallest_budget(directory: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """``changes`` with the least memory that trains `PLAIN`: weights come and go."""
-    too_small = merged(changes, {"infinity": {"host_memory_budget": 1000}})
-    try:
-        infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(directory, too_small))
-    except BudgetTooSmallError as refused:
-        return merged(changes, {"infinity": {"host_memory_budget": refused.minimum_bytes}})
-    raise AssertionError("1000 bytes are no budget")
+    least = least_budget(PLAIN.make("none"), everything_on_nvme(directory, changes))
+    return merged(changes, {"infinity": {"host_memory_budget": least}})
 
 
 def merged(config: Mapping[str, Any], *changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity.errors import BudgetTooSmallError
 from tests.exactness.case import Case
 from tests.exactness.covering import covering_rows, pairs
 from tests.exactness.families import FAMILIES
@@ -22,6 +21,7 @@ from tests.exactness.lockstep import (
     make_batch,
     take_steps,
 )
+from tests.exactness.paged import least_budget
 from tests.internals import EngineResources, host_memory
 
 _CASES: dict[str, Case] = {
@@ -73,11 +73,10 @@ def test_steady_steps_move_the_predicted_bytes(row: dict[str, Any], tmp_path: Pa
     own: dict[str, Any] = {"prefetch": row["prefetch"], **changes.get("infinity", {})}
     if row["budget"] != "roomy":
         own["keep_in_memory"] = True
-        with pytest.raises(BudgetTooSmallError) as refused:
-            engine_on_nvme(tmp_path, case.make("none"), {**changes, "infinity": {**own, "host_memory_budget": 1}})
+        least = least_budget(case.make("none"), everything_on_nvme(tmp_path, {**changes, "infinity": own}))
         numel = sum(parameter.numel() for parameter in case.make("none").parameters())
         share = _SHARES.get(row["budget"], 0.0)
-        own["host_memory_budget"] = refused.value.minimum_bytes + int(share * 16 * numel)
+        own["host_memory_budget"] = least + int(share * 16 * numel)
     engine = engine_on_nvme(tmp_path, case.make("none"), {**changes, "infinity": own})
     predicted = [0, 0]
     with engine:
@@ -107,10 +106,8 @@ _VERTICAL_MEASURED = {1: 6, 8: 3}
 
 
 def _budget(case: Case, changes: dict[str, Any], directory: Path, extra: float) -> int:
-    refusing = {**changes, "infinity": {"host_memory_budget": 1, **_VERTICAL}}
-    with pytest.raises(BudgetTooSmallError) as refused:
-        engine_on_nvme(directory, case.make("none"), refusing)
-    return int(refused.value.minimum_bytes * extra)
+    config = everything_on_nvme(directory, {**changes, "infinity": _VERTICAL})
+    return int(least_budget(case.make("none"), config) * extra)
 
 
 def _moved(
