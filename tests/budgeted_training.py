@@ -105,8 +105,7 @@ def train(group: str, directory: str, slack_bytes: int, changes: dict[str, Any])
     memory.limit(settled_bytes() + plain_bytes + BUDGET_BYTES + slack_bytes)
     own = {"host_memory_budget": BUDGET_BYTES, **changes.get("infinity", {})}
     config = {**config_on(directory), "gradient_clipping": 0.0, **changes, "infinity": own}
-    engine, *_ = infinity.initialize(model=_make_model(), config=config)
-    with engine:
+    with infinity.initialize(model=_make_model(), config=config)[0] as engine:
         data = _batches()
         for _ in range(NUM_STEPS):
             engine.train_batch(itertools.islice(data, engine.gradient_accumulation_steps()))
@@ -160,8 +159,7 @@ def train_on_long_sequences(group: str, directory: str, activations: str) -> Non
     torch.manual_seed(0)
     width, num_tokens, num_blocks = 256, 4096, 24
     blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)) for _ in range(num_blocks)]
-    engine, *_ = infinity.initialize(model=nn.Sequential(*blocks), config=config)
-    with engine:
+    with infinity.initialize(model=nn.Sequential(*blocks), config=config)[0] as engine:
         x = torch.randn(1, num_tokens, width)
         before = settled_bytes()
         memory = MemoryGroup(Path(group))

@@ -1,29 +1,39 @@
-"""A forked child, and what it finds."""
+"""Forked children, and what one finds."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+import traceback
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 _SECONDS = 30.0
 
 
-def require_in_child(function: Callable[[], bool]) -> None:
-    """Run a function in a forked child and require that it returns true."""
+def forked(function: Callable[[], Any]) -> int:
+    """Run a function in a forked child, which ends with it: with status 0, 1 after an error, 2 if it returned false."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
         child = os.fork()
     if child == 0:
         status = 1
         try:
-            status = 0 if function() else 2
+            status = 2 if function() is False else 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
+    return child
+
+
+def require_in_child(function: Callable[[], Any]) -> None:
+    """Run a function in a forked child and require that it neither raises nor returns false."""
+    child = forked(function)
     deadline = time.monotonic() + _SECONDS
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)

@@ -7,8 +7,6 @@ import itertools
 import os
 import signal
 import threading
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 import torch
 
 from swapper.volumes.publish import mark
+from tests.forked import forked
 from tests.states import state_of
 
 NEEDS_FORKS = pytest.mark.skipif(torch.cuda.is_available(), reason="a forked child cannot use CUDA")
@@ -30,32 +29,25 @@ def run_killed(run: Callable[[Callable[[], None]], None], num_ticks: int | None)
         How many ticks it had, if it came to its end before that; else None.
     """
     readable, writable = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
-        child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.close(readable)
-            counter, lock, last = itertools.count(1), threading.Lock(), [0]
 
-            def tick() -> None:
-                with lock:
-                    last[0] = next(counter)
-                    if last[0] == num_ticks:
-                        os.kill(os.getpid(), signal.SIGKILL)
+    def child() -> None:
+        os.close(readable)
+        counter, lock, last = itertools.count(1), threading.Lock(), [0]
 
-            run(tick)
-            os.write(writable, str(last[0]).encode())
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
+        def tick() -> None:
+            with lock:
+                last[0] = next(counter)
+                if last[0] == num_ticks:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        run(tick)
+        os.write(writable, str(last[0]).encode())
+
+    pid = forked(child)
     os.close(writable)
     with os.fdopen(readable) as pipe:
         told = pipe.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert code in (0, -signal.SIGKILL), "the child failed by itself: see its output"
     return int(told) if code == 0 else None
 

@@ -12,21 +12,17 @@ names no test. So the tests of several ranks are tried for each line.
 from __future__ import annotations
 
 import ast
-import os
 import random
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from coverage import CoverageData
 
-ROOT = Path(__file__).parents[1]
+from tests.mutating import ROOT, Mutation, Places, copied_tree, first_failure
+
 _SECONDS = 900
 """The most that one mutation may take in a tier."""
 _SWAPPED: dict[type[ast.AST], str] = {
@@ -36,23 +32,8 @@ _SWAPPED: dict[type[ast.AST], str] = {
 }
 
 
-class Mutation(NamedTuple):
-    """Attributes:
-    path: of the file, relative to the root.
-    begin, end: what is replaced, in bytes of the file.
-    tests: names of the tests that execute the line.
-    """
-
-    path: str
-    line: int
-    begin: int
-    end: int
-    instead: str
-    tests: list[str]
-
-
-def draw(coverage: Path, seed: int, count: int) -> Iterator[Mutation]:
-    """``count`` lines, each with one mutation that applies to it."""
+def draw(coverage: Path, seed: int, count: int) -> Iterator[tuple[Mutation, list[str]]]:
+    """``count`` lines, each with one mutation that applies to it, and the tests that execute it."""
     data = CoverageData(str(coverage))
     data.read()
     measured = {re.sub(r".*/(?=(infinity|swapper)/)", "", path): path for path in data.measured_files()}
@@ -67,14 +48,9 @@ def draw(coverage: Path, seed: int, count: int) -> Iterator[Mutation]:
     for path, line in lines:
         if count == 0:
             return
-        whole = (ROOT / path).read_bytes()
-        if found := [change for change in _mutations_of(whole, line) if _is_python(_changed(whole, *change))]:
+        if found := [each for each in _mutations_of(path, line) if _is_python(each.changed())]:
             count -= 1
-            yield Mutation(path, line, *rng.choice(found), tests[path, line])
-
-
-def _changed(source: bytes, begin: int, end: int, instead: str) -> bytes:
-    return source[:begin] + instead.encode() + source[end:]
+            yield rng.choice(found), tests[path, line]
 
 
 def _is_python(source: bytes) -> bool:
@@ -86,17 +62,16 @@ def _is_python(source: bytes) -> bool:
     return True
 
 
-def _mutations_of(source: bytes, line: int) -> Iterator[tuple[int, int, str]]:
-    """What can be replaced in a line, and by what: (begin, end, instead)."""
-    starts = [0]
-    for text in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(text))
+def _mutations_of(path: str, line: int) -> Iterator[Mutation]:
+    """What can be replaced in a line, and by what."""
+    source = (ROOT / path).read_bytes()
+    for begin, end, instead in _replaced(source, line):
+        yield Mutation(path, line, begin, end, instead)
 
-    def begin(node: ast.expr | ast.stmt) -> int:
-        return starts[node.lineno - 1] + node.col_offset
 
-    def end(node: ast.expr | ast.stmt) -> int:
-        return starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+def _replaced(source: bytes, line: int) -> Iterator[tuple[int, int, str]]:
+    places = Places(source)
+    begin, end = places.begin, places.end
 
     def between(left: ast.expr, right: ast.expr, operator: ast.AST) -> Iterator[tuple[int, int, str]]:
         if type(operator) in _SWAPPED:
@@ -131,59 +106,22 @@ def _mutations_of(source: bytes, line: int) -> Iterator[tuple[int, int, str]]:
                 yield begin(node), end(node), "pass"
 
 
-def _failing(tree: Path, arguments: list[str]) -> str:
-    """The first test that fails; empty if all pass."""
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
-        listed.write("\n".join(arguments))
-        listed.flush()
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout=180", f"@{listed.name}"]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=tree,
-                env=os.environ | {"PYTHONPATH": str(tree)},  # for processes that a test starts
-                capture_output=True,
-                text=True,
-                timeout=_SECONDS,
-                start_new_session=True,
-            )
-        except subprocess.TimeoutExpired:
-            return "(no end)"
-    if done.returncode in (0, 5):
-        return ""
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return found[1] if found else f"(exit code {done.returncode})"
-
-
 def main(coverage: Path, seed: int, count: int, table: Path) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        tree = Path(scratch, "tree")
-        shutil.copytree(
-            ROOT, tree, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache", ".coverage*")
-        )
-        for mutation in draw(coverage, seed, count):
+    with copied_tree() as tree:
+        for mutation, tests in draw(coverage, seed, count):
             began = time.monotonic()
-            whole = (ROOT / mutation.path).read_bytes()
-            old = whole[mutation.begin : mutation.end].decode()
-            (tree / mutation.path).write_bytes(_changed(whole, mutation.begin, mutation.end, mutation.instead))
-            # Ranks are forked processes, so no test of theirs is named.
-            tier, dies = "quick", _failing(tree, mutation.tests) or _failing(tree, ["tests/distributed"])
-            if not dies:
-                files = sorted({name.partition("::")[0] for name in mutation.tests})
-                tier, dies = "all", _failing(tree, ["--all", *files])
-            (tree / mutation.path).write_bytes(whole)
-            seconds = round(time.monotonic() - began)
-            row = (
-                mutation.path,
-                mutation.line,
-                old,
-                mutation.instead,
-                len(mutation.tests),
-                tier if dies else "survives",
-                dies,
+            attempts = (
+                ("quick", tests),
+                ("quick", ["tests/distributed"]),  # ranks are forked processes, so no test of theirs is named
+                ("all", ["--all", *sorted({name.partition("::")[0] for name in tests})]),
             )
+            with mutation.applied(tree):
+                failures = ((tier, first_failure(tree, arguments, seconds=_SECONDS)) for tier, arguments in attempts)
+                tier, dies = next((each for each in failures if each[1]), ("survives", ""))
+            what = mutation.path, mutation.line, mutation.old, mutation.instead, len(tests)
+            row = *what, tier, dies, round(time.monotonic() - began)
             with table.open("a") as file:
-                file.write("\t".join(" ".join(str(value).split()) for value in (*row, seconds)) + "\n")
+                file.write("\t".join(" ".join(str(value).split()) for value in row) + "\n")
 
 
 if __name__ == "__main__":

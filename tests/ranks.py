@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import signal
 import sys
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 import torch._dynamo  # which optimizers import at their first use: once here, not in each process
+
+from tests.forked import forked
 
 _TIMEOUT = timedelta(seconds=500)
 """Nothing waits for as long, unless a test fails."""
@@ -69,22 +72,35 @@ def require_ranks(num: int, function: Callable[[int], Any], directory: Path) -> 
     assert not any(errors), "\n".join(errors)
 
 
+def on_ranks(num: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The test is run with its ``rank`` in each of ``num`` processes; None: as many as its argument ``num`` says."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(tmp_path: Path, **arguments: Any) -> None:
+            arguments["tmp_path"] = tmp_path
+            require_ranks(num or arguments["num"], lambda rank: test(rank, **arguments), tmp_path)
+
+        _, *others = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]  # what pytest gives it
+        return run
+
+    return decorate
+
+
 def _fork(rank: int, num: int, function: Callable[[int], Any], directory: Path, join: Callable[[int], None]) -> int:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
-        child = os.fork()
-    if child:
-        return child
-    error = "it was killed"
-    try:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num)}
-        torch.set_num_threads(1)
-        join(rank)
-        function(rank)
-        error = ""
-    except BaseException:
-        error = traceback.format_exc()
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # as Python does
-    finally:
-        (directory / f"rank{rank}").write_text(error)
-        os._exit(0)  # as a process that ends, without the rest of pytest
+    def child() -> None:
+        error = "it was killed"
+        try:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num)}
+            torch.set_num_threads(1)
+            join(rank)
+            function(rank)
+            error = ""
+        except BaseException:
+            error = traceback.format_exc()
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # as Python does
+        finally:
+            (directory / f"rank{rank}").write_text(error)
+
+    return forked(child)

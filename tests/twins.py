@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import BudgetTooSmallError
 from tests.exactness.case import Case, loss_of
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
 from tests.exactness.optimizers import torch_optimizer
+from tests.exactness.paged import least_budget
 
 MODES: dict[str, dict[str, Any]] = {
     "smallest": {"infinity": {"host_memory_budget": "least"}},
@@ -42,16 +42,6 @@ def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
     }
     zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
     return {"zero_optimization": zero, "infinity": memory, **changes}
-
-
-def least_budget(model: nn.Module, config: Mapping[str, Any], **arguments: Any) -> int:
-    """The smallest host memory budget that `infinity.initialize` accepts with these arguments."""
-    own = {**config.get("infinity", {}), "host_memory_budget": 1}
-    try:
-        infinity.initialize(model=model, config={**config, "infinity": own}, **arguments)
-    except BudgetTooSmallError as refused:
-        return refused.minimum_bytes
-    raise AssertionError("one byte is no budget")
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

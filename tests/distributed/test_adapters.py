@@ -1,7 +1,9 @@
-"""The life of PEFT's adapters on two ranks: what `tests/integration/test_adapters.py` does at one process, in ZeRO 3."""
+"""PEFT on two ranks: the life of adapters, as `tests/integration/test_adapters.py` has it at one process; and packed bases, whole
+on each of them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +13,8 @@ import pytest
 
 from infinity.errors import RankError
 from tests.integration import test_adapters as one_process
-from tests.ranks import require_ranks
+from tests.integration import test_packed_weights as packed
+from tests.ranks import on_ranks, require_ranks
 
 _LIVES: dict[str, Callable[[Path], Any]] = {
     "switched": partial(one_process.test_adapters_that_are_switched, one_process._everything),
@@ -32,9 +35,29 @@ def test_the_life_of_adapters(life: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-def test_an_adapter_that_is_added_after_initialize_is_refused_before_the_step(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        with pytest.raises(RankError, match="their gradients are not averaged"):
-            one_process.test_an_adapter_that_is_added_after_initialize(tmp_path)
+@on_ranks(2)
+def test_an_adapter_that_is_added_after_initialize_is_refused_before_the_step(rank: int, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="their gradients are not averaged"):
+        one_process.test_an_adapter_that_is_added_after_initialize(tmp_path)
 
-    require_ranks(2, train, tmp_path)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of PEFT
+
+
+@pytest.mark.deep(but=2)
+@pytest.mark.parametrize("base_on", ["nvme", "none"])
+@pytest.mark.parametrize("stage", [3, 2, 1, 0])
+@on_ranks(2)
+def test_adapters_train_over_a_packed_base_on_each_rank(rank: int, stage: int, base_on: str, tmp_path: Path) -> None:
+    """Both ranks have the same data, of which the mean gradient is each one's: so the bits are those of one process."""
+    warnings: list[str] = []
+    logger = logging.getLogger("infinity.engine.planned")
+    logger.addHandler(handler := logging.Handler(logging.WARNING))
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    zero: dict[str, Any] = {"stage": stage, **({} if base_on == "nvme" else {"offload_param": None})}
+    model = packed._adapted()
+    with packed._twins(tmp_path, model, is_tight=False, zero_optimization=zero) as both:
+        assert any(slot.spec.packed for unit in both.engine._parts.plan.units for slot in unit.layout.slots)
+        assert ["each process keeps all weights" in warning for warning in warnings] == [True] * (stage == 3)
+        packed._train(both)
+        both.require_equal()

@@ -27,7 +27,7 @@ from swapper import TransferRecord
 from tests.distributed.common import require_same, weights_of
 from tests.internals import Arrival, DividedWeights, Unit, destroy_at_exit, end_all_at_exit, predict, world
 from tests.lazy_device import LazyDevice
-from tests.ranks import require_ranks, run_ranks
+from tests.ranks import on_ranks, require_ranks, run_ranks
 
 _WIDTH = 64
 _FAR_LONGER_SECONDS = 300
@@ -90,20 +90,18 @@ def _step(engine: Any, rank: int, number: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tier", ["nvme", "cpu"])
-def test_each_rank_gets_all_weights_while_all_are_asleep(tier: str, memory: str, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        with _engine(tmp_path, tier=tier) as engine, _engine(tmp_path, tier=tier) as other:
-            for number in range(3):
-                assert torch.equal(_step(engine, rank, number), _step(other, rank, number))
-                expected = weights_of(other)
-                engine.sleep()
-                found = dict(engine.iter_weights())
-                engine.wake()
-                assert expected.keys() - found.keys() == {"last.weight"}
-                require_same(found, {name: expected[name] for name in found})
-            require_same(weights_of(engine), weights_of(other))
-
-    require_ranks(2, train, tmp_path)
+@on_ranks(2)
+def test_each_rank_gets_all_weights_while_all_are_asleep(rank: int, tier: str, memory: str, tmp_path: Path) -> None:
+    with _engine(tmp_path, tier=tier) as engine, _engine(tmp_path, tier=tier) as other:
+        for number in range(3):
+            assert torch.equal(_step(engine, rank, number), _step(other, rank, number))
+            expected = weights_of(other)
+            engine.sleep()
+            found = dict(engine.iter_weights())
+            engine.wake()
+            assert expected.keys() - found.keys() == {"last.weight"}
+            require_same(found, {name: expected[name] for name in found})
+        require_same(weights_of(engine), weights_of(other))
 
 
 @pytest.mark.deep(but=1)
@@ -168,26 +166,25 @@ def test_what_each_rank_keeps_reads_and_sends(memory: str, tmp_path: Path) -> No
             if memory == "device":
                 section |= {"host_memory_budget": "1MB", "device_memory_budget": 4 * unit_bytes}
             config = _config(tmp_path, infinity=section, optimizer={"type": "SGD", "params": {"lr": 0.01}})
-            engine = infinity.initialize(model=model, config=config)[0]
-            storage = engine._parts.storage
-            storage.observe(note)
-            before: Counter[int] = Counter()
-            for step in range(num_steps + 1):
-                engine.backward(engine(torch.ones(2, width, requires_grad=True)).sum())
-                engine.step()
-                engine.flush()  # all is written
-                infinity.deepspeed.comm.barrier()
-                if step == 0:
-                    before = fetches.copy()
-                    moved.clear()
-            found: dict[str, Any] = {kind: num_bytes / num_steps for kind, num_bytes in moved.items()}
-            found["num_fetches"] = (fetches - before).total() / num_steps
-            schedule = engine._parts.coordinator.parameter_cache.training_schedule
-            plan = engine._parts.plan
-            given = plan.sizes, plan.request, plan.placement, schedule.order, schedule.backward_start
-            found["predicted"] = list(predict(*given).kinds["weights"])
-            found["kept"] = engine.plan.resting_bytes["nvme"]["weights"]
-            engine.close()
+            with infinity.initialize(model=model, config=config)[0] as engine:
+                storage = engine._parts.storage
+                storage.observe(note)
+                before: Counter[int] = Counter()
+                for step in range(num_steps + 1):
+                    engine.backward(engine(torch.ones(2, width, requires_grad=True)).sum())
+                    engine.step()
+                    engine.flush()  # all is written
+                    infinity.deepspeed.comm.barrier()
+                    if step == 0:
+                        before = fetches.copy()
+                        moved.clear()
+                found: dict[str, Any] = {kind: num_bytes / num_steps for kind, num_bytes in moved.items()}
+                found["num_fetches"] = (fetches - before).total() / num_steps
+                schedule = engine._parts.coordinator.parameter_cache.training_schedule
+                plan = engine._parts.plan
+                given = plan.sizes, plan.request, plan.placement, schedule.order, schedule.backward_start
+                found["predicted"] = list(predict(*given).kinds["weights"])
+                found["kept"] = engine.plan.resting_bytes["nvme"]["weights"]
             found |= {"sent": world().sent_bytes, "fetches": fetches.total()}
             (tmp_path / f"measured {num} {rank}").write_text(json.dumps(found))
 
@@ -213,30 +210,31 @@ def test_what_each_rank_keeps_reads_and_sends(memory: str, tmp_path: Path) -> No
 @pytest.mark.deep
 @pytest.mark.parametrize("update", ["in_backward", "deferred"])
 @pytest.mark.parametrize("lacking", [[], [1], [0, 1]])
-def test_what_all_ranks_have_room_for_stays_in_memory(lacking: list[int], update: str, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_what_all_ranks_have_room_for_stays_in_memory(
+    rank: int, lacking: list[int], update: str, tmp_path: Path
+) -> None:
     """The least budget counts for all. Weights are written to, or looked at, in the midst of a step."""
     num_layers, width = 12, 128
-
-    def train(rank: int) -> None:
-        expected: dict[str, torch.Tensor] = {}
-        for stage in (2, 3):
-            torch.manual_seed(0)
-            model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers)))
-            section = {
-                "keep_in_memory": False,
-                "update": update,
-                "host_memory_budget": 700_000 if rank in lacking else "8MB",
-            }
-            engine = infinity.initialize(
-                model=model,
-                config=_config(
-                    tmp_path,
-                    stage,
-                    infinity=section,
-                    gradient_clipping=0.0,
-                    optimizer={"type": "SGD", "params": {"lr": 0.1}},
-                ),
-            )[0]
+    expected: dict[str, torch.Tensor] = {}
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers)))
+        section = {
+            "keep_in_memory": False,
+            "update": update,
+            "host_memory_budget": 700_000 if rank in lacking else "8MB",
+        }
+        with infinity.initialize(
+            model=model,
+            config=_config(
+                tmp_path,
+                stage,
+                infinity=section,
+                gradient_clipping=0.0,
+                optimizer={"type": "SGD", "params": {"lr": 0.1}},
+            ),
+        )[0] as engine:
             storage, moved = engine._parts.storage, Counter[str]()
 
             def note(record: TransferRecord, moved: Counter[str] = moved) -> None:
@@ -270,11 +268,8 @@ def test_what_all_ranks_have_room_for_stays_in_memory(lacking: list[int], update
                 assert (predicted > 0) == bool(lacking)
                 assert lacking or moved["READ"] == 0
             found |= weights_of(engine)
-            engine.close()
-            expected = expected or found
-            require_same(found, expected)
-
-    require_ranks(2, train, tmp_path)
+        expected = expected or found
+        require_same(found, expected)
 
 
 @pytest.mark.deep
@@ -317,78 +312,70 @@ def test_weights_in_host_memory_are_divided(tier: str, memory: str, tmp_path: Pa
 @pytest.mark.deep
 @pytest.mark.parametrize("memory", ["device"], indirect=True)
 @pytest.mark.parametrize("lacking", [[0, 1], [1]])
-def test_what_devices_have_no_room_for_is_divided(lacking: list[int], memory: str, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_what_devices_have_no_room_for_is_divided(rank: int, lacking: list[int], memory: str, tmp_path: Path) -> None:
     """Without offload_param, too: in host memory, as with "cpu", if one of the devices is too small."""
-
-    def train(rank: int) -> None:
-        with _engine(tmp_path, stage=2) as engine:
-            expected = [_step(engine, rank, number) for number in range(3)]
-            weights, units = weights_of(engine), engine._parts.parameter_map.units
-        room = sum(unit.num_bytes for unit in units) - 4096 * (rank in lacking)
-        for budget, is_divided in ((room, True), (2 * room, False)):
-            section = {"device_memory_budget": budget, "keep_in_memory": False}
-            config = _config(tmp_path, tier="none", infinity=section)
-            with infinity.initialize(model=_Model(), config=config)[0] as engine:
-                exchange, storage = engine._parts.exchange, engine._parts.storage
-                assert all(exchange.divides(unit) == is_divided for unit in engine._parts.parameter_map.units)
-                assert storage.pool.capacity_bytes <= budget
-                assert [_step(engine, rank, number) for number in range(3)] == expected
-                require_same(weights_of(engine), weights)
-
-    require_ranks(2, train, tmp_path)
+    with _engine(tmp_path, stage=2) as engine:
+        expected = [_step(engine, rank, number) for number in range(3)]
+        weights, units = weights_of(engine), engine._parts.parameter_map.units
+    room = sum(unit.num_bytes for unit in units) - 4096 * (rank in lacking)
+    for budget, is_divided in ((room, True), (2 * room, False)):
+        section = {"device_memory_budget": budget, "keep_in_memory": False}
+        config = _config(tmp_path, tier="none", infinity=section)
+        with infinity.initialize(model=_Model(), config=config)[0] as engine:
+            exchange, storage = engine._parts.exchange, engine._parts.storage
+            assert all(exchange.divides(unit) == is_divided for unit in engine._parts.parameter_map.units)
+            assert storage.pool.capacity_bytes <= budget
+            assert [_step(engine, rank, number) for number in range(3)] == expected
+            require_same(weights_of(engine), weights)
 
 
 @pytest.mark.deep
-def test_replaced_main_weights_are_stored_once(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_replaced_main_weights_are_stored_once(rank: int, tmp_path: Path) -> None:
     """The engine brings what other ranks have stored into the open unit, and takes that for nobody's write."""
-
-    def replace(rank: int) -> None:
-        with _engine(tmp_path, bf16={"enabled": True}) as engine:
-            weights = [engine.module.first.weight, *(engine.module.layers[i].weight for i in (0, 2))]
-            for number in range(4):
-                for weight in weights:
-                    infinity.safe_set_full_fp32_param(weight, torch.full(weight.shape, number + 0.3))
-                for weight in weights:
-                    assert torch.equal(weight.float(), torch.full(weight.shape, number + 0.3).bfloat16().float())
-                    main = infinity.safe_get_full_fp32_param(weight)
-                    assert main is not None and main.eq(number + 0.3).all()
-            stored = weights_of(engine)
-        assert stored["first.weight"].eq(torch.tensor(3.3).bfloat16()).all()
-
-    require_ranks(2, replace, tmp_path)
+    with _engine(tmp_path, bf16={"enabled": True}) as engine:
+        weights = [engine.module.first.weight, *(engine.module.layers[i].weight for i in (0, 2))]
+        for number in range(4):
+            for weight in weights:
+                infinity.safe_set_full_fp32_param(weight, torch.full(weight.shape, number + 0.3))
+            for weight in weights:
+                assert torch.equal(weight.float(), torch.full(weight.shape, number + 0.3).bfloat16().float())
+                main = infinity.safe_get_full_fp32_param(weight)
+                assert main is not None and main.eq(number + 0.3).all()
+        stored = weights_of(engine)
+    assert stored["first.weight"].eq(torch.tensor(3.3).bfloat16()).all()
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("tier", ["nvme", "cpu"])
-def test_all_ranks_read_together(tmp_path: Path, tier: str) -> None:
-    def look(rank: int) -> None:
-        with _engine(tmp_path, tier=tier) as engine:
-            _step(engine, rank, 0)
-            found = weights_of(engine)
-            with infinity.GatheredParameters(engine.module.last.weight):
-                assert torch.equal(engine.module.last.weight, found["last.weight"])
-            assert engine.module.layers[0].weight.sum() == found["layers.0.weight"].sum()
-            engine.eval()
-            with torch.no_grad():
-                for _ in range(3):
-                    engine(torch.ones(1, _WIDTH))
-            engine.train()
-            _step(engine, rank, 1)
-            before = weights_of(engine)
-            engine.save_16bit_model(tmp_path / "saved")
-            engine.save_fp32_model(tmp_path / "fp32")
-            engine.save_checkpoint(tmp_path / "checkpoint")
-            main = infinity.safe_get_full_fp32_param(engine.module.layers[2].weight)
-            assert main is not None and torch.equal(main, before["layers.2.weight"])
-            require_same(weights_of(engine), before)
-            _step(engine, rank, 2)
-            for saved in ("saved", "fp32"):
-                require_same(load_file(tmp_path / saved / "model.safetensors"), before)
-            engine.load_checkpoint(tmp_path / "checkpoint")
-            require_same(weights_of(engine), before)
-            _step(engine, rank, 2)
-
-    require_ranks(2, look, tmp_path)
+@on_ranks(2)
+def test_all_ranks_read_together(rank: int, tmp_path: Path, tier: str) -> None:
+    with _engine(tmp_path, tier=tier) as engine:
+        _step(engine, rank, 0)
+        found = weights_of(engine)
+        with infinity.GatheredParameters(engine.module.last.weight):
+            assert torch.equal(engine.module.last.weight, found["last.weight"])
+        assert engine.module.layers[0].weight.sum() == found["layers.0.weight"].sum()
+        engine.eval()
+        with torch.no_grad():
+            for _ in range(3):
+                engine(torch.ones(1, _WIDTH))
+        engine.train()
+        _step(engine, rank, 1)
+        before = weights_of(engine)
+        engine.save_16bit_model(tmp_path / "saved")
+        engine.save_fp32_model(tmp_path / "fp32")
+        engine.save_checkpoint(tmp_path / "checkpoint")
+        main = infinity.safe_get_full_fp32_param(engine.module.layers[2].weight)
+        assert main is not None and torch.equal(main, before["layers.2.weight"])
+        require_same(weights_of(engine), before)
+        _step(engine, rank, 2)
+        for saved in ("saved", "fp32"):
+            require_same(load_file(tmp_path / saved / "model.safetensors"), before)
+        engine.load_checkpoint(tmp_path / "checkpoint")
+        require_same(weights_of(engine), before)
+        _step(engine, rank, 2)
 
 
 class _Experts(nn.Module):
@@ -424,12 +411,10 @@ def _train_mixture(rank: int, directory: Path, stage: int, units: list[str], bud
 
 
 @pytest.mark.deep
-def test_experts_that_some_ranks_need_are_one_unit(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        found = [_train_mixture(rank, tmp_path, stage, ["first", "mixture", "last"], "20MB") for stage in (2, 3)]
-        require_same(found[1], found[0])
-
-    require_ranks(3, train, tmp_path)
+@on_ranks(3)
+def test_experts_that_some_ranks_need_are_one_unit(rank: int, tmp_path: Path) -> None:
+    found = [_train_mixture(rank, tmp_path, stage, ["first", "mixture", "last"], "20MB") for stage in (2, 3)]
+    require_same(found[1], found[0])
 
 
 @pytest.mark.deep
@@ -441,32 +426,30 @@ def test_ranks_that_need_other_units_end_with_the_names_of_both(tmp_path: Path) 
 
 
 @pytest.mark.deep
-def test_a_rank_without_data_walks_along(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        expected: dict[str, torch.Tensor] = {}
-        for stage in (2, 3):
-            with _engine(tmp_path, stage) as engine:
-                for _ in range(2):
-                    x = torch.ones(4, _WIDTH) * (rank == 0)
-                    engine.backward(engine(x).square().mean() * (rank == 0))
-                    engine.step()
-                length = 2 + 3 * rank  # of what is generated: all go on until the last one has its end
-                with torch.no_grad():
-                    is_over = torch.zeros(())
-                    number, x = 0, torch.ones(1, _WIDTH)
-                    while True:
-                        is_over.fill_(number >= length)
-                        torch.distributed.all_reduce(is_over, torch.distributed.ReduceOp.MIN)
-                        if is_over:
-                            break
-                        y = engine(x)
-                        x = y if number < length else x
-                        number += 1
-                found = weights_of(engine) | {"generated": x}
-            expected = expected or found
-            require_same(found, expected)
-
-    require_ranks(2, train, tmp_path)
+@on_ranks(2)
+def test_a_rank_without_data_walks_along(rank: int, tmp_path: Path) -> None:
+    expected: dict[str, torch.Tensor] = {}
+    for stage in (2, 3):
+        with _engine(tmp_path, stage) as engine:
+            for _ in range(2):
+                x = torch.ones(4, _WIDTH) * (rank == 0)
+                engine.backward(engine(x).square().mean() * (rank == 0))
+                engine.step()
+            length = 2 + 3 * rank  # of what is generated: all go on until the last one has its end
+            with torch.no_grad():
+                is_over = torch.zeros(())
+                number, x = 0, torch.ones(1, _WIDTH)
+                while True:
+                    is_over.fill_(number >= length)
+                    torch.distributed.all_reduce(is_over, torch.distributed.ReduceOp.MIN)
+                    if is_over:
+                        break
+                    y = engine(x)
+                    x = y if number < length else x
+                    number += 1
+            found = weights_of(engine) | {"generated": x}
+        expected = expected or found
+        require_same(found, expected)
 
 
 @pytest.mark.deep

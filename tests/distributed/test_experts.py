@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import BudgetTooSmallError
 from swapper import TransferRecord
 from tests.distributed.common import Values, require_same, weights_of
 from tests.exactness import mixtures
 from tests.exactness.families import VOCABULARY
 from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.exactness.paged import least_budget
 from tests.internals import DividedWeights
-from tests.ranks import require_ranks
+from tests.ranks import on_ranks
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # of PEFT
@@ -50,10 +50,7 @@ def _engine(model: nn.Module, config: dict[str, Any], more_bytes: int = 0) -> An
     """With the least memory, so that experts come and go, or more than that."""
     section = config["infinity"]
     if not section["keep_in_memory"]:
-        section["host_memory_budget"] = 1000
-        with pytest.raises(BudgetTooSmallError) as refused:
-            infinity.initialize(model=model, config=config)
-        section["host_memory_budget"] = refused.value.minimum_bytes + more_bytes
+        section["host_memory_budget"] = least_budget(model, config) + more_bytes
     return infinity.initialize(model=model, config=config)[0]
 
 
@@ -110,28 +107,24 @@ def _train(model: nn.Module, config: dict[str, Any], rank: int, num_steps: int =
     ],
 )
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+@on_ranks()
 def test_ranks_with_other_experts_train_as_with_whole_layers(
-    use: str, choice: str, num: int, changes: dict[str, Any], implementation: str, tmp_path: Path
+    rank: int, use: str, choice: str, num: int, changes: dict[str, Any], implementation: str, tmp_path: Path
 ) -> None:
-    def train(rank: int) -> None:
-        found = [
-            _train(_model("qwen3_moe", use, implementation), _config(tmp_path, experts, **copy.deepcopy(changes)), rank)
-            for experts in (choice, "whole")
-        ]
-        require_same(found[0], found[1])
-
-    require_ranks(num, train, tmp_path)
+    found = [
+        _train(_model("qwen3_moe", use, implementation), _config(tmp_path, experts, **copy.deepcopy(changes)), rank)
+        for experts in (choice, "whole")
+    ]
+    require_same(found[0], found[1])
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("family", [family for family in mixtures.FAMILIES if family != "qwen3_moe"])
 @pytest.mark.parametrize(("use", "choice"), [("frozen", "auto"), ("full", "by_expert")])
-def test_other_mixtures_do_as_well(family: str, use: str, choice: str, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        found = [_train(_model(family, use), _config(tmp_path, each), rank, 2) for each in (choice, "whole")]
-        require_same(found[0], found[1])
-
-    require_ranks(2, train, tmp_path)
+@on_ranks(2)
+def test_other_mixtures_do_as_well(rank: int, family: str, use: str, choice: str, tmp_path: Path) -> None:
+    found = [_train(_model(family, use), _config(tmp_path, each), rank, 2) for each in (choice, "whole")]
+    require_same(found[0], found[1])
 
 
 @pytest.mark.deep
@@ -139,134 +132,99 @@ def test_other_mixtures_do_as_well(family: str, use: str, choice: str, tmp_path:
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize(("use", "choice"), [("adapters", "auto"), ("full", "by_expert")])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # in evaluation
+@on_ranks(2)
 def test_routers_choose_once_more_in_a_checkpoint(
-    use: str, choice: str, implementation: str, use_reentrant: bool, tmp_path: Path
+    rank: int, use: str, choice: str, implementation: str, use_reentrant: bool, tmp_path: Path
 ) -> None:
     """Which leaves a recomputed forward as soon as backward has all that it needs."""
-
-    def train(rank: int) -> None:
-        found = []
-        for experts in (choice, "whole"):
-            model = _model("qwen3_moe", use, implementation)
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": use_reentrant})
-            if use == "adapters" or use_reentrant:
-                model.enable_input_require_grads()
-            found.append(_train(model, _config(tmp_path, experts), rank))
-        require_same(found[0], found[1])
-
-    require_ranks(2, train, tmp_path)
+    found = []
+    for experts in (choice, "whole"):
+        model = _model("qwen3_moe", use, implementation)
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": use_reentrant})
+        if use == "adapters" or use_reentrant:
+            model.enable_input_require_grads()
+        found.append(_train(model, _config(tmp_path, experts), rank))
+    require_same(found[0], found[1])
 
 
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize("num", [2, 3])
-def test_experts_that_no_rank_has_tokens_for_are_left_alone(implementation: str, num: int, tmp_path: Path) -> None:
+@on_ranks()
+def test_experts_that_no_rank_has_tokens_for_are_left_alone(
+    rank: int, implementation: str, num: int, tmp_path: Path
+) -> None:
     """As in stage 2, where each rank has all weights, and pages them for itself."""
-
-    def train(rank: int) -> None:
-        found = [
-            _train(_model("qwen3_moe", "full", implementation), _config(tmp_path, "touched_only", stage), rank)
-            for stage in (2, 3)
-        ]
-        require_same(found[1], found[0])
-
-    require_ranks(num, train, tmp_path)
+    found = [
+        _train(_model("qwen3_moe", "full", implementation), _config(tmp_path, "touched_only", stage), rank)
+        for stage in (2, 3)
+    ]
+    require_same(found[1], found[0])
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize(("use", "choice"), [("adapters", "auto"), ("full", "by_expert")])
-def test_ranks_that_have_all_weights_page_their_own_experts(use: str, choice: str, stage: int, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        found = [
-            _train(_model("qwen3_moe", use), _config(tmp_path, experts, stage), rank) for experts in (choice, "whole")
-        ]
-        require_same(found[0], found[1])
-
-    require_ranks(2, train, tmp_path)
+@on_ranks(2)
+def test_ranks_that_have_all_weights_page_their_own_experts(
+    rank: int, use: str, choice: str, stage: int, tmp_path: Path
+) -> None:
+    found = [_train(_model("qwen3_moe", use), _config(tmp_path, experts, stage), rank) for experts in (choice, "whole")]
+    require_same(found[0], found[1])
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize(("use", "choice"), [("frozen", "auto"), ("full", "by_expert")])
-def test_micro_batches_that_share_each_layer(use: str, choice: str, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        found = []
-        for experts in (choice, "whole"):
-            changes = {"gradient_accumulation_steps": 2, "infinity": {"schedule": "vertical"}}
-            with _engine(_model("qwen3_moe", use), _config(tmp_path, experts, **changes)) as engine:
-                losses = {}
-                for step in range(2):
-                    tokens = [_tokens(rank, 2 * step + number) for number in range(2)]
-                    losses[f"loss {step}"] = engine.train_batch(iter([{"input_ids": t, "labels": t} for t in tokens]))
-                found.append(losses | weights_of(engine))
-        require_same(found[0], found[1])
-
-    require_ranks(2, train, tmp_path)
-
-
-@pytest.mark.parametrize("use", ["frozen"])
-def test_two_ranks_train_as_one_process_with_their_batches(use: str, tmp_path: Path) -> None:
-    num_steps = 3
-
-    def alone(_: int) -> None:
-        config = _config(tmp_path, "auto", gradient_accumulation_steps=2)
-        with _engine(_model("qwen3_moe", use), config) as engine:
-            for step in range(num_steps):
-                for rank in range(2):
-                    engine.backward(_loss(engine, _tokens(rank, step)))
-                    engine.step()
-            torch.save(weights_of(engine), tmp_path / "alone")
-
-    def train(rank: int) -> None:
-        with _engine(_model("qwen3_moe", use), _config(tmp_path, "auto")) as engine:
-            for step in range(num_steps):
-                engine.backward(_loss(engine, _tokens(rank, step)))
-                engine.step()
-            require_same(weights_of(engine), torch.load(tmp_path / "alone"))
-
-    (tmp_path / "one").mkdir()
-    require_ranks(1, alone, tmp_path / "one")
-    require_ranks(2, train, tmp_path)
+@on_ranks(2)
+def test_micro_batches_that_share_each_layer(rank: int, use: str, choice: str, tmp_path: Path) -> None:
+    found = []
+    for experts in (choice, "whole"):
+        changes = {"gradient_accumulation_steps": 2, "infinity": {"schedule": "vertical"}}
+        with _engine(_model("qwen3_moe", use), _config(tmp_path, experts, **changes)) as engine:
+            losses = {}
+            for step in range(2):
+                tokens = [_tokens(rank, 2 * step + number) for number in range(2)]
+                losses[f"loss {step}"] = engine.train_batch(iter([{"input_ids": t, "labels": t} for t in tokens]))
+            found.append(losses | weights_of(engine))
+    require_same(found[0], found[1])
 
 
 # --------------------------------------------------------------------------------------------------------------- bytes
 
 
-def test_ranks_read_their_shards_of_the_experts_that_any_of_them_needs(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        fetched: list[str] = []
-        fetch = DividedWeights.fetch
+@on_ranks(2)
+def test_ranks_read_their_shards_of_the_experts_that_any_of_them_needs(rank: int, tmp_path: Path) -> None:
+    fetched: list[str] = []
+    fetch = DividedWeights.fetch
 
-        def noted(self: DividedWeights, unit: Any, **options: Any) -> Any:
-            fetched.append(unit.name)
-            return fetch(self, unit, **options)
+    def noted(self: DividedWeights, unit: Any, **options: Any) -> Any:
+        fetched.append(unit.name)
+        return fetch(self, unit, **options)
 
-        DividedWeights.fetch = noted  # type: ignore[method-assign]  # in this process, which ends soon
-        read: Counter[str] = Counter()
+    DividedWeights.fetch = noted  # type: ignore[method-assign]  # in this process, which ends soon
+    read: Counter[str] = Counter()
 
-        def note(record: TransferRecord) -> None:
-            if "_by_expert" in record.extent_name and record.direction.name == "READ":
-                read["bytes"] += record.num_bytes
+    def note(record: TransferRecord) -> None:
+        if "_by_expert" in record.extent_name and record.direction.name == "READ":
+            read["bytes"] += record.num_bytes
 
-        torch.manual_seed(0)
-        model = mixtures.frozen(mixtures.make("qwen3_moe", num_hidden_layers=5, num_experts=16))
-        with _engine(model, _config(tmp_path, "auto"), 100_000) as engine:
-            num_bytes = {unit.name: unit.num_bytes for unit in engine._parts.parameter_map.units}
-            routed = mixtures.watch_routing(engine.module)
-            engine._parts.storage.observe(note)
-            for step in range(3):
-                fetched.clear()
-                routed.clear()
-                read.clear()
-                engine.backward(_loss(engine, _tokens(rank, step)))
-                engine.step()
-                experts = _check_fetched(fetched, routed)
-                of_ranks = torch.tensor(read["bytes"])
-                torch.distributed.all_reduce(of_ranks)
-                assert of_ranks == sum(num_bytes[name] for name in experts)
-
-    require_ranks(2, train, tmp_path)
+    torch.manual_seed(0)
+    model = mixtures.frozen(mixtures.make("qwen3_moe", num_hidden_layers=5, num_experts=16))
+    with _engine(model, _config(tmp_path, "auto"), 100_000) as engine:
+        num_bytes = {unit.name: unit.num_bytes for unit in engine._parts.parameter_map.units}
+        routed = mixtures.watch_routing(engine.module)
+        engine._parts.storage.observe(note)
+        for step in range(3):
+            fetched.clear()
+            routed.clear()
+            read.clear()
+            engine.backward(_loss(engine, _tokens(rank, step)))
+            engine.step()
+            experts = _check_fetched(fetched, routed)
+            of_ranks = torch.tensor(read["bytes"])
+            torch.distributed.all_reduce(of_ranks)
+            assert of_ranks == sum(num_bytes[name] for name in experts)
 
 
 def _check_fetched(fetched: list[str], routed: set[str]) -> list[str]:

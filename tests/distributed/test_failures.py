@@ -19,7 +19,7 @@ from torch import nn
 import infinity
 from infinity.errors import ConfigError, RankError
 from tests.internals import destroy_at_exit, end_all_at_exit
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.waiting import wait_until
 
 _CONFIG: dict[str, Any] = {
@@ -157,30 +157,26 @@ def test_a_rank_that_is_elsewhere_is_found_by_all(tmp_path: Path) -> None:
     )
 
 
-def test_a_gradient_that_one_rank_changed_updates_nothing(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        engine = _engine()
-        before = engine.module.state_dict()
-        engine.backward(engine(torch.ones(1, 8)).sum())
-        if rank == 1:
-            engine.module[1].weight.grad.mul_(2)
-        with pytest.raises(RankError, match="in the same way on all ranks"):
-            engine.step()
-        for name, value in engine.module.state_dict().items():
-            assert torch.equal(value, before[name])
-
-    assert run_ranks(2, train, tmp_path) == ["", ""]
+@on_ranks(2)
+def test_a_gradient_that_one_rank_changed_updates_nothing(rank: int, tmp_path: Path) -> None:
+    engine = _engine()
+    before = engine.module.state_dict()
+    engine.backward(engine(torch.ones(1, 8)).sum())
+    if rank == 1:
+        engine.module[1].weight.grad.mul_(2)
+    with pytest.raises(RankError, match="in the same way on all ranks"):
+        engine.step()
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, before[name])
 
 
-def test_parameters_that_came_later_are_refused(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        engine = _engine()
-        engine.module.later = nn.Linear(8, 8)
-        engine.optimizer.add_param_group({"params": list(engine.module.later.parameters())})
-        with pytest.raises(RankError, match=r"before infinity\.initialize"):
-            _step(engine)
-
-    assert run_ranks(2, train, tmp_path) == ["", ""]
+@on_ranks(2)
+def test_parameters_that_came_later_are_refused(rank: int, tmp_path: Path) -> None:
+    engine = _engine()
+    engine.module.later = nn.Linear(8, 8)
+    engine.optimizer.add_param_group({"params": list(engine.module.later.parameters())})
+    with pytest.raises(RankError, match=r"before infinity\.initialize"):
+        _step(engine)
 
 
 _SAME = r"on rank 0, .* on rank 1. Give all processes the same config"
@@ -211,23 +207,18 @@ _REFUSED: dict[str, tuple[type[Exception], str, Callable[[int], Any]]] = {
 
 @pytest.mark.deep(but=3)
 @pytest.mark.parametrize(("error", "words", "begin"), _REFUSED.values(), ids=_REFUSED)
+@on_ranks(2)
 def test_ranks_that_begin_with_something_else_are_refused(
-    error: type[Exception], words: str, begin: Callable[[int], Any], tmp_path: Path
+    rank: int, error: type[Exception], words: str, begin: Callable[[int], Any], tmp_path: Path
 ) -> None:
-    def train(rank: int) -> None:
-        with pytest.raises(error, match=words):
-            begin(rank)
-
-    assert run_ranks(2, train, tmp_path) == ["", ""]
+    with pytest.raises(error, match=words):
+        begin(rank)
 
 
-def test_what_is_each_process_own_may_differ(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        engine = _engine(infinity={"host_memory_budget": "1GB"} if rank else {}, steps_per_print=rank + 1)
+@on_ranks(2)
+def test_what_is_each_process_own_may_differ(rank: int, tmp_path: Path) -> None:
+    with _engine(infinity={"host_memory_budget": "1GB"} if rank else {}, steps_per_print=rank + 1) as engine:
         _step(engine)
-        engine.close()
-
-    assert run_ranks(2, train, tmp_path) == ["", ""]
 
 
 @pytest.mark.deep
@@ -240,25 +231,25 @@ def test_what_is_each_process_own_may_differ(tmp_path: Path) -> None:
         ("class", "the optimizer is SGD on rank 0, Adagrad on rank 1"),
     ],
 )
-def test_hyperparameters_of_one_rank_update_nothing(what: str, message: str, stage: int, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        first, *others = model.parameters()
-        if what == "members" and rank:
-            *others, first = model.parameters()
-        maker = torch.optim.Adagrad if what == "class" and rank else torch.optim.SGD
-        optimizer = maker([{"params": [first]}, {"params": others, "weight_decay": 0.1}], lr=0.1)
-        config = _CONFIG | {"zero_optimization": {"stage": stage}}
-        engine = infinity.initialize(model=model, optimizer=optimizer, config=config)[0]
-        before = engine.module.state_dict()
-        if what == "lr" and rank:
-            engine.optimizer.param_groups[0]["lr"] = 0.2
-        with pytest.raises(RankError, match=message):
-            _step(engine)
-        for name, value in engine.module.state_dict().items():
-            assert torch.equal(value, before[name])
-
-    assert run_ranks(2, train, tmp_path) == ["", ""]
+@on_ranks(2)
+def test_hyperparameters_of_one_rank_update_nothing(
+    rank: int, what: str, message: str, stage: int, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    first, *others = model.parameters()
+    if what == "members" and rank:
+        *others, first = model.parameters()
+    maker = torch.optim.Adagrad if what == "class" and rank else torch.optim.SGD
+    optimizer = maker([{"params": [first]}, {"params": others, "weight_decay": 0.1}], lr=0.1)
+    config = _CONFIG | {"zero_optimization": {"stage": stage}}
+    engine = infinity.initialize(model=model, optimizer=optimizer, config=config)[0]
+    before = engine.module.state_dict()
+    if what == "lr" and rank:
+        engine.optimizer.param_groups[0]["lr"] = 0.2
+    with pytest.raises(RankError, match=message):
+        _step(engine)
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, before[name])
 
 
 @pytest.mark.parametrize(
@@ -284,14 +275,11 @@ def test_a_batch_is_divided_among_processes() -> None:
 
 
 @pytest.mark.deep
-def test_an_engine_may_be_closed_after_the_process_group(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        engine = _engine(zero_optimization={"stage": 3})
+@on_ranks(2)
+def test_an_engine_may_be_closed_after_the_process_group(rank: int, tmp_path: Path) -> None:
+    with _engine(zero_optimization={"stage": 3}) as engine:
         _step(engine)
         torch.distributed.destroy_process_group()
-        engine.close()
-
-    assert run_ranks(2, train, tmp_path) == ["", ""]
 
 
 def _gloo_threads() -> int:
@@ -306,20 +294,17 @@ def _gloo_threads() -> int:
 @pytest.mark.deep
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("is_destroyed", [False, True])
-def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path: Path, is_destroyed: bool, stage: int) -> None:
+@on_ranks(2)
+def test_no_thread_of_gloo_outlives_the_interpreter(rank: int, tmp_path: Path, is_destroyed: bool, stage: int) -> None:
     """Else it may release a tensor while the interpreter ends, which aborts the process."""
-
-    def train(rank: int) -> None:
-        atexit._clear()  # what belongs to the process that this one was forked from
-        atexit.register(destroy_at_exit)
-        atexit.register(end_all_at_exit)
-        engine = _engine(zero_optimization={"stage": stage})
-        _step(engine)
-        assert _gloo_threads() > 0
-        if is_destroyed:
-            torch.distributed.destroy_process_group()
-        atexit._run_exitfuncs()
-        assert _gloo_threads() == 0
-        assert engine.global_steps == 1
-
-    assert run_ranks(2, train, tmp_path) == ["", ""]
+    atexit._clear()  # what belongs to the process that this one was forked from
+    atexit.register(destroy_at_exit)
+    atexit.register(end_all_at_exit)
+    engine = _engine(zero_optimization={"stage": stage})
+    _step(engine)
+    assert _gloo_threads() > 0
+    if is_destroyed:
+        torch.distributed.destroy_process_group()
+    atexit._run_exitfuncs()
+    assert _gloo_threads() == 0
+    assert engine.global_steps == 1

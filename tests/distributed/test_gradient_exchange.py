@@ -60,16 +60,15 @@ def _config(directory: Path, offload: str = "none", stage: int = 0, **changes: A
 
 
 def _trained(config: dict[str, Any], rank: int) -> dict[str, Any]:
-    engine = infinity.initialize(model=_model(), config=config)[0]
-    sent = world().sent_bytes["gradients"]
-    for step in range(_STEPS):
-        for _ in range(engine.gradient_accumulation_steps()):
-            x, y = _batch(step, rank)
-            engine.backward(mse_loss(engine(x, rank + 1).float(), y))
-            engine.step()
-    sent = world().sent_bytes["gradients"] - sent
-    found: dict[str, Any] = weights_of(engine)
-    engine.close()
+    with infinity.initialize(model=_model(), config=config)[0] as engine:
+        sent = world().sent_bytes["gradients"]
+        for step in range(_STEPS):
+            for _ in range(engine.gradient_accumulation_steps()):
+                x, y = _batch(step, rank)
+                engine.backward(mse_loss(engine(x, rank + 1).float(), y))
+                engine.step()
+        sent = world().sent_bytes["gradients"] - sent
+        found: dict[str, Any] = weights_of(engine)
     return found | {"sent": sent}
 
 

@@ -21,23 +21,20 @@ from infinity.deepspeed.runtime.utils import see_memory_usage
 from infinity.deepspeed.utils import log_dist, logger
 from infinity.errors import ConfigError, RankError
 from tests.internals import world
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
-def test_a_script_says_how_its_processes_find_each_other(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_script_says_how_its_processes_find_each_other(rank: int, tmp_path: Path) -> None:
     """As those of torch.multiprocessing.spawn do, with DeepSpeed's arguments in DeepSpeed's order."""
-
-    def join(rank: int) -> None:
-        dist.destroy_process_group()
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            del os.environ[name]
-        store, timeout = f"file://{tmp_path}/another store", timedelta(seconds=400)
-        infinity.init_distributed("gloo", True, 29500, False, timeout, store, None, None, rank, 2)
-        assert (comm.get_rank(), comm.get_world_size()) == (rank, 2)
-        assert _timeout_of(dist.group.WORLD) == timeout
-        assert world().num == 2
-
-    assert run_ranks(2, join, tmp_path) == ["", ""]
+    dist.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    store, timeout = f"file://{tmp_path}/another store", timedelta(seconds=400)
+    infinity.init_distributed("gloo", True, 29500, False, timeout, store, None, None, rank, 2)
+    assert (comm.get_rank(), comm.get_world_size()) == (rank, 2)
+    assert _timeout_of(dist.group.WORLD) == timeout
+    assert world().num == 2
 
 
 def test_a_backend_and_a_timeout_count_for_one_process_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,14 +49,12 @@ def test_a_backend_and_a_timeout_count_for_one_process_too(tmp_path: Path, monke
     assert run_ranks(1, join, tmp_path) == [""]
 
 
-def test_processes_that_do_not_reach_each_other_name_the_interface(tmp_path: Path) -> None:
-    def join(rank: int) -> None:
-        dist.destroy_process_group()
-        os.environ["GLOO_SOCKET_IFNAME"] = "nosuch"
-        with pytest.raises(RankError, match=r"nosuch.* set GLOO_SOCKET_IFNAME"):
-            infinity.init_distributed("gloo")
-
-    assert run_ranks(1, join, tmp_path) == [""]
+@on_ranks(1)
+def test_processes_that_do_not_reach_each_other_name_the_interface(rank: int, tmp_path: Path) -> None:
+    dist.destroy_process_group()
+    os.environ["GLOO_SOCKET_IFNAME"] = "nosuch"
+    with pytest.raises(RankError, match=r"nosuch.* set GLOO_SOCKET_IFNAME"):
+        infinity.init_distributed("gloo")
 
 
 def _timeout_of(group: Any) -> timedelta:
@@ -90,16 +85,13 @@ def test_processes_of_mpirun_do_not_train_alone(name: str, launcher: str, monkey
     assert infinity.deepspeed.comm.get_world_size() == 1
 
 
-def test_a_script_may_begin_in_another_thread(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_script_may_begin_in_another_thread(rank: int, tmp_path: Path) -> None:
     """Where torchrun has started it: only the main thread may listen to signals."""
-
-    def begin(rank: int) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.environ["TORCHELASTIC_RUN_ID"] = "a test"
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(world).result().num == 2
-
-    assert run_ranks(2, begin, tmp_path) == ["", ""]
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TORCHELASTIC_RUN_ID"] = "a test"
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(world).result().num == 2
 
 
 def test_messages_are_those_of_the_ranks_that_they_are_for(tmp_path: Path) -> None:
@@ -143,17 +135,15 @@ def test_exchanges_by_deepspeeds_names_of_arguments(tmp_path: Path) -> None:
     assert own.tolist() == [1.0, 1.0]
 
 
-def test_one_process_sends_to_another(tmp_path: Path) -> None:
-    def exchange(rank: int) -> None:
-        sent, received = torch.full((2,), float(rank)), torch.zeros(2)
-        if rank:
-            comm.send(sent, 0, prof=True, log_name="mine", debug="here")
-        else:
-            assert comm.recv(received, src=1, debug="here") == 1
-            assert torch.equal(received, torch.ones(2))
-        pairs = [comm.P2POp(comm.isend, sent, 1 - rank), comm.P2POp(comm.irecv, received, 1 - rank)]
-        for begun in comm.batch_isend_irecv(pairs):
-            begun.wait()
-        assert torch.equal(received, torch.full((2,), 1.0 - rank))
-
-    assert run_ranks(2, exchange, tmp_path) == ["", ""]
+@on_ranks(2)
+def test_one_process_sends_to_another(rank: int, tmp_path: Path) -> None:
+    sent, received = torch.full((2,), float(rank)), torch.zeros(2)
+    if rank:
+        comm.send(sent, 0, prof=True, log_name="mine", debug="here")
+    else:
+        assert comm.recv(received, src=1, debug="here") == 1
+        assert torch.equal(received, torch.ones(2))
+    pairs = [comm.P2POp(comm.isend, sent, 1 - rank), comm.P2POp(comm.irecv, received, 1 - rank)]
+    for begun in comm.batch_isend_irecv(pairs):
+        begun.wait()
+    assert torch.equal(received, torch.full((2,), 1.0 - rank))

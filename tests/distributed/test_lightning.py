@@ -94,8 +94,7 @@ def _require_equal_to_the_engine(config: dict[str, Any], module: Any) -> None:
     """The plain engine gets what the module got, two micro-batches a step."""
     plain = Module()
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": _CLIP}
-    engine, *_ = infinity.initialize(model=plain, optimizer=plain.configure_optimizers(), config=config | sizes)
-    with engine:
+    with infinity.initialize(model=plain, optimizer=plain.configure_optimizers(), config=config | sizes)[0] as engine:
         for batch in module.got:
             loss = plain.loss(batch)
             plain.losses.append(loss.detach())

@@ -15,7 +15,7 @@ from infinity.distributed.agreement import PULSE_SECONDS, gather_results, on_ran
 from infinity.distributed.world import world
 from infinity.errors import CheckpointError, RankError
 from swapper import StallError, VolumeTooSmallError
-from tests.ranks import require_ranks, run_ranks
+from tests.ranks import on_ranks, require_ranks, run_ranks
 
 
 class _Dangerous:
@@ -44,37 +44,33 @@ _ERRORS: dict[str, Callable[[], Exception]] = {
 
 @pytest.mark.deep(but=4)
 @pytest.mark.parametrize("name", _ERRORS)
-def test_an_error_of_one_rank_is_raised_on_all(name: str, tmp_path: Path) -> None:
-    def fail(rank: int) -> None:
-        expected = _ERRORS[name]()
+@on_ranks(2)
+def test_an_error_of_one_rank_is_raised_on_all(rank: int, name: str, tmp_path: Path) -> None:
+    expected = _ERRORS[name]()
 
-        def function() -> int:
-            if world().index == 1:
-                raise expected
-            return 1
+    def function() -> int:
+        if world().index == 1:
+            raise expected
+        return 1
 
-        with pytest.raises(type(expected)) as caught:
-            gather_results(world(), "a test", function)
-        assert type(caught.value) is type(expected)
-        assert str(caught.value) == str(expected)
-        assert vars(caught.value).keys() >= vars(expected).keys()
-
-    require_ranks(2, fail, tmp_path)
+    with pytest.raises(type(expected)) as caught:
+        gather_results(world(), "a test", function)
+    assert type(caught.value) is type(expected)
+    assert str(caught.value) == str(expected)
+    assert vars(caught.value).keys() >= vars(expected).keys()
 
 
 @pytest.mark.parametrize("kind", ["class of a script", "value that is no data"])
-def test_what_is_no_data_is_told_in_words(kind: str, tmp_path: Path) -> None:
-    def fail(rank: int) -> None:
-        def function() -> Any:
-            if rank == 1 and kind == "class of a script":
-                raise _Own("it failed")
-            return object() if rank == 1 else 1
+@on_ranks(2)
+def test_what_is_no_data_is_told_in_words(rank: int, kind: str, tmp_path: Path) -> None:
+    def function() -> Any:
+        if rank == 1 and kind == "class of a script":
+            raise _Own("it failed")
+        return object() if rank == 1 else 1
 
-        expected = _Own if rank == 1 and kind == "class of a script" else (RankError, TypeError)
-        with pytest.raises(expected, match=r"it failed|which is no plain data"):
-            gather_results(world(), "a test", function)
-
-    require_ranks(2, fail, tmp_path)
+    expected = _Own if rank == 1 and kind == "class of a script" else (RankError, TypeError)
+    with pytest.raises(expected, match=r"it failed|which is no plain data"):
+        gather_results(world(), "a test", function)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.5 * PULSE_SECONDS])

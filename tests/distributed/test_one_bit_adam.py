@@ -16,7 +16,7 @@ import infinity
 from infinity.errors import AccessError, ConfigError
 from tests.distributed.common import require_same, weights_of
 from tests.internals import world
-from tests.ranks import require_ranks
+from tests.ranks import on_ranks, require_ranks
 
 pytestmark = pytest.mark.deep
 
@@ -128,30 +128,26 @@ def test_the_exchange_is_the_published_one(clip: float, tmp_path: Path) -> None:
 
     def train(rank: int) -> None:
         for directory in (None, tmp_path):
-            engine, *_ = infinity.initialize(model=_model(), config=_config(0, directory, gradient_clipping=clip))
-            with engine:
+            with infinity.initialize(model=_model(), config=_config(0, directory, gradient_clipping=clip))[0] as engine:
                 _train(engine, 0, _STEPS, rank)
                 require_same(weights_of(engine), weights)
 
     require_ranks(2, train, tmp_path)
 
 
-def test_bytes_fall_to_a_thirtieth(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_bytes_fall_to_a_thirtieth(rank: int, tmp_path: Path) -> None:
     """From four bytes per element and direction to one bit, and a scale for each parameter."""
-
-    def train(rank: int) -> None:
-        with infinity.initialize(model=_model(1000), config=_config(0))[0] as engine:
-            sent = world().sent_bytes
-            numel = sum(p.numel() for p in engine.module.parameters())
-            _train(engine, 0, _FREEZE, rank)
-            before = sent["gradients"]
-            assert 1 <= before / (_FREEZE * 4 * numel) < 1.02  # twice the half of them, and padding
-            _train(engine, _FREEZE, _STEPS, rank)
-            assert sent["gradients"] == before
-            ratio = (before / _FREEZE) / (sent["momenta"] / (_STEPS - _FREEZE))
-            assert 29 < ratio < 32, ratio
-
-    require_ranks(2, train, tmp_path)
+    with infinity.initialize(model=_model(1000), config=_config(0))[0] as engine:
+        sent = world().sent_bytes
+        numel = sum(p.numel() for p in engine.module.parameters())
+        _train(engine, 0, _FREEZE, rank)
+        before = sent["gradients"]
+        assert 1 <= before / (_FREEZE * 4 * numel) < 1.02  # twice the half of them, and padding
+        _train(engine, _FREEZE, _STEPS, rank)
+        assert sent["gradients"] == before
+        ratio = (before / _FREEZE) / (sent["momenta"] / (_STEPS - _FREEZE))
+        assert 29 < ratio < 32, ratio
 
 
 def test_stage_2_averages_whole_gradients_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -180,43 +176,38 @@ def test_stage_2_averages_whole_gradients_and_says_so(tmp_path: Path, caplog: py
     require_ranks(2, train, tmp_path)
 
 
-def test_gradients_overflow_and_checkpoints(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_gradients_overflow_and_checkpoints(rank: int, tmp_path: Path) -> None:
     """Nobody sees a mean that is not there; a step that overflows on one rank is skipped by both; a load forgets errors."""
+    config = _config(0, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "auto_cast": True})
 
-    def train(rank: int) -> None:
-        config = _config(0, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "auto_cast": True})
+    def overflowing(step: int) -> torch.Tensor:
+        x, y = _batch(step, rank)
+        loss = mse_loss(engine(x), y.half())
+        return loss * (1e4 if rank else 1.0)
 
-        def overflowing(step: int) -> torch.Tensor:
-            x, y = _batch(step, rank)
-            loss = mse_loss(engine(x), y.half())
-            return loss * (1e4 if rank else 1.0)
-
-        with infinity.initialize(model=_model(), config=config)[0] as engine:
-            _train(engine, 0, _FREEZE + 2, rank)
-            before = weights_of(engine)
-            engine.backward(overflowing(90))
-            with pytest.raises(AccessError, match="warm-up is over"):
-                _ = engine.module[0].weight.grad
-            engine.step()
-            assert not engine.was_step_applied()
-            require_same(weights_of(engine), before)
-            engine.save_checkpoint(tmp_path / "saved")
-            _train(engine, _FREEZE + 2, _STEPS, rank)
-            engine.load_checkpoint(tmp_path / "saved")
-            expected = _train(engine, _FREEZE + 2, _STEPS, rank)
-        with infinity.initialize(model=_model(), config=config)[0] as other:
-            other.load_checkpoint(tmp_path / "saved")
-            assert _train(other, _FREEZE + 2, _STEPS, rank) == expected
-
-    require_ranks(2, train, tmp_path)
+    with infinity.initialize(model=_model(), config=config)[0] as engine:
+        _train(engine, 0, _FREEZE + 2, rank)
+        before = weights_of(engine)
+        engine.backward(overflowing(90))
+        with pytest.raises(AccessError, match="warm-up is over"):
+            _ = engine.module[0].weight.grad
+        engine.step()
+        assert not engine.was_step_applied()
+        require_same(weights_of(engine), before)
+        engine.save_checkpoint(tmp_path / "saved")
+        _train(engine, _FREEZE + 2, _STEPS, rank)
+        engine.load_checkpoint(tmp_path / "saved")
+        expected = _train(engine, _FREEZE + 2, _STEPS, rank)
+    with infinity.initialize(model=_model(), config=config)[0] as other:
+        other.load_checkpoint(tmp_path / "saved")
+        assert _train(other, _FREEZE + 2, _STEPS, rank) == expected
 
 
-def test_a_durable_run_is_refused(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        config = _config(0, tmp_path)
-        config["infinity"] |= {"durable": True}
-        config["zero_optimization"]["offload_param"] = config["zero_optimization"]["offload_optimizer"]
-        with pytest.raises(ConfigError, match="OneBitAdam's signs leave out"):
-            infinity.initialize(model=_model(), config=config)
-
-    require_ranks(2, train, tmp_path)
+@on_ranks(2)
+def test_a_durable_run_is_refused(rank: int, tmp_path: Path) -> None:
+    config = _config(0, tmp_path)
+    config["infinity"] |= {"durable": True}
+    config["zero_optimization"]["offload_param"] = config["zero_optimization"]["offload_optimizer"]
+    with pytest.raises(ConfigError, match="OneBitAdam's signs leave out"):
+        infinity.initialize(model=_model(), config=config)

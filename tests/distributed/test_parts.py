@@ -24,7 +24,7 @@ import infinity
 from infinity.errors import CheckpointError, ConfigError, ModelError, RankError
 from tests.distributed.common import require_same, weights_of
 from tests.internals import training_checkpoint as checkpoint
-from tests.ranks import require_ranks, run_ranks
+from tests.ranks import on_ranks, require_ranks, run_ranks
 
 _WIDTH, _HIDDEN, _LAYERS = 16, 32, 3
 
@@ -174,12 +174,14 @@ class _Plain:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_tensor_parallelism_beside_ddp(stage: int, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        data, tensor = _groups(rank)
-        config = _config(tmp_path)
-        config["zero_optimization"]["stage"] = stage
-        engine = infinity.deepspeed.initialize(model=_model(tensor, rank), config=config, mesh_param=_tensor_mesh())[0]
+@on_ranks(4)
+def test_tensor_parallelism_beside_ddp(rank: int, stage: int, tmp_path: Path) -> None:
+    data, tensor = _groups(rank)
+    config = _config(tmp_path)
+    config["zero_optimization"]["stage"] = stage
+    with infinity.deepspeed.initialize(model=_model(tensor, rank), config=config, mesh_param=_tensor_mesh())[
+        0
+    ] as engine:
         assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (4, 2, 2)
         assert (engine.get_data_parallel_rank(), engine.get_tensor_parallel_rank()) == (rank // 2, rank % 2)
         assert engine.gradient_accumulation_steps() == 2
@@ -190,9 +192,6 @@ def test_tensor_parallelism_beside_ddp(stage: int, tmp_path: Path) -> None:
                 assert torch.equal(mine, others)
             assert engine.get_global_grad_norm() == float(plain.norm)
         require_same(weights_of(engine), plain.model.state_dict())
-        engine.close()
-
-    require_ranks(4, train, tmp_path)
 
 
 def _stage(stage: int) -> nn.Module:
@@ -203,19 +202,19 @@ def _stage(stage: int) -> nn.Module:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("stage_of_zero", [0, 3])
-def test_stages_of_torchs_pipelining_beside_data_parallelism(stage_of_zero: int, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-        stage, data_rank = divmod(rank, 2)
-        pipe, data = mesh["pp"].get_group(), mesh["dp"].get_group()
+@on_ranks(4)
+def test_stages_of_torchs_pipelining_beside_data_parallelism(rank: int, stage_of_zero: int, tmp_path: Path) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage, data_rank = divmod(rank, 2)
+    pipe, data = mesh["pp"].get_group(), mesh["dp"].get_group()
 
-        def schedule(module: nn.Module) -> Any:
-            of_stage = PipelineStage(module, stage, 2, torch.device("cpu"), group=pipe)
-            return Schedule1F1B(of_stage, 4, loss_fn=mse_loss)
+    def schedule(module: nn.Module) -> Any:
+        of_stage = PipelineStage(module, stage, 2, torch.device("cpu"), group=pipe)
+        return Schedule1F1B(of_stage, 4, loss_fn=mse_loss)
 
-        config = _config(tmp_path, train_batch_size=16, train_micro_batch_size_per_gpu=8)
-        config["zero_optimization"]["stage"] = stage_of_zero
-        engine = infinity.initialize(model=_stage(stage), config=config, mesh_param=mesh)[0]
+    config = _config(tmp_path, train_batch_size=16, train_micro_batch_size_per_gpu=8)
+    config["zero_optimization"]["stage"] = stage_of_zero
+    with infinity.initialize(model=_stage(stage), config=config, mesh_param=mesh)[0] as engine:
         plain = _stage(stage)
         optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.01, fused=True)
         schedules = schedule(engine.module), schedule(plain)
@@ -238,9 +237,6 @@ def test_stages_of_torchs_pipelining_beside_data_parallelism(stage_of_zero: int,
             optimizer.zero_grad()
             assert engine.get_global_grad_norm() == float(norm)
         require_same(weights_of(engine), plain.state_dict())
-        engine.close()
-
-    require_ranks(4, train, tmp_path)
 
 
 def _norm_of_stages(plain: nn.Module, data: Any, pipe: Any) -> torch.Tensor:
@@ -257,13 +253,12 @@ def _norm_of_stages(plain: nn.Module, data: Any, pipe: Any) -> torch.Tensor:
 
 
 @pytest.mark.deep
-def test_processes_may_be_in_different_numbers_of_groups(tmp_path: Path) -> None:
+@on_ranks(4)
+def test_processes_may_be_in_different_numbers_of_groups(rank: int, tmp_path: Path) -> None:
     """As with Megatron's, of which one stage alone has position embeddings."""
-
-    def train(rank: int) -> None:
-        for members in ([0], [1, 2], [0, 3]):
-            dist.new_group(members)
-        engine = _tensor_engine(rank, tmp_path)
+    for members in ([0], [1, 2], [0, 3]):
+        dist.new_group(members)
+    with _tensor_engine(rank, tmp_path) as engine:
         _train(engine, rank // 2, range(1))
         groups = import_module("infinity.deepspeed.utils.groups")
         for name, expected in (
@@ -271,20 +266,16 @@ def test_processes_may_be_in_different_numbers_of_groups(tmp_path: Path) -> None
             ("tensor_model", [rank // 2 * 2, rank // 2 * 2 + 1]),
         ):
             assert dist.get_process_group_ranks(getattr(groups, f"get_{name}_parallel_group")()) == expected
-        engine.close()
-
-    require_ranks(4, train, tmp_path)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("forgotten", ["is_marked", "is_summed"])
-def test_a_norm_that_would_be_wrong_is_an_error(forgotten: str, tmp_path: Path) -> None:
+@on_ranks(4)
+def test_a_norm_that_would_be_wrong_is_an_error(rank: int, forgotten: str, tmp_path: Path) -> None:
     """A zero bias is the same on all at first, and so are layer norms: values alone do not tell what is a part."""
-
-    def train(rank: int) -> None:
-        _, tensor = _groups(rank)
-        model = _model(tensor, rank, **{forgotten: False})
-        engine = infinity.initialize(model=model, config=_config(tmp_path), mesh_param=_tensor_mesh())[0]
+    _, tensor = _groups(rank)
+    model = _model(tensor, rank, **{forgotten: False})
+    with infinity.initialize(model=model, config=_config(tmp_path), mesh_param=_tensor_mesh())[0] as engine:
         before = engine.module.state_dict()
         name = "0.rows" if forgotten == "is_marked" else "0.bias"  # what comes from the layers above
         with pytest.raises(
@@ -293,9 +284,6 @@ def test_a_norm_that_would_be_wrong_is_an_error(forgotten: str, tmp_path: Path) 
             _train(engine, rank // 2, range(1))
         for key, value in engine.module.state_dict().items():
             assert torch.equal(value, before[key])
-        engine.close()
-
-    require_ranks(4, train, tmp_path)
 
 
 def _other_mesh(rank: int) -> Any:
@@ -326,12 +314,10 @@ def _mesh(*names: str) -> Any:
         (lambda rank: {"mpu": _mpu(None)} if rank else {}, RankError, r"rank \d came with '"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_all(who: Any, error: Any, message: str, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        with pytest.raises(error, match=message):
-            infinity.initialize(model=nn.Linear(4, 4), config=_config(tmp_path), **who(rank))
-
-    require_ranks(4, train, tmp_path)
+@on_ranks(4)
+def test_what_makes_no_sense_is_refused_by_all(rank: int, who: Any, error: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        infinity.initialize(model=nn.Linear(4, 4), config=_config(tmp_path), **who(rank))
 
 
 @pytest.mark.deep(but=1)
@@ -344,33 +330,27 @@ def test_what_makes_no_sense_is_refused_by_all(who: Any, error: Any, message: st
         lambda: {"mpu": _mpu(None)},
     ],
 )
-def test_all_may_have_the_whole_model(who: Any, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        engine = infinity.deepspeed.initialize(
-            model=nn.Linear(4, 4), config={"train_batch_size": 4, "optimizer": {"type": "SGD"}}, **who()
-        )[0]
+@on_ranks(4)
+def test_all_may_have_the_whole_model(rank: int, who: Any, tmp_path: Path) -> None:
+    with infinity.deepspeed.initialize(
+        model=nn.Linear(4, 4), config={"train_batch_size": 4, "optimizer": {"type": "SGD"}}, **who()
+    )[0] as engine:
         assert (engine.dp_world_size, engine.mp_world_size, engine.get_data_parallel_rank()) == (4, 1, rank)
-        engine.close()
-
-    require_ranks(4, train, tmp_path)
 
 
 @pytest.mark.deep
-def test_a_step_that_overflows_in_one_part_is_skipped_by_all(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        mesh = _mesh("pp", "dp")
-        fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
-        config = _config(tmp_path, train_batch_size=4, fp16=fp16)
-        engine = infinity.initialize(model=nn.Linear(_WIDTH, 4), config=config, mesh_param=mesh)[0]
+@on_ranks(4)
+def test_a_step_that_overflows_in_one_part_is_skipped_by_all(rank: int, tmp_path: Path) -> None:
+    mesh = _mesh("pp", "dp")
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    config = _config(tmp_path, train_batch_size=4, fp16=fp16)
+    with infinity.initialize(model=nn.Linear(_WIDTH, 4), config=config, mesh_param=mesh)[0] as engine:
         for is_bad in (True, False):
             x, _ = _batch(rank % 2, 0)
             engine.backward(engine(x.half()).float().square().mean() * (1e30 if is_bad and rank == 3 else 1))
             engine.step()
             assert engine.was_step_applied() is not is_bad
             assert engine.loss_scale() == 8
-        engine.close()
-
-    require_ranks(4, train, tmp_path)
 
 
 def _tensor_engine(rank: int, directory: Path, **changes: Any) -> Any:
@@ -380,18 +360,20 @@ def _tensor_engine(rank: int, directory: Path, **changes: Any) -> Any:
 
 
 @pytest.mark.deep
-def test_what_is_loaded_is_a_checkpoint_that_all_parts_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(4)
+def test_what_is_loaded_is_a_checkpoint_that_all_parts_have(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = checkpoint.Saving.run
 
-    def train(rank: int) -> None:
-        def failing(saving: checkpoint.Saving) -> None:
-            if rank == 1 and engine.global_steps == 3:
-                raise OSError(28, "No space left on device")
-            run(saving)
+    def failing(saving: checkpoint.Saving) -> None:
+        if rank == 1 and engine.global_steps == 3:
+            raise OSError(28, "No space left on device")
+        run(saving)
 
-        monkeypatch.setattr(checkpoint.Saving, "run", failing)
-        saved = tmp_path / "saved"
-        engine = _tensor_engine(rank, tmp_path)
+    monkeypatch.setattr(checkpoint.Saving, "run", failing)
+    saved = tmp_path / "saved"
+    with _tensor_engine(rank, tmp_path) as engine:
         for step in range(2):
             _train(engine, rank // 2, range(step, step + 1))
             engine.save_checkpoint(saved, client_state={"rank": rank}, keep_last=1)
@@ -400,8 +382,7 @@ def test_what_is_loaded_is_a_checkpoint_that_all_parts_have(tmp_path: Path, monk
         with pytest.raises(OSError, match="No space left"):
             engine.save_checkpoint(saved, keep_last=1)
         after = engine.module.state_dict()
-        engine.close()
-        engine = _tensor_engine(rank, tmp_path)
+    with _tensor_engine(rank, tmp_path) as engine:
         path, state = engine.load_checkpoint(saved)
         assert (path, state) == (str(saved / f"part{rank % 2}-of-2" / "global_step2"), {"rank": rank % 2})
         require_same(weights_of(engine), expected)
@@ -410,21 +391,17 @@ def test_what_is_loaded_is_a_checkpoint_that_all_parts_have(tmp_path: Path, monk
         with pytest.raises(CheckpointError, match=r"all 2 parts of the model have; some have global_step3"):
             engine.load_checkpoint(saved, tag="global_step3")
         assert engine.load_checkpoint(tmp_path / "nothing", missing_ok=True) == (None, None)
-        engine.close()
-        other = infinity.initialize(model=nn.Linear(4, 4), config=_config(tmp_path))[0]
-        with pytest.raises(CheckpointError, match=r"of a model in 2 part\(s\), and here it is in 1"):
-            other.load_checkpoint(saved)
-        other.close()
-
-    require_ranks(4, train, tmp_path)
+    refused = pytest.raises(CheckpointError, match=r"of a model in 2 part\(s\), and here it is in 1")
+    with infinity.initialize(model=nn.Linear(4, 4), config=_config(tmp_path))[0] as other, refused:
+        other.load_checkpoint(saved)
 
 
 @pytest.mark.deep
-def test_a_first_save_that_was_cut_off_is_none_and_a_lost_part_is_an_error(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        saved = tmp_path / "saved"
-        own = saved / f"part{rank % 2}-of-2"
-        engine = _tensor_engine(rank, tmp_path)
+@on_ranks(4)
+def test_a_first_save_that_was_cut_off_is_none_and_a_lost_part_is_an_error(rank: int, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    own = saved / f"part{rank % 2}-of-2"
+    with _tensor_engine(rank, tmp_path) as engine:
         for step in range(2):
             _train(engine, rank // 2, range(step, step + 1))
             engine.save_checkpoint(saved)
@@ -437,26 +414,23 @@ def test_a_first_save_that_was_cut_off_is_none_and_a_lost_part_is_an_error(tmp_p
                 assert engine.global_steps == 1
         with pytest.raises(CheckpointError, match="all 2 parts of the model have; some have global_step2"):
             engine.load_checkpoint(saved)
-        engine.close()
-
-    require_ranks(4, train, tmp_path)
 
 
 @pytest.mark.deep
+@on_ranks(4)
 def test_a_tag_that_only_some_parts_saved_again_is_none_that_all_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = checkpoint.Saving.run
 
-    def train(rank: int) -> None:
-        def failing(saving: checkpoint.Saving) -> None:
-            if rank == 1 and engine.global_steps == 2:
-                raise OSError(28, "No space left on device")
-            run(saving)
+    def failing(saving: checkpoint.Saving) -> None:
+        if rank == 1 and engine.global_steps == 2:
+            raise OSError(28, "No space left on device")
+        run(saving)
 
-        monkeypatch.setattr(checkpoint.Saving, "run", failing)
-        saved = tmp_path / "saved"
-        engine = _tensor_engine(rank, tmp_path)
+    monkeypatch.setattr(checkpoint.Saving, "run", failing)
+    saved = tmp_path / "saved"
+    with _tensor_engine(rank, tmp_path) as engine:
         for step in range(2):
             _train(engine, rank // 2, range(step, step + 1))
             with pytest.raises(OSError, match="No space left") if step else contextlib.nullcontext():
@@ -470,15 +444,13 @@ def test_a_tag_that_only_some_parts_saved_again_is_none_that_all_have(
         engine.save_checkpoint(saved, tag="last")
         engine.load_checkpoint(saved)
         assert engine.global_steps == 3
-        engine.close()
-
-    require_ranks(4, train, tmp_path)
 
 
-def test_tensor_ranks_draw_numbers_of_their_own(tmp_path: Path) -> None:
-    def draw(rank: int) -> None:
-        torch.manual_seed(0)
-        engine = infinity.initialize(model=nn.Linear(2, 2), config=_config(tmp_path), mesh_param=_mesh("dp", "tp"))[0]
+@on_ranks(4)
+def test_tensor_ranks_draw_numbers_of_their_own(rank: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    engine, *_ = infinity.initialize(model=nn.Linear(2, 2), config=_config(tmp_path), mesh_param=_mesh("dp", "tp"))
+    with engine:
         tracker = infinity.deepspeed.checkpointing.get_cuda_rng_tracker()
         for seed in (infinity.deepspeed.checkpointing.model_parallel_cuda_manual_seed, _seed_again):
             seed(7)
@@ -486,9 +458,6 @@ def test_tensor_ranks_draw_numbers_of_their_own(tmp_path: Path) -> None:
                 found = torch.rand(4)
             torch.manual_seed(7 + 2718 + rank % 2)
             assert torch.equal(found, torch.rand(4))
-        engine.close()
-
-    require_ranks(4, draw, tmp_path)
 
 
 def _seed_again(seed: int) -> None:
@@ -496,49 +465,42 @@ def _seed_again(seed: int) -> None:
 
 
 @pytest.mark.deep
-def test_exports_gathered_weights_and_samples_of_a_part(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        _, tensor = _groups(rank)
-        samples = [(torch.full((_WIDTH,), float(i)), torch.zeros(_WIDTH)) for i in range(8)]
-        engine, _, loader, _ = infinity.initialize(
-            model=_model(tensor, rank), config=_config(tmp_path), mesh_param=_tensor_mesh(), training_data=samples
-        )
-        own = torch.cat([x[:, 0] for x, _ in loader])
-        of_all = [torch.empty_like(own) for _ in range(4)]
-        dist.all_gather(of_all, own)
-        assert torch.equal(of_all[rank], of_all[rank ^ 1])  # tensor ranks see the same samples
-        assert sorted(torch.cat(of_all[::2]).tolist()) == list(range(8))
-        groups = import_module("infinity.deepspeed.utils.groups")
-        assert groups.get_data_parallel_world_size() == groups.get_model_parallel_world_size() == 2
-        assert (groups.get_data_parallel_rank(), groups._get_tensor_model_parallel_rank()) == (rank // 2, rank % 2)
-        assert dist.get_process_group_ranks(groups.get_data_parallel_group()) == [rank % 2, rank % 2 + 2]
-        assert dist.get_process_group_ranks(groups.get_tensor_model_parallel_group()) == [
-            rank // 2 * 2,
-            rank // 2 * 2 + 1,
-        ]
-        with infinity.GatheredParameters(engine.module[0].rows, modifier_rank=1):
-            if rank // 2 == 1:
-                engine.module[0].rows.data.fill_(float(rank))
-        assert torch.equal(engine.module.state_dict()["0.rows"], torch.full((_HIDDEN // 2, _WIDTH), 2.0 + rank % 2))
-        with pytest.raises(ModelError, match="one over the other"):
-            engine.save_16bit_model(tmp_path / "one")
-        engine.save_16bit_model(tmp_path / f"of{engine.get_model_parallel_rank()}")
-        infinity.deepspeed.comm.barrier()
-        found: dict[str, torch.Tensor] = {}
-        for file in (tmp_path / f"of{rank % 2}").glob("*.safetensors"):
-            found |= load_file(file)
-        assert torch.equal(found["0.rows"], engine.module.state_dict()["0.rows"])
-        engine.close()
-
-    require_ranks(4, train, tmp_path)
+@on_ranks(4)
+def test_exports_gathered_weights_and_samples_of_a_part(rank: int, tmp_path: Path) -> None:
+    _, tensor = _groups(rank)
+    samples = [(torch.full((_WIDTH,), float(i)), torch.zeros(_WIDTH)) for i in range(8)]
+    engine, _, loader, _ = infinity.initialize(
+        model=_model(tensor, rank), config=_config(tmp_path), mesh_param=_tensor_mesh(), training_data=samples
+    )
+    own = torch.cat([x[:, 0] for x, _ in loader])
+    of_all = [torch.empty_like(own) for _ in range(4)]
+    dist.all_gather(of_all, own)
+    assert torch.equal(of_all[rank], of_all[rank ^ 1])  # tensor ranks see the same samples
+    assert sorted(torch.cat(of_all[::2]).tolist()) == list(range(8))
+    groups = import_module("infinity.deepspeed.utils.groups")
+    assert groups.get_data_parallel_world_size() == groups.get_model_parallel_world_size() == 2
+    assert (groups.get_data_parallel_rank(), groups._get_tensor_model_parallel_rank()) == (rank // 2, rank % 2)
+    with infinity.GatheredParameters(engine.module[0].rows, modifier_rank=1):
+        if rank // 2 == 1:
+            engine.module[0].rows.data.fill_(float(rank))
+    assert torch.equal(engine.module.state_dict()["0.rows"], torch.full((_HIDDEN // 2, _WIDTH), 2.0 + rank % 2))
+    with pytest.raises(ModelError, match="one over the other"):
+        engine.save_16bit_model(tmp_path / "one")
+    engine.save_16bit_model(tmp_path / f"of{engine.get_model_parallel_rank()}")
+    infinity.deepspeed.comm.barrier()
+    found: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / f"of{rank % 2}").glob("*.safetensors"):
+        found |= load_file(file)
+    assert torch.equal(found["0.rows"], engine.module.state_dict()["0.rows"])
+    engine.close()
 
 
-def test_nothing_is_updated_before_all_parts_have_met(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        torch.manual_seed(0)
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        config = _config(tmp_path, train_batch_size=2, gradient_clipping=0.0)
-        engine = infinity.initialize(model=nn.Sequential(nn.Linear(8, 8)), config=config, mesh_param=mesh)[0]
+@on_ranks(2)
+def test_nothing_is_updated_before_all_parts_have_met(rank: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    config = _config(tmp_path, train_batch_size=2, gradient_clipping=0.0)
+    with infinity.initialize(model=nn.Sequential(nn.Linear(8, 8)), config=config, mesh_param=mesh)[0] as engine:
         for is_same in (True, True, False):  # updates in backward would begin with the second step
             before = engine.module.state_dict()
             engine.backward(engine(torch.full((2, 8), 1.0 if is_same else 1.0 + rank)).square().sum())
@@ -548,25 +510,19 @@ def test_nothing_is_updated_before_all_parts_have_met(tmp_path: Path) -> None:
         with pytest.raises(RankError, match=r"that of '0.weight' is"):
             engine.step()
         require_same(weights_of(engine), before)
-        engine.close()
-
-    require_ranks(2, train, tmp_path)
 
 
-def test_tiles_are_parts_as_their_weight_is(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        torch.manual_seed(rank)
-        layer = nn.Linear(64, 256, bias=False)
-        layer.weight.tensor_model_parallel = True  # type: ignore[assignment]
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        config = _config(tmp_path, train_batch_size=2, infinity={"tile_above": "16KiB"})
-        engine = infinity.initialize(model=nn.Sequential(layer), config=config, mesh_param=mesh)[0]
+@on_ranks(2)
+def test_tiles_are_parts_as_their_weight_is(rank: int, tmp_path: Path) -> None:
+    torch.manual_seed(rank)
+    layer = nn.Linear(64, 256, bias=False)
+    layer.weight.tensor_model_parallel = True  # type: ignore[assignment]
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    config = _config(tmp_path, train_batch_size=2, infinity={"tile_above": "16KiB"})
+    with infinity.initialize(model=nn.Sequential(layer), config=config, mesh_param=mesh)[0] as engine:
         assert len(list(engine.module.parameters())) > 1
         engine.backward(engine(torch.ones(2, 64)).square().sum())
         engine.step()
-        engine.close()
-
-    require_ranks(2, train, tmp_path)
 
 
 @pytest.mark.deep
@@ -582,14 +538,12 @@ def test_a_durable_run_goes_on_from_a_step_of_all_parts(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def go_on(rank: int) -> None:
-        engine = _tensor_engine(rank, tmp_path / "drive", **durable)
-        assert engine.global_steps in (2, 3)
-        _train(engine, rank // 2, range(engine.global_steps, 4))
-        plain = _tensor_engine(rank, tmp_path / "other")
-        _train(plain, rank // 2, range(4))
-        require_same(weights_of(engine), plain.module.state_dict())
-        plain.close()
-        engine.close()
+        with _tensor_engine(rank, tmp_path / "drive", **durable) as engine:
+            assert engine.global_steps in (2, 3)
+            _train(engine, rank // 2, range(engine.global_steps, 4))
+            with _tensor_engine(rank, tmp_path / "other") as plain:
+                _train(plain, rank // 2, range(4))
+                require_same(weights_of(engine), plain.module.state_dict())
 
     for name in ("first", "second"):
         (tmp_path / name).mkdir()

@@ -13,7 +13,7 @@ import torch._dynamo  # which optimizers import at their first use: once here, n
 from torch import nn
 
 import infinity
-from tests.ranks import require_ranks
+from tests.ranks import on_ranks
 
 _NUM = 4
 """Sequences with each number of processes; raise it for more by hand (60 were tried)."""
@@ -190,16 +190,14 @@ def _config(rng: random.Random, directory: Path) -> Callable[[int], dict[str, An
 
 @pytest.mark.deep
 @pytest.mark.parametrize("num", [2, 3])
-def test_divided_states_have_the_bits_of_stage_0(num: int, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        for seed in range(num * _NUM, (num + 1) * _NUM):
-            config = _config(random.Random(seed), tmp_path)
-            expected = _Script(seed, rank, config(0)).run()
-            for stage in {3, 1 + seed % 2}:
-                found = _Script(seed, rank, config(stage)).run()
-                assert len(found) == len(expected), (seed, stage)
-                for place, (one, other) in enumerate(zip(found, expected, strict=True)):
-                    is_same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-                    assert is_same, (seed, stage, place, one, other)
-
-    require_ranks(num, train, tmp_path)
+@on_ranks()
+def test_divided_states_have_the_bits_of_stage_0(rank: int, num: int, tmp_path: Path) -> None:
+    for seed in range(num * _NUM, (num + 1) * _NUM):
+        config = _config(random.Random(seed), tmp_path)
+        expected = _Script(seed, rank, config(0)).run()
+        for stage in {3, 1 + seed % 2}:
+            found = _Script(seed, rank, config(stage)).run()
+            assert len(found) == len(expected), (seed, stage)
+            for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+                is_same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+                assert is_same, (seed, stage, place, one, other)

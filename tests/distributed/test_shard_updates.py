@@ -25,7 +25,7 @@ from tests.distributed.common import (
     states_of,
     weights_of,
 )
-from tests.ranks import require_ranks, run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 _TIMEOUT_SECONDS = 60.0
 
@@ -72,11 +72,11 @@ _CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("num", "changes"), [(2 + (key == "bf16"), changes) for key, changes in _CHANGES.items()], ids=_CHANGES.keys()
 )
-def test_bits_are_those_of_undivided_states(num: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        found = {}
-        for stage in (0, 1, 2, 3):
-            engine = _engine(tmp_path, stage, changes)
+@on_ranks()
+def test_bits_are_those_of_undivided_states(rank: int, num: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    found = {}
+    for stage in (0, 1, 2, 3):
+        with _engine(tmp_path, stage, changes) as engine:
             norms = {}
             for number in range(4):
                 # Once it is one rank's alone: in stage 3 it has to be in memory then.
@@ -84,17 +84,14 @@ def test_bits_are_those_of_undivided_states(num: int, changes: dict[str, Any], t
                 _step(engine, rank, number, takes_expert=takes_expert)
                 norms[f"norm {number}"] = torch.tensor(engine.get_global_grad_norm())
             found[stage] = weights_of(engine) | norms | states_of(engine)
-            engine.close()
-        require_all_same(found)
-
-    require_ranks(num, train, tmp_path)
+    require_all_same(found)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("stage", [1, 3])
-def test_updates_begin_before_the_backward_ends(stage: int, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        engine = _engine(tmp_path, stage)
+@on_ranks(2)
+def test_updates_begin_before_the_backward_ends(rank: int, stage: int, tmp_path: Path) -> None:
+    with _engine(tmp_path, stage) as engine:
         for number in range(4):
             begun = _updates_of(engine)
 
@@ -108,17 +105,14 @@ def test_updates_begin_before_the_backward_ends(stage: int, tmp_path: Path) -> N
             engine.module.near_end = require_begun if number else lambda: None  # the first step shows how the loop goes
             _step(engine, rank, number)
             assert sorted(begun) == sorted({*begun}), "a unit was updated twice"
-        engine.close()
-
-    require_ranks(2, train, tmp_path)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("modes", [("in_backward", "in_backward"), ("step", "step"), ("in_backward", "step")])
-def test_weights_are_gathered_in_the_order_of_updates(modes: tuple[str, str], tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        own = {"keep_in_memory": False, "update": modes[rank]}
-        engine = infinity.initialize(model=Deep(6), config=_config(tmp_path, 1, {"infinity": own}))[0]
+@on_ranks(2)
+def test_weights_are_gathered_in_the_order_of_updates(rank: int, modes: tuple[str, str], tmp_path: Path) -> None:
+    own = {"keep_in_memory": False, "update": modes[rank]}
+    with infinity.initialize(model=Deep(6), config=_config(tmp_path, 1, {"infinity": own}))[0] as engine:
         exchange, gathered = engine._parts.exchange, list[str]()
         gather = exchange.gather
         exchange.gather = lambda unit: (gathered.append(unit.name), gather(unit))[1]
@@ -129,15 +123,12 @@ def test_weights_are_gathered_in_the_order_of_updates(modes: tuple[str, str], tm
             assert gathered == begun and len(begun) > 6
             is_in_backward = number > 0 and modes == ("in_backward", "in_backward")
             assert (begun.index("blocks.0") > begun.index("blocks.5")) is is_in_backward, begun
-        engine.close()
-
-    require_ranks(2, train, tmp_path)
 
 
 @pytest.mark.deep
-def test_what_only_some_have_waits_for_the_step(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        engine = _engine(tmp_path, 3)
+@on_ranks(2)
+def test_what_only_some_have_waits_for_the_step(rank: int, tmp_path: Path) -> None:
+    with _engine(tmp_path, 3) as engine:
         for number in range(3):
             _step(engine, rank, number)
         begun = _updates_of(engine)
@@ -147,29 +138,23 @@ def test_what_only_some_have_waits_for_the_step(tmp_path: Path) -> None:
         assert len(begun) >= 6
         engine.step()
         assert "expert" in begun
-        engine.close()
-
-    require_ranks(2, train, tmp_path)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_vertical_steps_do_so_too(num_micro_batches: int, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        found = {}
-        for stage, schedule in ((0, "ordinary"), (2, "vertical"), (3, "vertical")):
-            place = {"infinity": {"keep_in_memory": False, "schedule": schedule}}
-            engine = _engine(tmp_path, stage, {"gradient_accumulation_steps": num_micro_batches} | place)
+@on_ranks(2)
+def test_vertical_steps_do_so_too(rank: int, num_micro_batches: int, tmp_path: Path) -> None:
+    found = {}
+    for stage, schedule in ((0, "ordinary"), (2, "vertical"), (3, "vertical")):
+        place = {"infinity": {"keep_in_memory": False, "schedule": schedule}}
+        with _engine(tmp_path, stage, {"gradient_accumulation_steps": num_micro_batches} | place) as engine:
             for number in range(4):
                 batches = ((input_of(rank, 10 * number + each),) for each in range(num_micro_batches))
                 begun = _updates_of(engine)
                 engine.train_batch(batches)
                 assert sorted(begun) == sorted({*begun})
             found[stage] = weights_of(engine) | states_of(engine)
-            engine.close()
-        require_all_same(found)
-
-    require_ranks(2, train, tmp_path)
+    require_all_same(found)
 
 
 def _begun(engine: Any, rank: int) -> dict[str, torch.Tensor]:
@@ -199,22 +184,20 @@ def _set_rate(engine: Any, value: float) -> None:
     ids=["rate", "drop", "forward", "plain-step", "checkpoint", "weights"],
 )
 @pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
 def test_what_is_an_error_is_one_on_all_ranks_however_fast(
-    change: Callable[[Any, int], Any], error: type[Exception], stage: int, tmp_path: Path
+    rank: int, change: Callable[[Any, int], Any], error: type[Exception], stage: int, tmp_path: Path
 ) -> None:
-    def train(rank: int) -> None:
-        engine = _engine(tmp_path, stage)
-        _begun(engine, rank)
-        time.sleep(0.3 * rank)  # the last one has not taken part in any exchange that the others could have seen
-        with pytest.raises(error):
-            change(engine, rank)
-        engine.reset()
-        require_same_everywhere(weights_of(engine).values())
-        engine.optimizer.param_groups[0]["lr"] = 0.01
-        _step(engine, rank, 3)
-        engine.close()
-
-    require_ranks(2, train, tmp_path)
+    engine = _engine(tmp_path, stage)
+    _begun(engine, rank)
+    time.sleep(0.3 * rank)  # the last one has not taken part in any exchange that the others could have seen
+    with pytest.raises(error):
+        change(engine, rank)
+    engine.reset()
+    require_same_everywhere(weights_of(engine).values())
+    engine.optimizer.param_groups[0]["lr"] = 0.01
+    _step(engine, rank, 3)
+    engine.close()
 
 
 @pytest.mark.deep
@@ -244,69 +227,65 @@ class _CutOffError(Exception):
 
 @pytest.mark.deep
 @pytest.mark.parametrize(("num", "stage"), [(2, 2), (2, 3), (4, 2), (4, 3)])
-def test_a_backward_cut_off_and_accepted_leaves_the_same_everywhere(num: int, stage: int, tmp_path: Path) -> None:
+@on_ranks()
+def test_a_backward_cut_off_and_accepted_leaves_the_same_everywhere(
+    rank: int, num: int, stage: int, tmp_path: Path
+) -> None:
     """Though some have updated what others have not yet averaged."""
+    config = _config(tmp_path, stage)
+    engine = infinity.initialize(model=Deep(6), config=config)[0]
+    for number in range(2):
+        _step(engine, rank, number)
 
-    def train(rank: int) -> None:
-        config = _config(tmp_path, stage)
-        engine = infinity.initialize(model=Deep(6), config=config)[0]
-        for number in range(2):
-            _step(engine, rank, number)
+    def fail() -> None:
+        for _ in range(10 if rank < num / 2 else 0):
+            time.sleep(0.05)
+            engine._stepper.gradients._advance()
+        raise _CutOffError
 
-        def fail() -> None:
-            for _ in range(10 if rank < num / 2 else 0):
-                time.sleep(0.05)
-                engine._stepper.gradients._advance()
-            raise _CutOffError
-
-        engine.module.near_end = fail
-        with pytest.raises(_CutOffError):
-            engine.backward(engine(input_of(rank, 8)))
-        engine.module.near_end = lambda: None
-        engine.reset()
-        for number in range(2):
-            require_same_everywhere((weights_of(engine) | states_of(engine)).values())
-            _step(engine, rank, 10 + number)
-        engine.close()
-
-    require_ranks(num, train, tmp_path)
-
-
-@pytest.mark.deep
-def test_ranks_that_are_cut_off_at_other_places_go_on_together(tmp_path: Path) -> None:
-    """In stage 3 they have gathered other units then, and part."""
-
-    def train(rank: int) -> None:
-        engine = _engine(tmp_path, 2)
-        for number in range(2):
-            _step(engine, rank, number)
-
-        def fail(*_: Any) -> None:
-            raise _CutOffError
-
-        loss = engine(input_of(rank, 8))
-        if rank:
-            engine.module.near_end = fail
-        else:
-            loss.register_hook(fail)  # before any unit is complete
-        with pytest.raises(_CutOffError):
-            engine.backward(loss)
-        engine.module.near_end = lambda: None
-        engine.reset()
+    engine.module.near_end = fail
+    with pytest.raises(_CutOffError):
+        engine.backward(engine(input_of(rank, 8)))
+    engine.module.near_end = lambda: None
+    engine.reset()
+    for number in range(2):
         require_same_everywhere((weights_of(engine) | states_of(engine)).values())
-        _step(engine, rank, 10)
-        require_same_everywhere(weights_of(engine).values())
-        engine.close()
-
-    require_ranks(2, train, tmp_path)
+        _step(engine, rank, 10 + number)
+    engine.close()
 
 
 @pytest.mark.deep
-def test_weights_written_while_they_are_gathered(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        found = {}
-        for stage in (0, 2, 3):
-            engine = _engine(tmp_path, stage)
+@on_ranks(2)
+def test_ranks_that_are_cut_off_at_other_places_go_on_together(rank: int, tmp_path: Path) -> None:
+    """In stage 3 they have gathered other units then, and part."""
+    engine = _engine(tmp_path, 2)
+    for number in range(2):
+        _step(engine, rank, number)
+
+    def fail(*_: Any) -> None:
+        raise _CutOffError
+
+    loss = engine(input_of(rank, 8))
+    if rank:
+        engine.module.near_end = fail
+    else:
+        loss.register_hook(fail)  # before any unit is complete
+    with pytest.raises(_CutOffError):
+        engine.backward(loss)
+    engine.module.near_end = lambda: None
+    engine.reset()
+    require_same_everywhere((weights_of(engine) | states_of(engine)).values())
+    _step(engine, rank, 10)
+    require_same_everywhere(weights_of(engine).values())
+    engine.close()
+
+
+@pytest.mark.deep
+@on_ranks(2)
+def test_weights_written_while_they_are_gathered(rank: int, tmp_path: Path) -> None:
+    found = {}
+    for stage in (0, 2, 3):
+        with _engine(tmp_path, stage) as engine:
             for number in range(2):
                 _step(engine, rank, number)
             gathered = [engine.module.blocks[2][0].weight, engine.module.expert.weight]
@@ -318,10 +297,7 @@ def test_weights_written_while_they_are_gathered(tmp_path: Path) -> None:
             engine.backward(engine(input_of(rank, 5)))
             engine.step()
             found[stage] = weights_of(engine)
-            engine.close()
-        require_all_same(found)
-
-    require_ranks(2, train, tmp_path)
+    require_all_same(found)
 
 
 class _Late(nn.Module):
@@ -357,40 +333,36 @@ def _take_room(gradients: Any, *, until_the_step: bool) -> None:
 @pytest.mark.deep
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("lacks_room", ["nobody", "until the backward ends", "until the step"])
-def test_a_gradient_that_nobody_expects_is_averaged_once(clip: float, lacks_room: str, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_gradient_that_nobody_expects_is_averaged_once(
+    rank: int, clip: float, lacks_room: str, tmp_path: Path
+) -> None:
     """One rank hands a unit over without it, and another one later, with it."""
-
-    def train(rank: int) -> None:
-        found = {}
-        for stage in (0, 2, 3):
-            config = _config(tmp_path, stage, {"gradient_clipping": clip})
-            engine = infinity.initialize(model=_LateModel(), config=config)[0]
+    found = {}
+    for stage in (0, 2, 3):
+        config = _config(tmp_path, stage, {"gradient_clipping": clip})
+        with infinity.initialize(model=_LateModel(), config=config)[0] as engine:
             for number in range(2):
                 _step(engine, rank, number)
             if stage and rank and lacks_room != "nobody":
                 _take_room(engine._stepper.gradients, until_the_step=lacks_room == "until the step")
             _step(engine, rank, 5, takes_late=True)
             found[stage] = weights_of(engine)
-            engine.close()
-        require_all_same(found)
-
-    require_ranks(2, train, tmp_path)
+    require_all_same(found)
 
 
 @pytest.mark.deep
-def test_a_gradient_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        engine = _engine(tmp_path, 2)
-        for number in range(2):
-            _step(engine, rank, number)
-        beside = (engine.module.first.weight * 2).sum()  # whose backward needs no weight
-        engine.backward(engine(input_of(rank, 99)))
-        beside.backward()
-        with pytest.raises(StepError, match=r"first\.weight"):
-            engine.step()
-        engine.close(restore_weights=False)
-
-    require_ranks(2, train, tmp_path)
+@on_ranks(2)
+def test_a_gradient_that_comes_too_late_is_an_error(rank: int, tmp_path: Path) -> None:
+    engine = _engine(tmp_path, 2)
+    for number in range(2):
+        _step(engine, rank, number)
+    beside = (engine.module.first.weight * 2).sum()  # whose backward needs no weight
+    engine.backward(engine(input_of(rank, 99)))
+    beside.backward()
+    with pytest.raises(StepError, match=r"first\.weight"):
+        engine.step()
+    engine.close(restore_weights=False)
 
 
 @pytest.mark.parametrize("key", ["gradient_clipping", "durable", "deferred", "stage"])
@@ -407,13 +379,14 @@ def test_where_updates_wait_for_the_step(key: str, tmp_path: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("update", ["in_backward", "deferred", "step"])
-def test_a_step_that_is_cut_off_before_ranks_meet_leaves_no_rank_with_old_weights(update: str, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_step_that_is_cut_off_before_ranks_meet_leaves_no_rank_with_old_weights(
+    rank: int, update: str, tmp_path: Path
+) -> None:
     """What is in memory then has this rank's new weights and others' old ones."""
-
-    def train(rank: int) -> None:
-        config = _config(tmp_path, 3)
-        config["infinity"]["update"] = update
-        engine = infinity.initialize(model=Deep(6), config=config)[0]
+    config = _config(tmp_path, 3)
+    config["infinity"]["update"] = update
+    with infinity.initialize(model=Deep(6), config=config)[0] as engine:
         for number in range(2):
             _step(engine, rank, number)
         stepper = engine._stepper
@@ -429,6 +402,3 @@ def test_a_step_that_is_cut_off_before_ranks_meet_leaves_no_rank_with_old_weight
         engine.reset()
         require_same_everywhere([engine(input_of(0, 3)).detach()])
         require_same_everywhere(weights_of(engine).values())
-        engine.close()
-
-    require_ranks(2, train, tmp_path)

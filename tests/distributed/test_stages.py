@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 import infinity
 from tests.distributed.common import offload, require_same, states_of, weights_of
-from tests.ranks import require_ranks
+from tests.ranks import on_ranks
 
 _WIDTH = 96
 
@@ -77,34 +77,30 @@ _DIVIDED = {"infinity": {"host_memory_budget": "800KiB", "keep_in_memory": False
 
 @pytest.mark.deep
 @pytest.mark.parametrize(("precision", "num"), [("fp32", 2), ("fp16", 2), ("bf16", 3)])
-def test_all_stages_and_offloads_are_equal(precision: str, num: int, tmp_path: Path) -> None:
+@on_ranks()
+def test_all_stages_and_offloads_are_equal(rank: int, precision: str, num: int, tmp_path: Path) -> None:
     changes: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
-
-    def train(rank: int) -> None:
-        kinds = [(0, "none", "none", changes), (1, "nvme", "none", changes), (2, "cpu", "cpu", changes)]
-        kinds += [(3, "nvme", "nvme", changes | _DIVIDED), (2, "none", "none", changes), (3, "cpu", "nvme", changes)]
-        expected: dict[str, torch.Tensor] = {}
-        for stage, optimizer, parameters, others in kinds:
-            config = _config(tmp_path, stage, optimizer, parameters, others)
-            with infinity.initialize(model=_Model(), config=config)[0] as engine:
-                found = _train(engine, rank)
-            expected = expected or found
-            require_same(found, expected)
-
-    require_ranks(num, train, tmp_path)
+    kinds = [(0, "none", "none", changes), (1, "nvme", "none", changes), (2, "cpu", "cpu", changes)]
+    kinds += [(3, "nvme", "nvme", changes | _DIVIDED), (2, "none", "none", changes), (3, "cpu", "nvme", changes)]
+    expected: dict[str, torch.Tensor] = {}
+    for stage, optimizer, parameters, others in kinds:
+        config = _config(tmp_path, stage, optimizer, parameters, others)
+        with infinity.initialize(model=_Model(), config=config)[0] as engine:
+            found = _train(engine, rank)
+        expected = expected or found
+        require_same(found, expected)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("num", [1, 2, 4])
-def test_what_each_rank_keeps_and_moves(num: int, tmp_path: Path) -> None:
+@on_ranks()
+def test_what_each_rank_keeps_and_moves(rank: int, num: int, tmp_path: Path) -> None:
     numel = 2 * 512 * 512
-
-    def train(rank: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2)))
-        config = _config(tmp_path, 1, "nvme", "none", {"infinity": {"keep_in_memory": False}})
-        config |= {"gradient_accumulation_steps": 1, "bf16": {"enabled": True}}
-        engine = infinity.initialize(model=model, config=config)[0]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2)))
+    config = _config(tmp_path, 1, "nvme", "none", {"infinity": {"keep_in_memory": False}})
+    config |= {"gradient_accumulation_steps": 1, "bf16": {"enabled": True}}
+    with infinity.initialize(model=model, config=config)[0] as engine:
         storage = engine._parts.storage
         for _ in range(2):
             before = storage.counters()
@@ -117,19 +113,16 @@ def test_what_each_rank_keeps_and_moves(num: int, tmp_path: Path) -> None:
         # A remainder of 2 bytes and two states of 4 for each element, of which a rank keeps 1/num.
         for found in (kept, after.read_bytes - before.read_bytes, after.write_bytes - before.write_bytes):
             assert found == pytest.approx(10 * numel / num, rel=0.02)
-        engine.close()
-
-    require_ranks(num, train, tmp_path)
 
 
 @pytest.mark.deep
-def test_what_is_read_and_replaced_together(tmp_path: Path) -> None:
-    def look(rank: int) -> None:
-        expected: dict[str, torch.Tensor] = {}
-        for stage in (0, 2, 3):
-            changes = {"bf16": {"enabled": True}} | (_DIVIDED if stage == 3 else {})
-            config = _config(tmp_path, stage, "nvme", "nvme", changes)
-            engine = infinity.initialize(model=_Model(), config=config)[0]
+@on_ranks(2)
+def test_what_is_read_and_replaced_together(rank: int, tmp_path: Path) -> None:
+    expected: dict[str, torch.Tensor] = {}
+    for stage in (0, 2, 3):
+        changes = {"bf16": {"enabled": True}} | (_DIVIDED if stage == 3 else {})
+        config = _config(tmp_path, stage, "nvme", "nvme", changes)
+        with infinity.initialize(model=_Model(), config=config)[0] as engine:
             found = _train(engine, rank)
             weight = engine.module.layers[0].weight
             main = infinity.safe_get_full_fp32_param(weight)
@@ -150,19 +143,16 @@ def test_what_is_read_and_replaced_together(tmp_path: Path) -> None:
                 require_same(_train(engine, rank, 1), {k[7:]: v for k, v in found.items() if k.startswith("loaded ")})
             infinity.deepspeed.comm.barrier()
             found |= {f"file {k}": v for k, v in load_file(tmp_path / f"exported {stage}/model.safetensors").items()}
-            engine.close()
-            expected = expected or found
-            require_same(found, expected)
-
-    require_ranks(2, look, tmp_path)
+        expected = expected or found
+        require_same(found, expected)
 
 
-def test_gradients_before_a_step(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        expected: dict[str, torch.Tensor] = {}
-        for stage in (0, 2):
-            config = _config(tmp_path, stage, "cpu", "none", {"gradient_accumulation_steps": 1})
-            engine = infinity.initialize(model=_Model(), config=config)[0]
+@on_ranks(2)
+def test_gradients_before_a_step(rank: int, tmp_path: Path) -> None:
+    expected: dict[str, torch.Tensor] = {}
+    for stage in (0, 2):
+        config = _config(tmp_path, stage, "cpu", "none", {"gradient_accumulation_steps": 1})
+        with infinity.initialize(model=_Model(), config=config)[0] as engine:
             weight, found = engine.module.layers[1].weight, {}
             _backward(engine, rank, 0)
             found["mean"] = weight.grad.clone()
@@ -181,43 +171,39 @@ def test_gradients_before_a_step(tmp_path: Path) -> None:
             engine.optimizer.step()
             engine.optimizer.zero_grad()
             found |= weights_of(engine)
-            engine.close()
-            expected = expected or found
-            require_same(found, expected)
-
-    require_ranks(2, train, tmp_path)
+        expected = expected or found
+        require_same(found, expected)
 
 
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, _DIVIDED, {"fp16": {"enabled": True}}], ids=["in memory", "spilled", "fp16"])
-def test_gradients_are_read_and_set_between_backward_and_step(changes: dict[str, Any], tmp_path: Path) -> None:
+@on_ranks(2)
+def test_gradients_are_read_and_set_between_backward_and_step(
+    rank: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
     """In all stages, as DeepSpeed's: all processes call it. One parameter has a gradient on one rank alone."""
     sizes = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
-
-    def train(rank: int) -> None:
-        expected: dict[str, torch.Tensor] = {}
-        for stage in (0, 1, 2, 3):
-            parameters = "nvme" if stage == 3 else "none"
-            config = _config(tmp_path, stage, "nvme", parameters, changes | sizes)
-            engine, found = infinity.initialize(model=_Model(), config=config)[0], {}
-            weights = dict(engine.module.named_parameters())
-            for number in range(4):
-                _backward(engine, rank, number, is_rare=number == rank)
-                for name, weight in weights.items() if number != 2 else ():
-                    gradient = infinity.safe_get_full_grad(weight)
-                    found[f"{number} {name}"] = torch.zeros(0) if gradient is None else gradient
-                if number == 1:
-                    nn.utils.clip_grad_norm_(engine.module.parameters(), 0.01)
-                if number:
-                    infinity.safe_set_full_grad(weights["head.weight"], torch.full((4, _WIDTH), 0.5))
-                engine.step()
-                found[f"norm {number}"] = torch.tensor(engine.get_global_grad_norm())
-            found |= weights_of(engine) | states_of(engine)
-            engine.close()
-            expected = expected or found
-            require_same(found, expected)
-
-    require_ranks(2, train, tmp_path)
+    expected: dict[str, torch.Tensor] = {}
+    for stage in (0, 1, 2, 3):
+        parameters = "nvme" if stage == 3 else "none"
+        config = _config(tmp_path, stage, "nvme", parameters, changes | sizes)
+        engine, found = infinity.initialize(model=_Model(), config=config)[0], {}
+        weights = dict(engine.module.named_parameters())
+        for number in range(4):
+            _backward(engine, rank, number, is_rare=number == rank)
+            for name, weight in weights.items() if number != 2 else ():
+                gradient = infinity.safe_get_full_grad(weight)
+                found[f"{number} {name}"] = torch.zeros(0) if gradient is None else gradient
+            if number == 1:
+                nn.utils.clip_grad_norm_(engine.module.parameters(), 0.01)
+            if number:
+                infinity.safe_set_full_grad(weights["head.weight"], torch.full((4, _WIDTH), 0.5))
+            engine.step()
+            found[f"norm {number}"] = torch.tensor(engine.get_global_grad_norm())
+        found |= weights_of(engine) | states_of(engine)
+        engine.close()
+        expected = expected or found
+        require_same(found, expected)
 
 
 class _Deep(nn.Module):
@@ -246,26 +232,21 @@ def _train_deep(engine: Any, rank: int, schedule: str) -> list[Any]:
 
 
 @pytest.mark.deep
-def test_vertical_steps_are_equal_to_ordinary_ones(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_vertical_steps_are_equal_to_ordinary_ones(rank: int, tmp_path: Path) -> None:
     """Also where one rank cannot take them."""
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 20}}  # the first steps are skipped
-
-    def train(rank: int) -> None:
-        for stage, changes in [(0, {}), (1, {}), (3, fp16), (3, _DIVIDED)]:
-            found: list[list[Any]] = []
-            mixed = [("ordinary", "vertical")] if changes is not _DIVIDED else []  # else they gather in other orders
-            for of_ranks in (("ordinary", "ordinary"), ("vertical", "vertical"), *mixed):
-                asked = "vertical" if "vertical" in of_ranks else "ordinary"
-                also = {**changes.get("infinity", {}), "schedule": asked, "keep_in_memory": False}
-                config = _config(
-                    tmp_path, stage, "nvme", "nvme" if stage == 3 else "none", changes | {"infinity": also}
-                )
-                model = _Deep()
-                with infinity.initialize(model=model, config=config | {"gradient_accumulation_steps": 4})[0] as engine:
-                    if asked != of_ranks[rank]:  # a hook that would see what the schedule sums
-                        model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-                    found.append(_train_deep(engine, rank, of_ranks[rank]))
-            for values in zip(*found, strict=True):
-                torch.testing.assert_close(values[1:], values[:1] * (1 + len(mixed)), rtol=0, atol=0, equal_nan=True)
-
-    require_ranks(2, train, tmp_path)
+    for stage, changes in [(0, {}), (1, {}), (3, fp16), (3, _DIVIDED)]:
+        found: list[list[Any]] = []
+        mixed = [("ordinary", "vertical")] if changes is not _DIVIDED else []  # else they gather in other orders
+        for of_ranks in (("ordinary", "ordinary"), ("vertical", "vertical"), *mixed):
+            asked = "vertical" if "vertical" in of_ranks else "ordinary"
+            also = {**changes.get("infinity", {}), "schedule": asked, "keep_in_memory": False}
+            config = _config(tmp_path, stage, "nvme", "nvme" if stage == 3 else "none", changes | {"infinity": also})
+            model = _Deep()
+            with infinity.initialize(model=model, config=config | {"gradient_accumulation_steps": 4})[0] as engine:
+                if asked != of_ranks[rank]:  # a hook that would see what the schedule sums
+                    model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+                found.append(_train_deep(engine, rank, of_ranks[rank]))
+        for values in zip(*found, strict=True):
+            torch.testing.assert_close(values[1:], values[:1] * (1 + len(mixed)), rtol=0, atol=0, equal_nan=True)

@@ -22,7 +22,7 @@ from torch.nn.functional import mse_loss
 
 import infinity
 from infinity.errors import ModelError, OptimizerNotPageableError
-from tests.ranks import require_ranks
+from tests.ranks import on_ranks, require_ranks
 
 _WIDTH, _STEPS = 32, 3
 
@@ -151,13 +151,15 @@ def _require_equal(model: nn.Module, plain: nn.Module) -> None:
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (2, "none"), (3, "nvme")])
 @pytest.mark.parametrize("by_sequence", [False, True])
-def test_beside_data_parallelism(stage: int, tier: str, by_sequence: bool, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = _parallelized(mesh["tp"], by_sequence=by_sequence)
-        plain = _Plain(_parallelized(mesh["tp"], by_sequence=by_sequence), 2)
-        names = [name for name, _ in model.named_parameters()]
-        engine = infinity.initialize(model=model, config=_config(tmp_path / str(rank), stage, tier), mesh_param=mesh)[0]
+@on_ranks(4)
+def test_beside_data_parallelism(rank: int, stage: int, tier: str, by_sequence: bool, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = _parallelized(mesh["tp"], by_sequence=by_sequence)
+    plain = _Plain(_parallelized(mesh["tp"], by_sequence=by_sequence), 2)
+    names = [name for name, _ in model.named_parameters()]
+    with infinity.initialize(model=model, config=_config(tmp_path / str(rank), stage, tier), mesh_param=mesh)[
+        0
+    ] as engine:
         assert [name for name, _ in engine.module.named_parameters()] == names
         assert isinstance(model.blocks[0].up.weight, DTensor) and type(model.blocks[0].up).__name__ == "Linear"
         for number in range(_STEPS):
@@ -165,40 +167,34 @@ def test_beside_data_parallelism(stage: int, tier: str, by_sequence: bool, tmp_p
             assert torch.equal(_step(engine, number, rank // 2), losses[rank // 2])
             assert engine.get_global_grad_norm() == norm
         _require_equal(engine.module, plain.model)
-        engine.close()
-        assert type(model.blocks[0].up) is nn.Linear
-        kinds = [type(parameter.data) for parameter in plain.model.parameters()]
-        assert [type(parameter.data) for parameter in model.parameters()] == kinds
-        _require_equal(model, plain.model)
-        x, _ = _batch(9, 0)
-        assert torch.equal(model(x), plain.model(x))
-
-    require_ranks(4, train, tmp_path)
+    assert type(model.blocks[0].up) is nn.Linear
+    kinds = [type(parameter.data) for parameter in plain.model.parameters()]
+    assert [type(parameter.data) for parameter in model.parameters()] == kinds
+    _require_equal(model, plain.model)
+    x, _ = _batch(9, 0)
+    assert torch.equal(model(x), plain.model(x))
 
 
 @pytest.mark.deep
-def test_an_optimizer_and_groups_of_dtensors(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        plain = _Plain(_parallelized(mesh["tp"]), 1, is_fused=False)
-        losses = [plain.step(number)[0][0] for number in range(_STEPS)]
-        config = _config(tmp_path / str(rank), 3)
-        del config["optimizer"]
-        for how in ("optimizer", "model_parameters"):
-            model = _parallelized(mesh["tp"])
-            own: Any = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
-            wanted: dict[str, Any] = {"optimizer": own}
-            if how == "model_parameters":
-                groups = [{"params": [parameter]} for parameter in model.parameters()]
-                wanted = {"model_parameters": groups, "optimizer": lambda each: torch.optim.AdamW(each, lr=0.01)}
-            engine = infinity.initialize(model=model, config=config, mesh_param=mesh, **wanted)[0]
+@on_ranks(2)
+def test_an_optimizer_and_groups_of_dtensors(rank: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    plain = _Plain(_parallelized(mesh["tp"]), 1, is_fused=False)
+    losses = [plain.step(number)[0][0] for number in range(_STEPS)]
+    config = _config(tmp_path / str(rank), 3)
+    del config["optimizer"]
+    for how in ("optimizer", "model_parameters"):
+        model = _parallelized(mesh["tp"])
+        own: Any = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
+        wanted: dict[str, Any] = {"optimizer": own}
+        if how == "model_parameters":
+            groups = [{"params": [parameter]} for parameter in model.parameters()]
+            wanted = {"model_parameters": groups, "optimizer": lambda each: torch.optim.AdamW(each, lr=0.01)}
+        with infinity.initialize(model=model, config=config, mesh_param=mesh, **wanted)[0] as engine:
             assert [_step(engine, number, 0) for number in range(_STEPS)] == losses
-            engine.close()
-            _require_equal(model, plain.model)
-            held = {id(each) for group in own.param_groups for each in group["params"]}
-            assert held == {id(each) for each in model.parameters()}
-
-    require_ranks(2, train, tmp_path)
+        _require_equal(model, plain.model)
+        held = {id(each) for group in own.param_groups for each in group["params"]}
+        assert held == {id(each) for each in model.parameters()}
 
 
 @pytest.mark.deep
@@ -234,18 +230,17 @@ def test_what_all_processes_share_needs_no_mesh(tmp_path: Path) -> None:
             plain, model = make(), make()
             assert any(isinstance(each, DTensor) for each in plain.parameters())
             settings = _config(tmp_path / str(rank), 3, gradient_clipping=0.0)
-            engine = infinity.initialize(model=model, config=settings)[0]
-            optimizer = _Plain(plain, 1).optimizer
-            for number in range(_STEPS):
-                expected = loss_of(plain, number)
-                expected.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                loss = loss_of(engine, number)
-                engine.backward(loss)
-                engine.step()
-                assert torch.equal(loss, expected)
-            engine.close()
+            with infinity.initialize(model=model, config=settings)[0] as engine:
+                optimizer = _Plain(plain, 1).optimizer
+                for number in range(_STEPS):
+                    expected = loss_of(plain, number)
+                    expected.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    loss = loss_of(engine, number)
+                    engine.backward(loss)
+                    engine.step()
+                    assert torch.equal(loss, expected)
             _require_equal(model, plain)
 
     require_ranks(2, train, tmp_path)
@@ -253,53 +248,45 @@ def test_what_all_processes_share_needs_no_mesh(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", ["Lamb", "Muon"])
-def test_a_rule_for_whole_parameters_is_refused(name: str, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_rule_for_whole_parameters_is_refused(rank: int, name: str, tmp_path: Path) -> None:
     """It would see the norm of a part, where torch's would see that of the whole."""
-
-    def train(rank: int) -> None:
-        model = _parallelized(init_device_mesh("cpu", (2,)))
-        config = _config(tmp_path / str(rank), 0, "none", optimizer={"type": name, "params": {"lr": 0.01}})
-        with pytest.raises(OptimizerNotPageableError, match="each rank has a part of them"):
-            infinity.initialize(model=model, config=config)
-        assert isinstance(model.blocks[0].up.weight, DTensor)
-
-    require_ranks(2, train, tmp_path)
+    model = _parallelized(init_device_mesh("cpu", (2,)))
+    config = _config(tmp_path / str(rank), 0, "none", optimizer={"type": name, "params": {"lr": 0.01}})
+    with pytest.raises(OptimizerNotPageableError, match="each rank has a part of them"):
+        infinity.initialize(model=model, config=config)
+    assert isinstance(model.blocks[0].up.weight, DTensor)
 
 
 @pytest.mark.deep
-def test_weights_in_another_dtype_are_given_back_to_all_that_hold_them(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        model = _parallelized(mesh["tp"])
-        model.also = model.head  # the same weight in two places
-        own = torch.optim.AdamW(model.parameters(), lr=0.01)
-        config = _config(tmp_path / str(rank), 3, bf16={"enabled": True})
-        del config["optimizer"]
-        engine = infinity.initialize(model=model, optimizer=own, config=config, mesh_param=mesh)[0]
+@on_ranks(2)
+def test_weights_in_another_dtype_are_given_back_to_all_that_hold_them(rank: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = _parallelized(mesh["tp"])
+    model.also = model.head  # the same weight in two places
+    own = torch.optim.AdamW(model.parameters(), lr=0.01)
+    config = _config(tmp_path / str(rank), 3, bf16={"enabled": True})
+    del config["optimizer"]
+    with infinity.initialize(model=model, optimizer=own, config=config, mesh_param=mesh)[0] as engine:
         x, y = _batch(0, 0)
         engine.backward(mse_loss(engine(x).float(), y))
         engine.step()
         expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
-        engine.close()
-        assert model.also.weight is model.head.weight and isinstance(model.head.weight, DTensor)
-        held = {id(each) for group in own.param_groups for each in group["params"]}
-        assert held == {id(each) for each in model.parameters()}
-        for name, value in model.state_dict().items():
-            assert torch.equal(_local(value), expected[name].to(value.dtype)), name
-
-    require_ranks(2, train, tmp_path)
+    assert model.also.weight is model.head.weight and isinstance(model.head.weight, DTensor)
+    held = {id(each) for group in own.param_groups for each in group["params"]}
+    assert held == {id(each) for each in model.parameters()}
+    for name, value in model.state_dict().items():
+        assert torch.equal(_local(value), expected[name].to(value.dtype)), name
 
 
 @pytest.mark.deep
-def test_a_mesh_that_says_something_else_is_refused(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = _parallelized(mesh["tp"])
-        before = list(model.parameters())
-        for wrong in ({}, {"mesh_param": init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))}):
-            with pytest.raises(ModelError, match=r"embed.weight' is a DTensor of the ranks .*pass mesh\["):
-                infinity.initialize(model=model, config=_config(tmp_path, 3), **wrong)
-        assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
-        assert isinstance(model.head.weight, DTensor) and type(model.head) is nn.Linear
-
-    require_ranks(4, train, tmp_path)
+@on_ranks(4)
+def test_a_mesh_that_says_something_else_is_refused(rank: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = _parallelized(mesh["tp"])
+    before = list(model.parameters())
+    for wrong in ({}, {"mesh_param": init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))}):
+        with pytest.raises(ModelError, match=r"embed.weight' is a DTensor of the ranks .*pass mesh\["):
+            infinity.initialize(model=model, config=_config(tmp_path, 3), **wrong)
+    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+    assert isinstance(model.head.weight, DTensor) and type(model.head) is nn.Linear

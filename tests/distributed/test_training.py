@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # which optimizers and DDP import at their first use: once here, not in each process
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import infinity
 from infinity.deepspeed import comm
 from tests.distributed.common import require_same, states_of, weights_of
-from tests.ranks import require_ranks
+from tests.ranks import on_ranks, require_ranks
 
 _LITTLE = "410KiB"
 """Hardly more than is accepted: gradients are spilled as well."""
@@ -69,9 +68,9 @@ def _ddp(**kwargs: Any) -> tuple[Any, torch.optim.Optimizer]:
 
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("place", _PLACES)
-def test_equal_to_ddp(place: str, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        engine = _engine(rank, _config(tmp_path, _PLACES[place]))
+@on_ranks(2)
+def test_equal_to_ddp(rank: int, place: str, tmp_path: Path) -> None:
+    with _engine(rank, _config(tmp_path, _PLACES[place])) as engine:
         reference, optimizer = _ddp(find_unused_parameters=True)
         for step in range(3):
             for part in range(2):
@@ -89,16 +88,13 @@ def test_equal_to_ddp(place: str, tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
         require_same(weights_of(engine), reference.module.state_dict())
-        engine.close()
-
-    require_ranks(2, train, tmp_path)
 
 
 @pytest.mark.deep
-def test_the_plain_loop_is_equal_to_ddp(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        config = _config(tmp_path, {"gradient_accumulation_steps": 1})
-        engine = _engine(rank, config)
+@on_ranks(2)
+def test_the_plain_loop_is_equal_to_ddp(rank: int, tmp_path: Path) -> None:
+    config = _config(tmp_path, {"gradient_accumulation_steps": 1})
+    with _engine(rank, config) as engine:
         reference, expected = _ddp(find_unused_parameters=True)
         for step in range(3):
             for part in range(3):  # the first one is this rank's own until the next
@@ -119,9 +115,6 @@ def test_the_plain_loop_is_equal_to_ddp(tmp_path: Path) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         require_same(weights_of(engine), reference.module.state_dict())
-        engine.close()
-
-    require_ranks(2, train, tmp_path)
 
 
 @pytest.mark.deep
@@ -139,32 +132,31 @@ def test_four_ranks_are_equal_to_four_micro_batches_of_one(precision: str, tmp_p
     alone.close()
 
     def train(rank: int) -> None:
-        engine = _engine(rank, config | {"gradient_accumulation_steps": 1})
-        for step in range(3):
-            x, y = _batch(rank, step)
-            engine.backward(mse_loss(engine(x.to(engine.config.compute_dtype)).float(), y))
-            engine.step()
-        assert engine.get_global_grad_norm() == norm
-        found = states_of(engine)
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(found[name], value), name
-        for name, value in engine.module.state_dict().items():
-            assert torch.equal(value, weights[name]), name
-        engine.close()
+        with _engine(rank, config | {"gradient_accumulation_steps": 1}) as engine:
+            for step in range(3):
+                x, y = _batch(rank, step)
+                engine.backward(mse_loss(engine(x.to(engine.config.compute_dtype)).float(), y))
+                engine.step()
+            assert engine.get_global_grad_norm() == norm
+            found = states_of(engine)
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), name
+            for name, value in engine.module.state_dict().items():
+                assert torch.equal(value, weights[name]), name
 
     require_ranks(4, train, tmp_path)
 
 
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("stage", [0, 2])
-def test_all_skip_a_step_that_overflows_on_one(stage: int, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
-        engine = _engine(
-            rank,
-            _config(tmp_path, {"gradient_accumulation_steps": 1, "fp16": fp16, "zero_optimization": {"stage": stage}}),
-        )
+@on_ranks(2)
+def test_all_skip_a_step_that_overflows_on_one(rank: int, stage: int, tmp_path: Path) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    with _engine(
+        rank,
+        _config(tmp_path, {"gradient_accumulation_steps": 1, "fp16": fp16, "zero_optimization": {"stage": stage}}),
+    ) as engine:
         before = engine.module.state_dict()
         x, y = _batch(rank, 0)
         engine.backward(mse_loss(engine(x.half()).float(), y) * (1e30 if rank == 1 else 1))
@@ -180,35 +172,18 @@ def test_all_skip_a_step_that_overflows_on_one(stage: int, tmp_path: Path) -> No
             assert engine.module.head.weight.grad is not None
         engine.step()
         assert engine.was_step_applied()
-        engine.close()
-
-    require_ranks(2, train, tmp_path)
 
 
-def test_sizes_samples_and_names(tmp_path: Path) -> None:
-    def look(rank: int) -> None:
-        data = [(x, y) for number in range(3) for x, y in zip(*_batch(0, number), strict=True)]
-        engine, _, loader, _ = infinity.deepspeed.initialize(
-            model=_Model(0), config=_config(tmp_path), training_data=data
-        )
-        assert (engine.global_rank, engine.local_rank, engine.world_size) == (rank, rank, 2)
-        assert (engine.train_batch_size(), comm.get_rank(), comm.get_world_size()) == (16, rank, 2)
-        own = torch.cat([x for x, _ in loader])
-        seen = [torch.empty_like(own) for _ in range(2)]
-        comm.all_gather(seen, own)
-        assert {tuple(x.tolist()) for x in torch.cat(seen)} == {tuple(x.tolist()) for x, _ in data}
-        engine.set_train_batch_size(8)
-        assert engine.gradient_accumulation_steps() == 1
-        with infinity.GatheredParameters(engine.module.head.weight, modifier_rank=1):
-            if rank == 1:
-                engine.module.head.weight.data.fill_(3.0)
-        assert torch.equal(engine.module.state_dict()["head.weight"], torch.full((4, 64), 3.0))
-        engine.save_16bit_model(tmp_path / "exported")
-        comm.barrier()
-        exported: dict[str, torch.Tensor] = {}
-        for file in (tmp_path / "exported").glob("*.safetensors"):
-            exported |= load_file(file)
-        assert torch.equal(exported["head.bias"], engine.module.state_dict()["head.bias"])
-        engine.close()
-
-    require_ranks(2, look, tmp_path)
+@on_ranks(2)
+def test_sizes_samples_and_names(rank: int, tmp_path: Path) -> None:
+    data = [(x, y) for number in range(3) for x, y in zip(*_batch(0, number), strict=True)]
+    engine, _, loader, _ = infinity.deepspeed.initialize(model=_Model(0), config=_config(tmp_path), training_data=data)
+    assert (engine.global_rank, engine.local_rank, engine.world_size) == (rank, rank, 2)
+    assert (engine.train_batch_size(), comm.get_rank(), comm.get_world_size()) == (16, rank, 2)
+    own = torch.cat([x for x, _ in loader])
+    seen = [torch.empty_like(own) for _ in range(2)]
+    comm.all_gather(seen, own)
+    assert {tuple(x.tolist()) for x in torch.cat(seen)} == {tuple(x.tolist()) for x, _ in data}
+    engine.set_train_batch_size(8)
+    assert engine.gradient_accumulation_steps() == 1
+    engine.close()

@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.distributed.collectives import Ranks
-from tests.ranks import require_ranks
+from tests.ranks import on_ranks
 
 _WIDTH, _LAYERS = 512, 12
 _NUMEL = _LAYERS * _WIDTH * _WIDTH
@@ -53,22 +53,22 @@ class _Recorded:
 
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("num", [2, 4])
-def test_a_step_sends_what_the_paper_says(num: int, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        for stage, budget in ((0, None), (1, None), (2, None), (3, None), (3, "8MB")):
-            torch.manual_seed(0)
-            model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LAYERS)))
-            drive = {"device": "nvme", "nvme_path": str(tmp_path)}
-            offload = {} if budget is None else {"offload_param": drive, "offload_optimizer": drive}
-            section = {} if budget is None else {"keep_in_memory": False, "host_memory_budget": budget}
-            config = {
-                "train_micro_batch_size_per_gpu": 2,
-                "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-                "zero_optimization": {"stage": stage, **offload},
-                "bf16": {"enabled": True},
-                "infinity": {"progress_bars": False, **section},
-            }
-            engine = infinity.initialize(model=model, config=config)[0]
+@on_ranks()
+def test_a_step_sends_what_the_paper_says(rank: int, num: int, tmp_path: Path) -> None:
+    for stage, budget in ((0, None), (1, None), (2, None), (3, None), (3, "8MB")):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LAYERS)))
+        drive = {"device": "nvme", "nvme_path": str(tmp_path)}
+        offload = {} if budget is None else {"offload_param": drive, "offload_optimizer": drive}
+        section = {} if budget is None else {"keep_in_memory": False, "host_memory_budget": budget}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+            "zero_optimization": {"stage": stage, **offload},
+            "bf16": {"enabled": True},
+            "infinity": {"progress_bars": False, **section},
+        }
+        with infinity.initialize(model=model, config=config)[0] as engine:
             units = engine._parts.parameter_map.units
             for number in range(3):
                 with _Recorded() as recorded:
@@ -95,6 +95,3 @@ def test_a_step_sends_what_the_paper_says(num: int, tmp_path: Path) -> None:
             of_ranks: list[Any] = [None] * num
             torch.distributed.all_gather_object(of_ranks, dict(recorded.order))
             assert all(each == of_ranks[0] for each in of_ranks), stage
-            engine.close()
-
-    require_ranks(num, train, tmp_path)

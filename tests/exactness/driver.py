@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from tests.exactness.case import Case, Draw, PlannedFailure
 from tests.exactness.grid import Row
@@ -14,6 +15,7 @@ from tests.exactness.optimizers import MAX_NORM, decay_learning_rates, torch_opt
 from tests.exactness.record import Record, Snapshot
 from tests.exactness.reference import PlainTorch
 
+_Reference = TypeVar("_Reference", bound=PlainTorch)
 NUM_STEPS = 4
 # An evaluation here comes between two training steps, off the recorded path, and one follows the last.
 _EVALUATE_AFTER = (2, NUM_STEPS)
@@ -82,19 +84,24 @@ def train(
     return record
 
 
-def reference_trainer(case: Case, row: Row, device: torch.device | str = "cpu") -> PlainTorch:
-    """Plain torch with the numerics of ``row``."""
-    return PlainTorch(
-        case.make(row.checkpointing),
+def reference_of(kind: Callable[..., _Reference], model: nn.Module, row: Row, **more: Any) -> _Reference:
+    """``kind`` of plain torch with the numerics of ``row``, and ``more`` that only it takes."""
+    return kind(
+        model,
         lambda named: torch_optimizer(row.optimizer, named),
         compute_dtype=row.compute_dtype,
         num_micro_batches=row.accumulation if row.loop == "engine" else 1,
         max_norm=MAX_NORM if row.clipping else 0.0,
-        device=device,
         rounds_half_up=row.rounds_half_up,
         rounds_gradients=row.rounds_gradients,
         state_dtype=row.state_dtype,
+        **more,
     )
+
+
+def reference_trainer(case: Case, row: Row, device: torch.device | str = "cpu") -> PlainTorch:
+    """Plain torch with the numerics of ``row``."""
+    return reference_of(PlainTorch, case.make(row.checkpointing), row, device=device)
 
 
 @lru_cache(maxsize=64)

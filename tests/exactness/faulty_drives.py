@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 from unittest import mock
 
 import swapper.swapper
@@ -32,6 +33,18 @@ def faulty_drives() -> Iterator[list[FaultInjectingBackend]]:
 
     with wrapped_drives(wrap):
         yield backends
+
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+def cause_of(error: BaseException, kind: type[_Error]) -> _Error:
+    """The first error of this kind among an error and its causes."""
+    link: BaseException | None = error
+    while not isinstance(link, kind):
+        assert link is not None, f"no {kind.__name__} behind {error!r}"
+        link = link.__cause__ or link.__context__
+    return link
 
 
 class JitteringBackend(BackendWrapper):

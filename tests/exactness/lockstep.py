@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import BudgetTooSmallError
 from tests.exactness.case import Case, Draw, loss_of
 from tests.exactness.loss_scale import DeepSpeedScaler
 from tests.exactness.optimizers import CONFIG_SECTION, torch_optimizer
-from tests.exactness.paged import paged_snapshot
+from tests.exactness.paged import least_budget, paged_snapshot
 from tests.exactness.record import Record, require_equal
 from tests.exactness.reference import PlainTorch
 from tests.exactness.shapes import SHAPES
@@ -32,6 +31,7 @@ IN_MEMORY: dict[str, Any] = {
 
 def everything_on_nvme(directory: Path, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A config with everything on NVMe and pages that cut parameters, merged with ``changes`` (None removes a key)."""
+    directory.mkdir(parents=True, exist_ok=True)
     nvme = {"device": "nvme", "nvme_path": str(directory)}
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -44,14 +44,22 @@ def everything_on_nvme(directory: Path, changes: Mapping[str, Any] | None = None
     return merged(config, changes or {})
 
 
+def engine_on_nvme(directory: Path, model: Any, changes: Mapping[str, Any] | None = None, **arguments: Any) -> Any:
+    """An engine with the config of :func:`everything_on_nvme`, in which an ``optimizer`` takes the place of the config's.
+
+    Args:
+        arguments: more of ``infinity.initialize``.
+    """
+    own = {"optimizer": None} if "optimizer" in arguments else {}
+    return infinity.initialize(
+        model=model, config=everything_on_nvme(directory, own | dict(changes or {})), **arguments
+    )[0]
+
+
 def with_smallest_budget(directory: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """``changes`` with the least memory that trains `PLAIN`: weights come and go."""
-    too_small = merged(changes, {"infinity": {"host_memory_budget": 1000}})
-    try:
-        infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(directory, too_small))
-    except BudgetTooSmallError as refused:
-        return merged(changes, {"infinity": {"host_memory_budget": refused.minimum_bytes}})
-    raise AssertionError("1000 bytes are no budget")
+    least = least_budget(PLAIN.make("none"), everything_on_nvme(directory, changes))
+    return merged(changes, {"infinity": {"host_memory_budget": least}})
 
 
 def merged(config: Mapping[str, Any], *changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,6 +78,16 @@ def make_batch(
     step: int, micro_batch: int = 0, *, case: Case = PLAIN, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
     return case.batch(Draw(step, micro_batch, dtype, torch.device("cpu")))
+
+
+def take_steps(engine: Any, *steps: int, case: Case = PLAIN) -> None:
+    """Whole steps of a model of ``case`` with the engine's calls, all of their micro-batches."""
+    for step in steps:
+        for micro_batch in range(engine.gradient_accumulation_steps()):
+            engine.backward(
+                loss_of(engine(**make_batch(step, micro_batch, case=case, dtype=engine.config.compute_dtype)))
+            )
+            engine.step()
 
 
 def _scaler(block: Mapping[str, Any]) -> torch.amp.GradScaler:
@@ -111,6 +129,7 @@ class Lockstep:
         case: Case = PLAIN,
         changes: Mapping[str, Any] | None = None,
         reference_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer] | None = None,
+        optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer] | None = None,
         arguments: Callable[[nn.Module], dict[str, Any]] = lambda model: {},
         loop: str = "engine",
         initialize: Callable[..., Any] = infinity.initialize,
@@ -119,11 +138,13 @@ class Lockstep:
         Args:
             changes: to :func:`everything_on_nvme`.
             reference_optimizer: over the main weights by FQN; by default what the default config's AdamW means.
+            optimizer: passed to ``infinity.initialize`` in place of the config's, and the reference's: from trainable
+                parameters by FQN.
             arguments: more arguments of ``infinity.initialize``, from the model.
             loop: ``plain`` when the test divides no losses and calls no ``engine.backward``.
             initialize: ``infinity.deepspeed.initialize`` when the test uses DeepSpeed's names.
         """
-        config = everything_on_nvme(directory, changes)
+        config = everything_on_nvme(directory, ({"optimizer": None} if optimizer else {}) | dict(changes or {}))
         is_half = config.get("fp16", {}).get("enabled")
         is_narrow = config.get("bf16", {}).get("enabled")
         dtype = torch.float16 if is_half else torch.bfloat16 if is_narrow else torch.float32
@@ -131,7 +152,7 @@ class Lockstep:
         own = config["infinity"]
         reference = PlainTorch(
             case.make("none"),
-            reference_optimizer or (lambda named: torch_optimizer("config", named)),
+            reference_optimizer or optimizer or (lambda named: torch_optimizer("config", named)),
             compute_dtype=dtype,
             num_micro_batches=config["gradient_accumulation_steps"] if loop == "engine" else 1,
             max_norm=config["gradient_clipping"],
@@ -142,8 +163,11 @@ class Lockstep:
             if is_half or config.get("torch_autocast", {}).get("dtype") == "fp16"
             else None,
         )
-        engine, optimizer, loader, scheduler = initialize(model=model, config=config, **arguments(model))
-        return cls(reference, model, engine, optimizer, loader, scheduler, case, dtype)
+        more = arguments(model)
+        if optimizer is not None:
+            named = {fqn: parameter for fqn, parameter in model.named_parameters() if parameter.requires_grad}
+            more["optimizer"] = optimizer(named)
+        return cls(reference, model, *initialize(model=model, config=config, **more), case, dtype)
 
     def __enter__(self) -> Lockstep:
         return self
@@ -172,6 +196,12 @@ class Lockstep:
             self.engine.step()
             self.note(f"loss {step}.{micro_batch}", expected, loss)
         self._end_step(step)
+
+    def engine_steps(self, steps: Iterable[int]) -> None:
+        """Whole steps with the engine's calls, and everything has to be equal behind them."""
+        for step in steps:
+            self.engine_step(step)
+        self.require_equal()
 
     def batch_step(self, step: int) -> None:
         """One whole step with ``engine.train_batch``."""

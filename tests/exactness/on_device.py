@@ -13,9 +13,8 @@ from torch import nn
 
 from infinity.errors import BudgetTooSmallError
 from tests.exactness.case import Case
-from tests.exactness.driver import train
+from tests.exactness.driver import reference_of, train
 from tests.exactness.grid import Row
-from tests.exactness.optimizers import MAX_NORM, torch_optimizer
 from tests.exactness.paged import paged_trainer
 from tests.exactness.record import Record, require_equal
 from tests.exactness.reference import PlainTorch
@@ -108,19 +107,9 @@ def require_exact_training_on(device: str, case: Case, row: Row, directory: Path
     settings: dict[str, Any] = {"dtype": row.compute_dtype, "accumulation": row.accumulation, "device": device}
     trainer = paged_trainer(case, row, directory)
     keeps_them = trainer.engine.plan.placement.gradients_on_device
-    reference = OnTheDevice(
-        case.make(row.checkpointing),
-        lambda named: torch_optimizer(row.optimizer, named),
-        device=device,
-        updates_on=device if row.offload_optimizer == "none" else "cpu",
-        gradients_on=device if keeps_them else "cpu",
-        compute_dtype=row.compute_dtype,
-        num_micro_batches=row.accumulation if row.loop == "engine" else 1,
-        max_norm=MAX_NORM if row.clipping else 0.0,
-        rounds_half_up=row.rounds_half_up,
-        rounds_gradients=row.rounds_gradients,
-        state_dtype=row.state_dtype,
-    )
+    updates_on = device if row.offload_optimizer == "none" else "cpu"
+    places = {"device": device, "updates_on": updates_on, "gradients_on": device if keeps_them else "cpu"}
+    reference = reference_of(OnTheDevice, case.make(row.checkpointing), row, **places)
     assert trainer.engine.device.type == device
     try:
         expected = train(reference, case.batch, **settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class PagedTrainer:
             # The failure must leave model, groups and optimizer as they were: the same ones are used again.
             refused = config_of(row, directory, budget_bytes=1)
             self.configure(refused)
-            budget_bytes = smallest_budget(arguments, refused)
+            budget_bytes = least_budget(**arguments, config=refused)
         if row.budget == "half":
             # Of what is left beyond the least, up to half may go into fetching ahead.
             budget_bytes += _STATE_BYTES * sum(param.numel() for param in self.model.parameters())
@@ -139,10 +140,11 @@ def paged_trainer(case: Case, row: Row, directory: Path) -> EngineLoop | PlainLo
     return EngineLoop(case, row, directory) if row.loop == "engine" else PlainLoop(case, row, directory)
 
 
-def smallest_budget(arguments: dict[str, Any], config: dict[str, Any]) -> int:
-    """The minimum that the engine names when a budget is refused."""
+def least_budget(model: nn.Module, config: Mapping[str, Any], **arguments: Any) -> int:
+    """The smallest host memory budget that ``infinity.initialize`` accepts with these arguments."""
+    own = {**config.get("infinity", {}), "host_memory_budget": 1}
     try:
-        engine, *_ = infinity.initialize(**arguments, config=config)
+        engine, *_ = infinity.initialize(model=model, config={**config, "infinity": own}, **arguments)
     except BudgetTooSmallError as error:
         return error.minimum_bytes
     needs_none = engine.plan.placement.gradients_on_device  # and weights and states are there, too

@@ -23,12 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def start(tmp_path: Path, mode: str, make: Callable[[Any], torch.optim.Optimizer]) -> Lockstep:
-    return Lockstep.start(
-        tmp_path,
-        changes={"optimizer": None, **MODES[mode]},
-        reference_optimizer=make,
-        arguments=lambda model: {"optimizer": make(dict(model.named_parameters()))},
-    )
+    return Lockstep.start(tmp_path, changes=MODES[mode], optimizer=make)
 
 
 def take_step(both: Lockstep, mode: str, number: int) -> None:

@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
-import infinity
 from tests.exactness.case import Draw
-from tests.exactness.lockstep import everything_on_nvme
+from tests.exactness.lockstep import engine_on_nvme
 
 NUM_STEPS = 2
 _NUM_MICRO_BATCHES = 3
@@ -154,8 +153,7 @@ def schedules(
     model: nn.Module, batch: Callable[[Draw], Any], directory: Path, num_steps: int = NUM_STEPS
 ) -> Iterator[tuple[Any, str]]:
     """Train; gives the engine and, after each step, why it went in the ordinary order (empty: it went vertically)."""
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(directory, _VERTICAL))
-    with engine:
+    with engine_on_nvme(directory, model, _VERTICAL) as engine:
         for step in range(num_steps):
             torch.manual_seed(100 + step)
             np.random.seed(100 + step)  # what is masked, and left out

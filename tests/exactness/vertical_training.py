@@ -15,8 +15,9 @@ import torch
 
 from tests.exactness.case import Case, Draw, PlannedFailure
 from tests.exactness.covering import covering_rows, pairs
+from tests.exactness.driver import reference_of
 from tests.exactness.grid import MOVEMENT_AXES, WORKERS, Row
-from tests.exactness.optimizers import MAX_NORM, decay_learning_rates, torch_optimizer
+from tests.exactness.optimizers import decay_learning_rates
 from tests.exactness.paged import PagedTrainer
 from tests.exactness.record import Record, require_equal
 from tests.exactness.vertical import VerticalTorch
@@ -98,17 +99,7 @@ def require_exact_vertical_training(case: Case, row: Row, directory: Path) -> No
     # Under the reentrant kind, gradients reach parameters past the reference's copies of them.
     is_plain = reason == "" or case.name in _INDIFFERENT_TO_REENTRANT
     model = case.make("none" if is_plain else row.checkpointing)
-    reference = VerticalTorch(
-        model,
-        lambda named: torch_optimizer(row.optimizer, named),
-        find_blocks(model),
-        compute_dtype=row.compute_dtype,
-        num_micro_batches=row.accumulation,
-        max_norm=MAX_NORM if row.clipping else 0.0,
-        rounds_half_up=row.rounds_half_up,
-        rounds_gradients=row.rounds_gradients,
-        state_dtype=row.state_dtype,
-    )
+    reference = reference_of(VerticalTorch, model, row, blocks=find_blocks(model))
     expected, actual = Record(), Record()
     torch.manual_seed(4)
     try:

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-import infinity
-from infinity.errors import BudgetTooSmallError
 from tests.exactness.case import Case
 from tests.exactness.lockstep import Lockstep, everything_on_nvme
+from tests.exactness.paged import least_budget
 from tests.exactness.reference import PlainTorch
 
 _BF16 = {"bf16": {"enabled": True}}
@@ -90,17 +89,6 @@ class FollowingTorch:
                 main.copy_(torch.where(now == before[fqn], main, now.float()))
 
 
-def smallest(case: Case, config: dict[str, Any]) -> int:
-    """The least budget that is accepted."""
-    own = {**config["infinity"], "host_memory_budget": 1}
-    try:
-        engine, *_ = infinity.initialize(model=case.make("none"), config={**config, "infinity": own})
-    except BudgetTooSmallError as error:
-        return error.minimum_bytes
-    engine.close()
-    raise AssertionError("a budget of one byte was accepted")
-
-
 def train(
     case: Case,
     mode: str,
@@ -120,7 +108,7 @@ def train(
     own = {"staging_buffer_bytes": "auto", **changes.get("infinity", {})}
     config = everything_on_nvme(directory, {**changes, "infinity": own})
     if "resident" not in mode:
-        own = {**own, "host_memory_budget": smallest(case, config)}
+        own = {**own, "host_memory_budget": least_budget(case.make("none"), config)}
     with Lockstep.start(directory, case=case, changes={**changes, "infinity": own}) as both:
         following = FollowingTorch(both.reference)
         for step in range(num_steps + 1):

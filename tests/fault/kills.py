@@ -99,11 +99,8 @@ class _Ranks:
 
 
 def _are_equal(left: Path, right: Path) -> bool:
-    found, expected = torch.load(left), torch.load(right)
-    pairs = [(found["weights"][name], value) for name, value in expected["weights"].items()]
-    for index, state in expected["states"].items():
-        pairs += [(found["states"][index][name], value) for name, value in state.items()]
-    return all(torch.equal(torch.as_tensor(one), torch.as_tensor(other)) for one, other in pairs)
+    found, expected = (torch.load(path)["values"] for path in (left, right))
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def main(tally: Path, num_wanted: int, say: Callable[[str], None] = print) -> int:

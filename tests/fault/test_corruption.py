@@ -27,8 +27,8 @@ from swapper import (
 )
 from swapper.backend import Direction
 from swapper.backends import IntegrityBackend, MemoryBackend, ThreadsBackend
-from tests.exactness.faulty_drives import faulty_drives
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch, with_smallest_budget
+from tests.exactness.faulty_drives import cause_of, faulty_drives
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, take_steps, with_smallest_budget
 from tests.faults import FaultInjectingBackend, FaultRule
 from tests.internals import ScratchFile
 from tests.ticking import LONG_SECONDS, ticking
@@ -150,20 +150,8 @@ def _changes(directory: Path, **changes: Any) -> dict[str, Any]:
 
 
 def _train(engine: Any, first: int, last: int) -> None:
-    dtype = engine.config.compute_dtype
-    for step in range(first, last):
-        engine.backward(engine(**make_batch(step, dtype=dtype)))
-        engine.step()
+    take_steps(engine, *range(first, last))
     engine.flush()
-
-
-def _mismatch_in(error: BaseException) -> ChecksumMismatchError:
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, ChecksumMismatchError):
-            return link
-        link = link.__cause__ or link.__context__
-    raise AssertionError(f"no checksum behind {error!r}")
 
 
 class _Engine:
@@ -219,7 +207,7 @@ def test_a_flipped_bit_stops_training_and_names_the_parameter(
         _flip(file, offset + 101)
         with pytest.raises((InfinityError, SwapperError)) as raised:
             _train(engine, 2, 5)
-        error = _mismatch_in(raised.value)
+        error = cause_of(raised.value, ChecksumMismatchError)
         assert error.file == file.name
         assert error.offset <= offset + 101 < error.offset + error.num_bytes
         assert (f"exp_avg of {fqn}" if what == "exp_avg" else fqn) in error.contents or "more" in error.contents
@@ -243,11 +231,9 @@ def test_no_step_is_computed_from_flipped_bits(direction: Direction, clipping: f
                 for nth in flipped:
                     backend.add(FaultRule(direction=direction, nth=nth, flipped_bit=8 * 1000 + 4))
             try:
-                for step in range(1, 4):
-                    both.engine_step(step)
-                both.require_equal()
+                both.engine_steps(range(1, 4))
             except (InfinityError, SwapperError) as error:
-                _mismatch_in(error)
+                cause_of(error, ChecksumMismatchError)
                 is_found = True
         # A single flip may lie in bytes that are written anew before anyone asks for them; not all of them can.
         assert is_found or flipped != every
@@ -261,6 +247,4 @@ def test_no_step_is_computed_from_flipped_bits(direction: Direction, clipping: f
 )
 def test_training_with_checksums_is_bit_identical(changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_changes(tmp_path, **changes)) as both:
-        for step in range(4):
-            both.engine_step(step)
-        both.require_equal()
+        both.engine_steps(range(4))

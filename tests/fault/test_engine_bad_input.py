@@ -24,7 +24,7 @@ from infinity.errors import (
     OptimizerNotPageableError,
     StorageError,
 )
-from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, engine_on_nvme, everything_on_nvme, make_batch
 
 
 @pytest.fixture
@@ -77,20 +77,6 @@ def refused(
 # ---------------------------------------------------------------------------------------------- config
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"zero_optimization": {"offload_parm": {}}}, ("zero_optimization.offload_parm", "offload_param")),
-        ({"infinity": {"update": "in_backward"}, "gradient_clipping": 1.0}, ("in_backward", "gradient_clipping")),
-        ({"optimizer": {"type": "AdamWW", "params": {"lr": 1e-3}}}, ("AdamWW",)),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betaz": [0.9, 0.99]}}}, ("betaz",)),
-    ],
-)
-def test_what_a_config_says_wrong_is_named(changes: dict[str, Any], words: tuple[str, ...], drive: Path) -> None:
-    """Each kind once; all of them are in tests/unit/config."""
-    refused(InfinityError, *words, drive=drive, changes=changes)
-
-
 def test_a_data_set_without_a_batch_size(drive: Path) -> None:
     changes = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     arguments = {"training_data": [1, 2, 3]}
@@ -130,7 +116,7 @@ def test_budget_below_the_minimum(tiers: str, dtype: str, drive: Path) -> None:
         if not is_enough:
             refused(BudgetTooSmallError, str(error.minimum_bytes), drive=drive, changes=changes)
             continue
-        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(drive, changes))
+        engine = engine_on_nvme(drive, PLAIN.make("none"), changes)
         engine.close()
 
 
@@ -162,7 +148,7 @@ def _put(module: Any, name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (_on_meta, ("embedding.weight", "meta")),
+        (_on_meta, ("embedding.weight", "meta", "infinity.load_pretrained(", "infinity.Init")),
         (
             _with(lambda m: _put(m.blocks[1].up, "weight", nn.Parameter(torch.empty(2, 2, device="meta")))),
             ("blocks.1.up.weight",),
@@ -171,11 +157,6 @@ def _put(module: Any, name: str, value: Any) -> None:
         (_with(lambda m: _put(m, "phase", nn.Parameter(torch.ones(3, dtype=torch.complex64)))), ("phase", "complex")),
         (nn.ReLU, ("no parameters",)),
         (dict, ("nn.Module", "dict")),
-        pytest.param(
-            lambda: torch.compile(PLAIN.make("none"), backend="eager"),
-            ("compiled as a whole", "engine.compile"),
-            marks=pytest.mark.deep,
-        ),
     ],
 )
 def test_models_that_cannot_be_trained(make: Callable[[], Any], words: tuple[str, ...], drive: Path) -> None:
@@ -186,22 +167,7 @@ def test_parameter_that_is_not_initialized(drive: Path) -> None:
     model = PLAIN.make("none")
     model.lazy = nn.LazyLinear(3)
     with pytest.raises(InfinityError, match=r"lazy\.weight"):
-        infinity.initialize(model=model, config=everything_on_nvme(drive))
-
-
-def test_a_model_that_an_engine_holds(drive: Path) -> None:
-    model = PLAIN.make("none")
-    config = everything_on_nvme(drive)
-    engine, *_ = infinity.initialize(model=model, config=config)
-    outer = nn.ModuleDict({"inner": model, "own": nn.Linear(2, 2)})
-    with engine:
-        for taken, name in ((model, "embedding.weight"), (model.blocks[1], "norm"), (outer, "inner.")):
-            with pytest.raises(ModelError, match=name) as raised:
-                infinity.initialize(model=taken, config=config)
-            assert "close()" in str(raised.value)
-        engine.backward(engine(**make_batch(0)))
-        engine.step()
-        assert torch.isfinite(engine(**make_batch(1)))
+        engine_on_nvme(drive, model)
 
 
 # ------------------------------------------------------------------------------------------- optimizer
@@ -249,14 +215,21 @@ def test_an_optimizer_that_cannot_be_paged(make: Callable[[Any], Any], how: str,
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+_WRONG_CONFIGS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"infinity": {"host_memory_budget": 1}}, "host_memory_budget"),
+    ({"infinity": {"update": "in_backward"}, "gradient_clipping": 1.0}, "gradient_clipping"),
+    ({"optimizer": {"type": "AdamWW"}}, "AdamWW"),
+)
+"""One for each place that refuses them; all are in tests/unit."""
+
+
 def test_a_refused_model_trains_in_plain_torch_and_in_an_engine(drive: Path) -> None:
     model = PLAIN.make("none")
-    for changes in ({"no_such_key": 1}, {"infinity": {"host_memory_budget": 1}}, {"optimizer": {"type": "AdamWW"}}):
-        refused(InfinityError, drive=drive, changes=changes, model=model)
+    for changes, word in _WRONG_CONFIGS:
+        refused(InfinityError, word, drive=drive, changes=changes, model=model)
     expected = PLAIN.make("none")(**make_batch(0))
     assert torch.equal(model(**make_batch(0)), expected)
     model(**make_batch(0)).backward()
     model.zero_grad()
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine:
+    with engine_on_nvme(drive, model) as engine:
         assert torch.equal(engine(**make_batch(0)), expected)

@@ -11,22 +11,14 @@ from typing import Any
 
 import pytest
 
-import infinity
 from infinity.errors import InfinityError
 from swapper import StallError, SwapperError, TransferError
 from swapper.backend import Direction
 from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES
-from tests.exactness.faulty_drives import JitteringBackend, faulty_drives, wrapped_drives
+from tests.exactness.faulty_drives import JitteringBackend, cause_of, faulty_drives, wrapped_drives
 from tests.exactness.grid import Row
-from tests.exactness.lockstep import (
-    PLAIN,
-    SHAPES_BY_NAME,
-    Lockstep,
-    everything_on_nvme,
-    make_batch,
-    with_smallest_budget,
-)
+from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, engine_on_nvme, take_steps, with_smallest_budget
 from tests.exactness.verification import require_exact_training
 from tests.faults import FaultRule
 from tests.ticking import LONG_SECONDS, ticking
@@ -35,20 +27,8 @@ _CLIPPED = {"gradient_clipping": 0.1}
 
 
 def _train(engine: Any, first: int, last: int) -> None:
-    for step in range(first, last):
-        engine.backward(engine(**make_batch(step)))
-        engine.step()
+    take_steps(engine, *range(first, last))
     engine.flush()
-
-
-def _root_of(error: BaseException) -> TransferError:
-    """The swapper's error in the chain of causes: it names file, offset, bytes and errno."""
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, TransferError):
-            return link
-        link = link.__cause__ or link.__context__
-    raise AssertionError(f"no transfer error behind {error!r}")
 
 
 @pytest.mark.deep(but=1)
@@ -59,21 +39,19 @@ def _root_of(error: BaseException) -> TransferError:
 def test_an_io_error_stops_training_with_file_offset_bytes_and_errno(
     code: int, direction: Direction, changes: dict[str, Any], nth: int, tmp_path: Path
 ) -> None:
-    with faulty_drives() as backends:
-        config = everything_on_nvme(tmp_path, with_smallest_budget(tmp_path, changes))
-        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
-        with engine:
-            _train(engine, 0, 2)
-            for backend in backends:
-                backend.add(FaultRule(direction=direction, nth=nth, errno=code))
-            with pytest.raises((InfinityError, SwapperError)) as raised:
-                _train(engine, 2, 6)
-            assert sum(backend.num_faults for backend in backends) >= 1
-            root = _root_of(raised.value)
-            assert root.errno == code
-            for part in (root.file, str(root.offset), str(root.num_bytes), os.strerror(code)):
-                assert part in str(raised.value), f"{part!r} is not in: {raised.value}"
-            assert root.num_bytes > 0
+    changes = with_smallest_budget(tmp_path, changes)
+    with faulty_drives() as backends, engine_on_nvme(tmp_path, PLAIN.make("none"), changes) as engine:
+        _train(engine, 0, 2)
+        for backend in backends:
+            backend.add(FaultRule(direction=direction, nth=nth, errno=code))
+        with pytest.raises((InfinityError, SwapperError)) as raised:
+            _train(engine, 2, 6)
+        assert sum(backend.num_faults for backend in backends) >= 1
+        root = cause_of(raised.value, TransferError)
+        assert root.errno == code
+        for part in (root.file, str(root.offset), str(root.num_bytes), os.strerror(code)):
+            assert part in str(raised.value), f"{part!r} is not in: {raised.value}"
+        assert root.num_bytes > 0
 
 
 @pytest.mark.deep(but=1)
@@ -111,14 +89,14 @@ def test_a_drive_that_hangs_is_an_error_within_the_deadline(direction: Direction
     with faulty_drives() as backends:
         # Time passes only while all that is under way hangs, or a busy machine's first step would miss the deadline.
         changes = with_smallest_budget(tmp_path, {"infinity": {"io_deadline_seconds": LONG_SECONDS}})
-        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, changes))
+        engine = engine_on_nvme(tmp_path, PLAIN.make("none"), changes)
         try:
             _train(engine, 0, 1)
             for backend in backends:
                 backend.add(FaultRule(direction=direction, nth=2, hangs=True))
             with _time_passing(engine), pytest.raises((InfinityError, SwapperError)) as raised:
                 _train(engine, 1, 4)
-            root = _root_of(raised.value)
+            root = cause_of(raised.value, TransferError)
             assert isinstance(root, StallError)
             assert str(root.offset) in str(raised.value)
         finally:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -14,10 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.children import run_python
 from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
 from tests.exactness.shapes.blocks import LENGTH, VOCABULARY
+from tests.forked import require_in_child
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
 _CLIPPED = {"gradient_clipping": 0.1}
 
 
@@ -36,24 +35,6 @@ def test_two_engines_in_one_process_and_directory(tmp_path: Path) -> None:
         first.engine.close()
         second.engine_step(3)
         second.require_equal()
-
-
-def test_a_held_model_inside_an_ordinary_one(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        outer = nn.Sequential()
-        outer.add_module("inner", both.model)
-        weight = nn.Parameter(torch.tensor(2.0))
-        for step in range(2):
-            batch = both.batch(step)
-            expected = both.reference.forward(batch) * weight.detach()
-            both.reference.backward(expected)
-            both.reference.step()
-            loss = outer.inner(**batch) * weight
-            loss.backward()
-            assert weight.grad is not None
-            both.optimizer.step()
-            both.optimizer.zero_grad()
-        both.require_equal()
 
 
 # ---------------------------------------------------------------------------------------------- copies
@@ -107,19 +88,11 @@ def test_loader_workers_that_fork(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_neither_hangs_nor_harms(tmp_path: Path) -> None:
     """A child that ends, or drops its copy of the engine, leaves the parent's files and threads alone."""
     with Lockstep.start(tmp_path) as both:
         both.engine_step(0)
-        child = os.fork()
-        if child == 0:
-            try:
-                both.engine.close()
-            finally:
-                os._exit(0)
-        _, status = os.waitpid(child, 0)
-        assert status == 0
+        require_in_child(both.engine.close)
         both.engine_step(1)
         both.require_equal()
 
@@ -135,11 +108,9 @@ _TRAIN = """
     from pathlib import Path
     import torch, infinity
     torch.set_num_threads(1)
-    from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(Path(sys.argv[1])))
-    for step in range(2):
-        engine.backward(engine(**make_batch(step)))
-        engine.step()
+    from tests.exactness.lockstep import PLAIN, engine_on_nvme, make_batch, take_steps
+    engine = engine_on_nvme(Path(sys.argv[1]), PLAIN.make("none"))
+    take_steps(engine, 0, 1)
     {end}
 """
 
@@ -155,7 +126,6 @@ _TRAIN = """
 )
 def test_a_process_that_ends_without_close(end: str, found: tuple[int, str, str], tmp_path: Path) -> None:
     code = textwrap.dedent(_TRAIN).format(end=end)
-    command = [sys.executable, "-W", "error", "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False, cwd=_REPOSITORY)
+    done = run_python("-W", "error", "-c", code, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == found
     assert os.listdir(tmp_path) == []

@@ -25,7 +25,15 @@ from infinity.updates.stream import UpdateStream
 from infinity.vertical.step import StepOptions
 from swapper import Handle
 from swapper.scheduling.scheduler import IOScheduler
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch, with_smallest_budget
+from tests.exactness.lockstep import (
+    PLAIN,
+    Lockstep,
+    engine_on_nvme,
+    everything_on_nvme,
+    make_batch,
+    with_smallest_budget,
+)
+from tests.open_files import open_files
 from tests.waiting import wait_until
 
 
@@ -160,8 +168,7 @@ def test_whoever_leaves_by_an_interrupt_leaves_nothing(mode: str, moment: str, t
     before = set(threading.enumerate())
 
     def train() -> None:
-        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, _MODES[mode]))
-        with engine:
+        with engine_on_nvme(tmp_path, PLAIN.make("none"), _MODES[mode]) as engine:
             for step in range(3):
                 num = engine.gradient_accumulation_steps()
                 with _ctrl_c(*{**_BEFORE_STEP, **_IN_STEP}[moment]) if step == 2 else contextlib.nullcontext():
@@ -170,18 +177,9 @@ def test_whoever_leaves_by_an_interrupt_leaves_nothing(mode: str, moment: str, t
     with contextlib.suppress(KeyboardInterrupt):
         train()
     wait_until(lambda: gc.collect() >= 0 and set(threading.enumerate()) <= before, "the end of threads")
-    assert not _open_files(tmp_path)
+    assert not open_files(tmp_path) and not os.listdir(tmp_path)
     assert _top_hooks() is None and torch.is_grad_enabled()
     torch.ones(2, requires_grad=True).exp().sum().backward()
-
-
-def _open_files(directory: Path) -> list[str]:
-    """Of this process, in the directory, without names as they may be."""
-    found = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found.append(os.readlink(descriptor))
-    return [*os.listdir(directory), *(path for path in found if path.startswith(str(directory)))]
 
 
 @pytest.mark.parametrize(("owner", "name"), [(ParameterCache, "__init__"), (UpdateStream, "__init__"), (Unit, "adopt")])

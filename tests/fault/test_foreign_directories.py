@@ -11,20 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-import infinity
 from infinity.cli.main import main
 from infinity.errors import ConfigError, InfinityError, StorageError
-from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.exactness.lockstep import BF16, engine_on_nvme
 
 _SOMEBODY = 65534
 
 
 def _train(drive: Path, **settings: Any) -> int:
     """Two steps of a durable run below ``drive``; returns after how many steps it began."""
-    config = everything_on_nvme(drive, {**BF16, "infinity": {"durable": True, **settings}})
     torch.manual_seed(0)
-    engine, *_ = infinity.initialize(model=nn.Linear(64, 64), config=config)
-    with engine:
+    with engine_on_nvme(drive, nn.Linear(64, 64), {**BF16, "infinity": {"durable": True, **settings}}) as engine:
         began: int = engine.global_steps
         for _ in range(2):
             engine.backward(engine(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean())

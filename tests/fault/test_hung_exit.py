@@ -6,8 +6,6 @@ import gc
 import json
 import logging
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -16,12 +14,11 @@ from typing import Any
 
 import pytest
 
-import infinity
-from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
+from tests.children import run_python
+from tests.exactness.lockstep import PLAIN, engine_on_nvme, make_batch, take_steps
 from tests.internals import wait_for_collected
 from tests.waiting import wait_until
 
-_ROOT = Path(__file__).resolve().parents[2]
 _DEADLINE_SECONDS = 10_000
 _TIMEOUT_SECONDS = 400.0  # far below that, and far above what a busy machine needs
 _CHANGES = {"infinity": {"update": "in_backward", "io_deadline_seconds": _DEADLINE_SECONDS, "io_backend": "threads"}}
@@ -45,10 +42,8 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, thr
 
 def _hanging_engine(directory: Path, hung: tuple[threading.Event, threading.Event]) -> Any:
     hangs, has_hung = hung
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(directory, _CHANGES))
-    for step in range(2):
-        engine.backward(engine(**make_batch(step)))
-        engine.step()
+    engine = engine_on_nvme(directory, PLAIN.make("none"), _CHANGES)
+    take_steps(engine, 0, 1)
     engine.flush()
     loss = engine(**make_batch(2))
     hangs.set()
@@ -120,14 +115,7 @@ _CODE = """
 @pytest.mark.deep
 def test_a_hung_drive_does_not_keep_the_process(tmp_path: Path) -> None:
     source = textwrap.dedent(_CODE).replace("DEADLINE", str(_DEADLINE_SECONDS))
-    answer = subprocess.run(
-        [sys.executable, "-c", source, str(tmp_path)],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_SECONDS,
-        check=False,
-    )
+    answer = run_python("-c", source, tmp_path, timeout_seconds=_TIMEOUT_SECONDS)
     assert answer.returncode == 7, answer.stderr
     assert "closed while transfers hang" in answer.stderr and str(tmp_path) in answer.stderr
     assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"], "what can be written still is"

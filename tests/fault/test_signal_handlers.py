@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-import infinity
 import swapper
 from infinity.errors import EngineBusyError, InfinityError
 from infinity.loop.parameter_coordinator import ParameterCoordinator
@@ -27,7 +26,7 @@ from infinity.updates.stepper import Stepper
 from swapper import Swapper, SwapperConfig, SwapperError
 from swapper.scheduling.ledger import Ledger
 from swapper.scheduling.scheduler import IOScheduler
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch, with_smallest_budget
+from tests.exactness.lockstep import PLAIN, Lockstep, engine_on_nvme, take_steps, with_smallest_budget
 from tests.waiting import wait_until
 
 # ------------------------------------------------------------------------------------------------- handlers in a step
@@ -159,12 +158,8 @@ def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None
 
 
 def _dropped_engine(directory: Path) -> None:
-    engine, *_ = infinity.initialize(
-        model=PLAIN.make("none"), config=everything_on_nvme(directory, {"gradient_clipping": 0.1})
-    )
-    for step in range(2):
-        engine.backward(engine(**make_batch(step)))
-        engine.step()
+    engine = engine_on_nvme(directory, PLAIN.make("none"), {"gradient_clipping": 0.1})
+    take_steps(engine, 0, 1)
 
 
 def _collect_in(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -16,28 +14,11 @@ import pytest
 import torch
 
 from swapper import ALIGNMENT, StagingPool, Swapper, SwapperClosedError, SwapperConfig
+from tests.children import run_python
 from tests.forked import require_in_child
 from tests.uring import needs_uring
 
-_ROOT = Path(__file__).resolve().parents[2]
 _CONFIG = SwapperConfig(deadline_seconds=20.0)
-
-
-def _start(code: str, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.Popen(
-        command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def _run(code: str, *arguments: object) -> tuple[int, str, str]:
-    process = _start(code, *arguments)
-    try:
-        out, err = process.communicate(timeout=560)
-    finally:
-        process.kill()
-        process.wait()
-    return process.returncode, out, err
 
 
 @pytest.mark.deep
@@ -47,8 +28,9 @@ def _run(code: str, *arguments: object) -> tuple[int, str, str]:
     [("pass", 0), ("sys.exit(3)", 3), ("raise SystemExit(4)", 4), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -6)],
 )
 def test_any_other_end_leaves_nothing_and_is_quiet(tmp_path: Path, ending: str, code: int, backend: str) -> None:
-    returncode, _, err = _run(
-        f"""
+    done = run_python(
+        "-c",
+        textwrap.dedent(f"""
         import os, sys, numpy
         from swapper import StagingPool, Swapper, SwapperConfig
         swapper = Swapper.open([sys.argv[1]], 8 << 20, SwapperConfig(backend={backend!r}))
@@ -57,18 +39,19 @@ def test_any_other_end_leaves_nothing_and_is_quiet(tmp_path: Path, ending: str, 
         extent = swapper.allocate(8 << 20, "x")
         handle = swapper.write(extent, numpy.ones(8 << 20, dtype=numpy.uint8))
         {ending}
-        """,
+        """),
         tmp_path,
     )
-    assert returncode == code
-    assert "Traceback" not in err and "Error" not in err, err
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr and "Error" not in done.stderr, done.stderr
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.deep
 def test_work_that_is_asked_for_while_the_process_ends_is_refused_at_once(tmp_path: Path) -> None:
-    returncode, out, err = _run(
-        """
+    done = run_python(
+        "-c",
+        textwrap.dedent("""
         import atexit, sys, time, numpy
 
         def late():  # registered before the swapper is imported, so called after its threads have ended
@@ -85,10 +68,10 @@ def test_work_that_is_asked_for_while_the_process_ends_is_refused_at_once(tmp_pa
         data = numpy.ones(8 << 20, dtype=numpy.uint8)
         swapper.write(extent, data)
         sys.exit(5)
-        """,
+        """),
         tmp_path,
     )
-    assert (returncode, out.split()) == (5, ["108", "True"]), err
+    assert (done.returncode, done.stdout.split()) == (5, ["108", "True"]), done.stderr
 
 
 def test_a_forked_child_is_refused_in_words_and_harms_nobody(tmp_path: Path) -> None:

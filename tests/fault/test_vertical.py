@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-import infinity
 from infinity.errors import EngineClosedError, StepError
 from swapper import SwapperError
 from swapper.backend import Direction
 from tests.exactness.faulty_drives import faulty_drives
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, Lockstep, engine_on_nvme, make_batch
 from tests.faults import FaultRule
 from tests.waiting import wait_until
 
@@ -170,7 +169,7 @@ def test_a_real_interrupt_while_a_micro_batch_computes(module: str, tmp_path: Pa
 
 
 def test_closing_in_forward_is_an_error_and_no_hang(tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, _VERTICAL))
+    engine = engine_on_nvme(tmp_path, PLAIN.make("none"), _VERTICAL)
     handle = engine.module.blocks[1].register_forward_hook(lambda *_: engine.close())
     with pytest.raises(Exception):  # noqa: B017 - whatever the closed engine says
         engine.train_batch(iter([make_batch(0, index) for index in range(_NUM)]))

@@ -307,8 +307,7 @@ def _trained(engine: Any) -> None:
 
 
 def _make_checkpoint(place: Path) -> None:
-    engine, *_ = infinity.initialize(model=_model(), config=_config(place / "drive"))
-    with engine:
+    with infinity.initialize(model=_model(), config=_config(place / "drive"))[0] as engine:
         _trained(engine)
         state = {"large": torch.ones(30_000), "numbers": [1, 2.5, None, (1, {2}), b"x"], "of": {(1, "a"): 2}}
         engine.save_checkpoint(place / "saved", tag="one", client_state=state)
@@ -352,8 +351,7 @@ def _use_checkpoint(place: Path) -> None:
 
 
 def _make_commits(place: Path) -> None:
-    engine, *_ = infinity.initialize(model=_model(), config=_config(place / "drive", durable=True))
-    with engine:
+    with infinity.initialize(model=_model(), config=_config(place / "drive", durable=True))[0] as engine:
         for _ in range(2):
             _trained(engine)
 
@@ -361,8 +359,7 @@ def _make_commits(place: Path) -> None:
 def _use_commits(place: Path) -> None:
     config = _config(place / "drive", durable=True)
     config = json.loads(json.dumps(config).replace("PLACE", str(place)))
-    engine, *_ = infinity.initialize(model=_model(), config=config)
-    with engine:
+    with infinity.initialize(model=_model(), config=config)[0] as engine:
         _trained(engine)
 
 
@@ -416,8 +413,7 @@ def _use_config(place: Path) -> None:
 
 
 def _make_log(place: Path) -> None:
-    engine, *_ = infinity.initialize(model=_model(), config=_config(place / "drive", run_log=str(place / "log")))
-    with engine:
+    with infinity.initialize(model=_model(), config=_config(place / "drive", run_log=str(place / "log")))[0] as engine:
         for _ in range(4):
             _trained(engine)
     log = RunLog(place / "log")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.deepspeed.ops.lamb import FusedLamb
-from infinity.errors import BudgetTooSmallError
+from tests.exactness.paged import least_budget
 from tests.exactness.reference import _half_up
 from tests.states import state_of
 
@@ -182,11 +182,7 @@ class PagedSide:
         config = self._config(directory)
         optimizer = setting.make_optimizer(setting.groups(trainable))
         if setting.is_tight:
-            config["infinity"]["host_memory_budget"] = 1
-            try:
-                infinity.initialize(model=model, optimizer=optimizer, config=config)
-            except BudgetTooSmallError as error:
-                config["infinity"]["host_memory_budget"] = error.minimum_bytes
+            config["infinity"]["host_memory_budget"] = least_budget(model, config, optimizer=optimizer)
         self.engine, self.optimizer, _, _ = infinity.initialize(model=model, optimizer=optimizer, config=config)
 
     def _config(self, directory: Path) -> dict[str, Any]:

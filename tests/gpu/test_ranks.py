@@ -34,18 +34,17 @@ class _Model(nn.Module):
 
 
 def _found(rank: int, config: dict[str, Any], zero: dict[str, Any]) -> list[torch.Tensor]:
-    engine = infinity.initialize(model=_Model(), config=config | {"zero_optimization": zero})[0]
-    assert engine.device.type == "cuda"
-    found = []
-    for number in range(6):
-        numbers = torch.Generator().manual_seed(1000 * rank + number)
-        loss = engine(torch.randn(4, _WIDTH, generator=numbers).to(engine.device, engine.config.compute_dtype))
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.detach().cpu())
-    found += [torch.tensor(engine.get_global_grad_norm())]
-    found += [value.cpu().clone() for value in engine.module.state_dict().values()]
-    engine.close()
+    with infinity.initialize(model=_Model(), config=config | {"zero_optimization": zero})[0] as engine:
+        assert engine.device.type == "cuda"
+        found = []
+        for number in range(6):
+            numbers = torch.Generator().manual_seed(1000 * rank + number)
+            loss = engine(torch.randn(4, _WIDTH, generator=numbers).to(engine.device, engine.config.compute_dtype))
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.detach().cpu())
+        found += [torch.tensor(engine.get_global_grad_norm())]
+        found += [value.cpu().clone() for value in engine.module.state_dict().values()]
     return found
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import infinity
 from tests.exactness.case import loss_of
 from tests.exactness.families import FAMILIES
-from tests.exactness.lockstep import everything_on_nvme, make_batch
+from tests.exactness.lockstep import engine_on_nvme, make_batch
 from tests.internals import CudaDevice
 
 pytestmark = pytest.mark.gpu
@@ -62,9 +61,9 @@ def test_copies_are_told_once_with_their_times(device: CudaDevice) -> None:
 
 def test_the_trace_has_copies_and_the_gpus_own_time(tmp_path: Path) -> None:
     case = next(case for case in FAMILIES if case.name == "llama")
-    config = everything_on_nvme(tmp_path, {"infinity": {"timeline": str(tmp_path / "trace.json")}})
-    engine, *_ = infinity.initialize(model=case.make("none"), config=config, device="cuda")
-    with engine:
+    with engine_on_nvme(
+        tmp_path, case.make("none"), {"infinity": {"timeline": str(tmp_path / "trace.json")}}, device="cuda"
+    ) as engine:
         for step in range(4):
             batch = {name: value.cuda() for name, value in make_batch(step, case=case).items()}
             engine.backward(loss_of(engine(**batch)))

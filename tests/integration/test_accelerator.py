@@ -13,10 +13,9 @@ from accelerate import Accelerator, load_checkpoint_in_model
 from accelerate.state import AcceleratorState
 from torch import nn
 
-import infinity
 from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, StepError
 from infinity.integrations.accelerate import InfinityAccelerator
-from tests.exactness.lockstep import PLAIN, everything_on_nvme
+from tests.exactness.lockstep import PLAIN, engine_on_nvme
 from tests.stand_in.accelerate_script import forget
 from tests.stand_in.overflowing import OVERFLOWING, overflowing
 from tests.twins import on_nvme
@@ -293,8 +292,6 @@ def test_accelerates_wrapper_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(
             OptimizerNotPageableError, match=r"AcceleratedOptimizer .*'optimizer' \(AdamW\)\. Pass that one"
         ):
-            infinity.initialize(
-                model=model, config=everything_on_nvme(tmp_path, {"optimizer": None}), optimizer=wrapped
-            )
+            engine_on_nvme(tmp_path, model, optimizer=wrapped)
     finally:
         type(accelerator.state)._reset_state(reset_partial_state=True)

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import infinity
 from infinity.errors import ModelError
-from tests.exactness.lockstep import everything_on_nvme
+from tests.exactness.lockstep import engine_on_nvme
 from tests.stand_in.models import llama
 from tests.twins import Twins
 
@@ -69,8 +68,7 @@ def _everything(model: Any) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("members", [_everything, lambda model: _of(model, "one", "two")])
 def test_adapters_that_are_switched(members: Any, tmp_path: Path) -> None:
-    both = _Both(tmp_path, _model("one", "two"), members)
-    with both:
+    with _Both(tmp_path, _model("one", "two"), members) as both:
         for name in ("one", "two", "one", "two"):
             both.change(lambda model, _, name=name: model.set_adapter(name))
             both.next_step()
@@ -79,8 +77,7 @@ def test_adapters_that_are_switched(members: Any, tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_comes_into_a_group_when_it_is_switched_on(tmp_path: Path) -> None:
-    both = _Both(tmp_path, _model("one", "two"), lambda model: _of(model, "one"))
-    with both:
+    with _Both(tmp_path, _model("one", "two"), lambda model: _of(model, "one")) as both:
         both.next_step()
         both.change(lambda model, _: model.set_adapter("two"))
         both.change(lambda model, optimizer: optimizer.add_param_group({"params": _of(model, "two"), "lr": 1e-3}))
@@ -105,8 +102,7 @@ def test_an_adapter_that_is_added_after_initialize(tmp_path: Path) -> None:
 
 
 def test_adapters_that_are_merged_and_deleted(tmp_path: Path) -> None:
-    both = _Both(tmp_path, _model("one", "two"), lambda model: _of(model, "one", "two"))
-    with both:
+    with _Both(tmp_path, _model("one", "two"), lambda model: _of(model, "one", "two")) as both:
         both.next_step()
         both.change(lambda model, _: model.merge_adapter(["one"]))
         both.change(lambda model, _: model.unmerge_adapter())
@@ -119,8 +115,7 @@ def test_adapters_that_are_merged_and_deleted(tmp_path: Path) -> None:
 
 
 def test_adapters_that_are_merged_and_unloaded(tmp_path: Path) -> None:
-    both = _Both(tmp_path, _model("one", "two"), _everything)
-    with both:
+    with _Both(tmp_path, _model("one", "two"), _everything) as both:
         both.next_step()
         both.change(lambda model, _: model.set_adapter("two"))
         both.next_step()
@@ -133,8 +128,7 @@ def test_adapters_that_are_merged_and_unloaded(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_loaded_while_another_adapter_is_active(tmp_path: Path) -> None:
-    both = _Both(tmp_path / "first", _model("one", "two"), _everything)
-    with both:
+    with _Both(tmp_path / "first", _model("one", "two"), _everything) as both:
         both.next_step()
         both.change(lambda model, _: model.set_adapter("two"))
         both.next_step()
@@ -151,8 +145,7 @@ def test_a_checkpoint_that_is_loaded_while_another_adapter_is_active(tmp_path: P
 
 
 def test_states_of_an_adapter_in_no_group_are_not_dropped_by_a_load(tmp_path: Path) -> None:
-    both = _Both(tmp_path / "first", _model("one", "two"), lambda model: _of(model, "one", "two"))
-    with both:
+    with _Both(tmp_path / "first", _model("one", "two"), lambda model: _of(model, "one", "two")) as both:
         both.next_step()
         both.engine.save_checkpoint(str(tmp_path / "saved"))
     other = _model("one", "two")
@@ -171,8 +164,7 @@ def test_a_base_weight_that_was_trained_keeps_its_states_when_an_adapter_comes(t
         bias.requires_grad_(True)
         return [*_of(model, "one"), bias]
 
-    both = _Both(tmp_path, _model("one", "two"), members)
-    with both:
+    with _Both(tmp_path, _model("one", "two"), members) as both:
         both.next_step()
         both.change(lambda model, _: model.base_model.model[2].base_layer.bias.requires_grad_(False))
         both.change(lambda model, _: model.set_adapter("two"))
@@ -184,8 +176,7 @@ def test_a_base_weight_that_was_trained_keeps_its_states_when_an_adapter_comes(t
 
 
 def test_a_group_that_is_refused_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    both = _Both(tmp_path, _model("one", "two", "three"), lambda model: _of(model, "one", "two"))
-    with both:
+    with _Both(tmp_path, _model("one", "two", "three"), lambda model: _of(model, "one", "two")) as both:
         both.next_step()
         both.model.delete_adapter("two")  # its parameters have room
         with pytest.raises(ModelError, match="taken out of the model"):
@@ -266,10 +257,7 @@ def test_a_method_of_peft_is_trained_as_in_plain_torch(method: str, tmp_path: Pa
     expected = _train_method(method, plain, plain_optimizer)
     model, optimizer = _make_method(method)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    engine, *_ = infinity.initialize(
-        model=model, optimizer=optimizer, config=everything_on_nvme(tmp_path, {"optimizer": None})
-    )
-    with engine:
+    with engine_on_nvme(tmp_path, model, optimizer=optimizer):
         assert torch.equal(torch.stack(_train_method(method, model, optimizer)), torch.stack(expected))
         weights = model.state_dict()
         assert weights.keys() == plain.state_dict().keys()

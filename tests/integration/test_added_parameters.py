@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 import infinity
 from infinity.errors import BudgetTooSmallError, ModelError, StepError
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch, take_steps
 from tests.exactness.user_edits import MODES, Named, take_step
 from tests.twins import Twins, adamw
 
@@ -41,12 +41,7 @@ def _start(
             named[fqn].requires_grad_(False)
         return kind([param for fqn, param in named.items() if fqn not in _FROZEN])
 
-    both = Lockstep.start(
-        tmp_path,
-        changes={"optimizer": None, **changes},
-        reference_optimizer=make,
-        arguments=lambda model: {"optimizer": make(dict(model.named_parameters()))},
-    )
+    both = Lockstep.start(tmp_path, changes=changes, optimizer=make)
     for fqn in _FROZEN:
         param = both.reference.model.get_parameter(fqn).requires_grad_(False)
         both.reference.main[fqn].data.copy_(param)
@@ -104,11 +99,6 @@ def _engine(tmp_path: Path, **changes: Any) -> tuple[Any, Any, nn.Module]:
     return engine, optimizer, model
 
 
-def _train(engine: Any, step: int) -> None:
-    engine.backward(engine(**make_batch(step)))
-    engine.step()
-
-
 def _group(model: nn.Module) -> dict[str, Any]:
     return {"params": [model.get_parameter(fqn).requires_grad_(True) for fqn in _FROZEN]}
 
@@ -120,7 +110,7 @@ def test_where_there_is_no_room_the_error_names_the_key_and_the_training_goes_on
             _engine(tmp_path, infinity={"host_memory_budget": 1})
         engine, optimizer, model = _engine(tmp_path, infinity={"host_memory_budget": least.value.minimum_bytes})
         with engine:
-            _train(engine, 0)
+            take_steps(engine, 0)
             if tries:
                 group = _group(model)
                 with pytest.raises(BudgetTooSmallError, match=r"host_memory_budget"):
@@ -128,7 +118,7 @@ def test_where_there_is_no_room_the_error_names_the_key_and_the_training_goes_on
                 for param in group["params"]:
                     param.requires_grad_(False)
                 assert len(optimizer.param_groups) == 1
-            _train(engine, 1)
+            take_steps(engine, 1)
             results.append({name: value.clone() for name, value in model.state_dict().items()})
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
@@ -174,7 +164,7 @@ def test_not_in_the_midst_of_things(moment: str, tmp_path: Path) -> None:
                 engine(**make_batch(0))
             handle.remove()
         optimizer.add_param_group(group)
-        _train(engine, 2)
+        take_steps(engine, 2)
 
 
 def test_a_durable_run_wants_it_in_a_group_from_the_start(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 import infinity
 from infinity.errors import ConfigError, InfinityError, StepError
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, Lockstep, engine_on_nvme, everything_on_nvme, make_batch
 from tests.exactness.paged import paged_snapshot
 from tests.exactness.record import Record, require_equal
 from tests.exactness.reference import PlainTorch
@@ -53,8 +53,7 @@ def test_numbers_that_a_library_would_have_put_in(tmp_path: Path) -> None:
             "optimizer": {"type": "AdamW", "params": {"lr": rate, "betas": "auto"}},
             "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": num_steps}},
         }
-        config = everything_on_nvme(tmp_path, blocks)
-        infinity.initialize(model=nn.Linear(4, 4), config=config, **arguments)[0].close()
+        engine_on_nvme(tmp_path, nn.Linear(4, 4), blocks, **arguments).close()
 
     with pytest.raises(ConfigError, match=r"optimizer.params.lr.*Write a number, or pass optimizer="):
         begin("auto", 10)

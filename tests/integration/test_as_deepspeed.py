@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.children import run_python
 from tests.stand_in import accelerate_script, models
 from tests.stand_in.text import log_of
 from tests.twins import on_nvme
@@ -25,11 +26,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 def run(words: Sequence[str], *, fails: bool = False, **environment: str) -> str:
     """What a Python process wrote to stdout and stderr; it has to succeed, or to fail."""
-    paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    values = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=_ROOT, env={**os.environ, **values}, capture_output=True, text=True, timeout=560
-    )
+    done = run_python(*words, **environment)
     assert (done.returncode != 0) is fails, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 
@@ -164,7 +161,7 @@ def test_it_is_seen_wherever_libraries_look() -> None:
             else:
                 sys.exit(statement)
     """
-    run(["-c", "if 1:" + code], PYTHONPATH=str(_ROOT))
+    run(["-c", "if 1:" + code])
 
 
 @pytest.mark.deep

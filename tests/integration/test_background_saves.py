@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +14,7 @@ import torch
 
 import infinity
 from infinity.errors import CheckpointError, StorageError
+from tests.children import run_python
 from tests.exactness.lockstep import BF16, IN_MEMORY
 from tests.integration.test_checkpoints import steps_of, training
 from tests.internals import BackgroundSave, Checkpoint, Saving
@@ -236,9 +235,7 @@ if __name__ == "__main__":
 @pytest.mark.deep
 @pytest.mark.parametrize("when", ["too early", "before", "meanwhile"])
 def test_a_script_that_just_ends_has_saved_or_says_why_not(when: str, tmp_path: Path) -> None:
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    command, environment = [sys.executable, "-c", _ENDING, when], {**os.environ, "PYTHONPATH": paths}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    ended = run_python("-c", _ENDING, when, cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
     if when == "too early":  # a hook that comes after the engine's own end
         assert ended.stdout.startswith("EngineClosedError this call: the interpreter is shutting down")

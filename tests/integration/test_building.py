@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import ModelError, StorageError
+from infinity.errors import StorageError
+from tests.children import run_python
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.internals import drive_tensors, has_drive_tensors, on_drive
 from tests.small_transformers import SMALL, make
@@ -33,8 +34,7 @@ def _mixtral() -> nn.Module:
 
 
 def _trained(model: nn.Module, config: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    engine, *_ = infinity.initialize(model=model, config=config)
-    with engine:
+    with infinity.initialize(model=model, config=config)[0] as engine:
         losses = []
         for step in range(3):
             tokens = torch.arange(24).reshape(2, 12) + step
@@ -87,13 +87,6 @@ def test_an_initialize_that_fails_gives_the_model_back_on_drives(
     assert all(on_drive(parameter) for parameter in model.parameters())
 
 
-def test_a_model_on_meta_is_told_what_gives_it_weights(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model = nn.Linear(4, 4)
-    with pytest.raises(ModelError, match=r"infinity\.load_pretrained\(.*infinity\.Init"):
-        infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-
-
 def test_a_full_drive_in_initialize_leaves_the_model_as_it_was(small_tmpfs: Callable[[int], Path]) -> None:
     config = everything_on_nvme(small_tmpfs(4 << 20))
     with infinity.Init(config=config):
@@ -128,8 +121,7 @@ def test_a_model_larger_than_its_memory_is_built_taken_over_and_trained(
 ) -> None:
     [bounded] = run_in_little_memory("built_on_drives", "run", str(nvme_dir), num_layers=5)
     call = f"from tests.built_on_drives import run\nrun(None, {str(nvme_dir)!r}, num_layers=5)\n"
-    free = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True, timeout=240)
-    plain = json.loads(free.stdout)
+    plain = json.loads(run_python("-c", call).stdout)
     assert (bounded["sums"], bounded["losses"]) == (plain["sums"], plain["losses"])
     assert not bounded["is_left"]
     assert bounded["built_bytes"] < bounded["parameters_bytes"] / 4 < plain["built_bytes"] / 3

@@ -1,4 +1,5 @@
-"""The bytes that a step reads from and writes to the drives are those that the plan predicts."""
+"""The bytes that a step reads from and writes to the drives: what the plan predicts, whatever fits into memory, and those of one
+micro-batch in a vertical step with many."""
 
 from __future__ import annotations
 
@@ -8,11 +9,20 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity.errors import BudgetTooSmallError
-from tests.exactness.case import Case, loss_of
+from tests.exactness.case import Case
 from tests.exactness.covering import covering_rows, pairs
 from tests.exactness.families import FAMILIES
-from tests.exactness.lockstep import SHAPES_BY_NAME, everything_on_nvme, make_batch
+from tests.exactness.lockstep import (
+    BF16,
+    PLAIN,
+    SHAPES_BY_NAME,
+    engine_on_nvme,
+    everything_on_nvme,
+    make_batch,
+    take_steps,
+)
+from tests.exactness.paged import least_budget
+from tests.internals import EngineResources, host_memory
 
 _CASES: dict[str, Case] = {
     "plain": SHAPES_BY_NAME["plain"],
@@ -63,14 +73,11 @@ def test_steady_steps_move_the_predicted_bytes(row: dict[str, Any], tmp_path: Pa
     own: dict[str, Any] = {"prefetch": row["prefetch"], **changes.get("infinity", {})}
     if row["budget"] != "roomy":
         own["keep_in_memory"] = True
-        probe = everything_on_nvme(tmp_path, {**changes, "infinity": {**own, "host_memory_budget": 1}})
-        with pytest.raises(BudgetTooSmallError) as refused:
-            infinity.initialize(model=case.make("none"), config=probe)
+        least = least_budget(case.make("none"), everything_on_nvme(tmp_path, {**changes, "infinity": own}))
         numel = sum(parameter.numel() for parameter in case.make("none").parameters())
         share = _SHARES.get(row["budget"], 0.0)
-        own["host_memory_budget"] = refused.value.minimum_bytes + int(share * 16 * numel)
-    config = everything_on_nvme(tmp_path, {**changes, "infinity": own})
-    engine, *_ = infinity.initialize(model=case.make("none"), config=config)
+        own["host_memory_budget"] = least + int(share * 16 * numel)
+    engine = engine_on_nvme(tmp_path, case.make("none"), {**changes, "infinity": own})
     predicted = [0, 0]
     with engine:
         storage = engine._parts.storage
@@ -78,10 +85,7 @@ def test_steady_steps_move_the_predicted_bytes(row: dict[str, Any], tmp_path: Pa
             if step == _WARM_UP:
                 engine.flush()
                 before = storage.counters()
-            for micro_batch in range(engine.gradient_accumulation_steps()):
-                batch = make_batch(step, micro_batch, case=case, dtype=engine.config.compute_dtype)
-                engine.backward(loss_of(engine(**batch)))
-                engine.step()
+            take_steps(engine, step, case=case)
             if step >= _WARM_UP:
                 report = engine.report
                 predicted = [predicted[0] + report.predicted_read_bytes, predicted[1] + report.predicted_write_bytes]
@@ -91,3 +95,150 @@ def test_steady_steps_move_the_predicted_bytes(row: dict[str, Any], tmp_path: Pa
     for name, got, wanted in zip(("read", "written"), moved, predicted, strict=True):
         # A view that lives an instant longer than expected changes what is evicted next.
         assert abs(got - wanted) <= 0.05 * wanted, f"{name}: {got / _MEASURED} per step, predicted {wanted / _MEASURED}"
+
+
+_VERTICAL_CASES = {**_CASES, "t5": next(case for case in FAMILIES if case.name == "t5")}
+_VERTICAL_CHANGES = ("free", "bf16", "clip", "bf16-clip")
+# A single micro-batch's gradients could wait as bf16 without loss, sums cannot.
+_VERTICAL = {"schedule": "vertical", "gradient_dtype": "fp32"}
+_VERTICAL_MEASURED = {1: 6, 8: 3}
+"""Steps, by the number of micro-batches: what each of eight moved by itself would be seven times too much."""
+
+
+def _budget(case: Case, changes: dict[str, Any], directory: Path, extra: float) -> int:
+    config = everything_on_nvme(directory, {**changes, "infinity": _VERTICAL})
+    return int(least_budget(case.make("none"), config) * extra)
+
+
+def _moved(
+    case: Case, changes: dict[str, Any], directory: Path, *, num_micro_batches: int, budget_bytes: int
+) -> tuple[tuple[float, float], tuple[int, int], int]:
+    """Bytes read and written per step, measured and predicted, and those of spilled inputs among them."""
+    own = {"host_memory_budget": budget_bytes, **_VERTICAL}
+    changes = {**changes, "gradient_accumulation_steps": num_micro_batches, "infinity": own}
+    engine = engine_on_nvme(directory, case.make("none"), changes)
+    num_steps = _VERTICAL_MEASURED[num_micro_batches]
+    with engine:
+        storage = engine._parts.storage
+        for step in range(_WARM_UP + num_steps):
+            if step == _WARM_UP:
+                engine.flush()
+                before = storage.counters()
+            dtype = engine.config.compute_dtype
+            batches = [make_batch(step, index, case=case, dtype=dtype) for index in range(num_micro_batches)]
+            engine.train_batch(iter(batches))
+            assert engine.report.schedule == "vertical", engine.report.schedule_reason
+        engine.flush()  # an update may end in a later report than its own
+        after = storage.counters()
+        measured = after.read_bytes - before.read_bytes, after.write_bytes - before.write_bytes
+        plan = engine.plan
+        predicted = plan.predicted_read_bytes_per_step, plan.predicted_write_bytes_per_step
+        return (measured[0] / num_steps, measured[1] / num_steps), predicted, plan.traffic.extra_bytes
+
+
+# Each case with half of the changes. What the update of a half frozen fp32 unit reads when it is clipped is not predicted,
+# in no order.
+_VERTICAL_ROWS = [
+    (case, changes)
+    for number, case in enumerate(_VERTICAL_CASES)
+    for changes in _VERTICAL_CHANGES[number % 2 :: 2]
+    if (case, changes) != ("lora", "clip")
+]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("case", "changes", "budget"), [(*row, 1.0 if index % 2 else 1.5) for index, row in enumerate(_VERTICAL_ROWS)]
+)
+def test_eight_micro_batches_move_the_bytes_of_one(case: str, changes: str, budget: float, tmp_path: Path) -> None:
+    chosen, settings = _VERTICAL_CASES[case], _CHANGES[changes]
+    budget_bytes = _budget(chosen, settings, tmp_path, budget)
+    found = {
+        num: _moved(chosen, settings, tmp_path, num_micro_batches=num, budget_bytes=budget_bytes) for num in (1, 8)
+    }
+    # Inputs of units come on top where they find no room: they are counted, and grow with the micro-batches.
+    (_, once, spilled_once), (_, often, spilled_often) = found[1], found[8]
+    for direction in (0, 1):
+        assert often[direction] - spilled_often == once[direction] - spilled_once
+    for num_micro_batches, (measured, predicted, _) in found.items():
+        for name, got, wanted in zip(("read", "written"), measured, predicted, strict=True):
+            # Flushed between two steps, an update reads once what it would have found in memory in the next forward.
+            tolerance = 0.01 * wanted + 0.25 * wanted / _VERTICAL_MEASURED[num_micro_batches]
+            assert abs(got - wanted) <= tolerance, f"{num_micro_batches}: {name} {got}, not {wanted}"
+
+
+def test_the_first_plan_is_that_of_the_order_that_the_config_asks_for(tmp_path: Path) -> None:
+    case = _VERTICAL_CASES["llama"]
+    plans = {}
+    for schedule in ("ordinary", "vertical"):
+        own = {"host_memory_budget": _budget(case, {}, tmp_path, 1.5), "schedule": schedule}
+        changes = {"gradient_accumulation_steps": 4, "infinity": own}
+        with engine_on_nvme(tmp_path, case.make("none"), changes) as engine:
+            plans[schedule] = engine.plan
+            assert engine.plan.traffic.is_vertical == (schedule == "vertical")
+            for index in range(4):  # the user's loop goes one micro-batch after the other, whatever the config says
+                engine.backward(engine(**make_batch(0, index, case=case)).loss)
+                assert not engine.plan.traffic.is_vertical
+                engine.step()
+    assert plans["vertical"].predicted_read_bytes_per_step < plans["ordinary"].predicted_read_bytes_per_step / 2
+    assert "all through a unit before the next" in str(plans["vertical"])
+
+
+_MODES: dict[str, dict[str, Any]] = {
+    "in_backward": {},
+    "deferred": {"gradient_clipping": 0.1},
+    "step": {"infinity": {"update": "step"}},
+    "ga3": {"gradient_accumulation_steps": 3, "infinity": {"schedule": "ordinary"}},
+}
+
+
+def _kept(mode: str, **own: Any) -> dict[str, Any]:
+    changes = {**BF16, **_MODES[mode]}
+    return {**changes, "infinity": {"keep_in_memory": True, **changes.get("infinity", {}), **own}}
+
+
+def _reports(engine: Any, num_steps: int) -> list[Any]:
+    reports = []
+    for step in range(num_steps):
+        take_steps(engine, step)
+        reports.append(engine.report)
+    return reports
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("mode", _MODES)
+def test_what_fits_touches_no_drive(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved: list[int] = []
+    open_swapper = EngineResources._open
+
+    def opened(self: EngineResources, key: Any, num_bytes: int) -> Any:
+        reserved.append(num_bytes)
+        return open_swapper(self, key, num_bytes)
+
+    monkeypatch.setattr(EngineResources, "_open", opened)
+    with engine_on_nvme(tmp_path, PLAIN.make("none"), _kept(mode)) as engine:
+        reports = _reports(engine, 3)
+        counters = engine._parts.storage.counters()
+    assert (counters.read_bytes, counters.write_bytes) == (0, 0), "not even at start"
+    assert reserved == [0]
+    assert all(report.predicted_read_bytes == report.predicted_write_bytes == 0 for report in reports)
+    assert engine.plan.states_bytes["nvme"] == 0
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize(("share", "warns"), [(2.0, True), (0.5, False)])
+def test_a_plan_beyond_the_memory_that_there_is_warns(
+    share: float, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget that is too large for the machine does no harm as long as the model does not fill it."""
+    config = everything_on_nvme(tmp_path, _kept("in_backward", host_memory_budget="10TB"))
+    model = PLAIN.make("none")
+    with infinity.initialize(model=PLAIN.make("none"), config=config)[0] as engine:
+        taken = sum(engine.plan.states_bytes.values())
+    model_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: int(taken / share) - model_bytes)
+    with caplog.at_level("WARNING"), infinity.initialize(model=model, config=config)[0]:
+        pass
+    said = [record.message for record in caplog.records if "host_memory_budget" in record.message]
+    assert bool(said) == warns
+    assert all("are free" in message and '"auto"' in message for message in said)

@@ -14,7 +14,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import ModelError
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme
+from tests.exactness.lockstep import PLAIN, Lockstep, engine_on_nvme, everything_on_nvme
 from tests.exactness.user_edits import MODES, Named, sides, start, take_step
 from tests.states import state_of
 from tests.twins import Twins, adamw
@@ -243,10 +243,7 @@ def test_the_base_of_adapters_has_no_room_for_states_though_it_is_in_a_group(tmp
         )
         of_groups = [p for p in model.parameters() if p.requires_grad or not is_filtered]
         optimizer = torch.optim.AdamW(of_groups, lr=1e-2)
-        engine, *_ = infinity.initialize(
-            model=model, optimizer=optimizer, config=everything_on_nvme(tmp_path, {"optimizer": None})
-        )
-        with engine:
+        with engine_on_nvme(tmp_path, model, optimizer=optimizer) as engine:
             engine.backward(engine(torch.ones(2, 32)).square().mean())
             engine.step()
             thawed = model.base_model.model[0].base_layer.weight.requires_grad_(True)

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 import infinity
 from infinity.errors import ModelError, OtherNumbersWarning
 from tests.exactness.case import Case
-from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, engine_on_nvme, make_batch
 from tests.exactness.shapes.blocks import VOCABULARY, WIDTH, Block, Net, token_batch
 from tests.exactness.written import MODES, train
 from tests.twins import Side, Twins, config_for, require_same
@@ -229,8 +229,7 @@ class _Sparse(Net):
 def test_a_sparse_gradient_is_warned_of_once(tmp_path: Path) -> None:
     case = Case("sparse", _Sparse, token_batch)
     model = case.make("none")
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-    with engine:
+    with engine_on_nvme(tmp_path, model) as engine:
         batch = {"tokens": torch.ones(2, 3, dtype=torch.int64), "labels": torch.ones(2, 3, dtype=torch.int64)}
         with pytest.warns(OtherNumbersWarning, match=r"embedding\.weight.*sparse=False") as caught:
             for _ in range(2):
@@ -270,12 +269,12 @@ def test_what_looks_at_a_weights_memory_is_refused_by_name(look: Callable[..., A
     model = _Looking(look)
     before = copy.deepcopy(model.enc.state_dict())
     with pytest.raises(ModelError, match=r"'dec' is a view of parameter 'enc\.weight'.*in forward"):
-        infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+        engine_on_nvme(tmp_path, model)
     assert all(torch.equal(before[name], value) for name, value in model.enc.state_dict().items())
 
 
 def test_a_parameter_in_a_list_and_a_copy_are_not_refused(tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=_Looking(_the_parameter_itself), config=everything_on_nvme(tmp_path))
+    engine = engine_on_nvme(tmp_path, _Looking(_the_parameter_itself))
     engine.close()
 
 
@@ -297,7 +296,7 @@ def test_a_transformer_encoder_takes_torchs_fast_path(tier: str, tmp_path: Path)
     model = copy.deepcopy(plain)
     path = str(tmp_path) if tier == "nvme" else None
     offload = {key: {"device": tier, "nvme_path": path} for key in ("offload_param", "offload_optimizer")}
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, {"zero_optimization": offload}))
+    engine = engine_on_nvme(tmp_path, model, {"zero_optimization": offload})
     x = torch.randn(2, 5, 16)
     padding = torch.zeros(2, 5, dtype=torch.bool)
     padding[0, 3:] = True

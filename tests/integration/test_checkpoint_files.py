@@ -22,9 +22,8 @@ import pytest
 import torch
 from torch import nn
 
-import infinity
 from infinity.errors import CheckpointError, StorageError
-from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.exactness.lockstep import BF16, engine_on_nvme
 from tests.forked import require_in_child
 from tests.internals import BlockFile, Checkpoint, arrays, main, tags, writing
 from tests.internals import manifest as manifests
@@ -54,8 +53,7 @@ class Model(nn.Module):
 def _engine(drive: Path, **changes: Any) -> Any:
     drive.mkdir(exist_ok=True)
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
-    config = everything_on_nvme(drive, {**BF16, "optimizer": optimizer, **changes})
-    return infinity.initialize(model=Model(), config=config)[0]
+    return engine_on_nvme(drive, Model(), {**BF16, "optimizer": optimizer, **changes})
 
 
 def _step(engine: Any) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import CheckpointError, ModelError
-from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
+from tests.exactness.lockstep import BF16, IN_MEMORY, engine_on_nvme, everything_on_nvme
 from tests.internals import main
 from tests.internals import saved as saved_files
 from tests.states import everything, require_equal, state_of
@@ -61,9 +61,7 @@ class Model(nn.Module):
 def training(directory: Path, changes: dict[str, Any], seed: int = 0) -> Iterator[Any]:
     directory.mkdir(exist_ok=True)
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
-    config = everything_on_nvme(directory, {"optimizer": optimizer, "scheduler": _SCHEDULER, **changes})
-    engine, *_ = infinity.initialize(model=Model(seed), config=config)
-    with engine:
+    with engine_on_nvme(directory, Model(seed), {"optimizer": optimizer, "scheduler": _SCHEDULER, **changes}) as engine:
         yield engine
 
 
@@ -185,8 +183,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path, ca
     drive = everything_on_nvme(tmp_path / "drive", BF16)
     other = Model(1)
     other.late = nn.Linear(8, 95)
-    engine, *_ = infinity.initialize(model=other, config=drive)
-    with engine:
+    with infinity.initialize(model=other, config=drive)[0] as engine:
         before = everything(engine)
         with pytest.raises(ModelError, match=r"'late.weight' has shape \(96, 8\), not \(95, 8\)"):
             engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
@@ -194,8 +191,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path, ca
     less = Model(1)
     del less.late
     less.more = nn.Linear(2, 2)
-    engine, *_ = infinity.initialize(model=less, config=drive)
-    with engine:
+    with infinity.initialize(model=less, config=drive)[0] as engine:
         with pytest.raises(ModelError, match=r"'more.weight' is missing") as caught:
             engine.load_checkpoint(tmp_path / "saved")
         assert "'late.weight' is not in the model" in str(caught.value)
@@ -228,8 +224,12 @@ def _groups(model: Model, order: str) -> list[dict[str, Any]]:
 def _in_groups(directory: Path, order: str, changes: dict[str, Any] | None = None) -> Iterator[Any]:
     directory.mkdir(exist_ok=True)
     model = Model()
-    config = everything_on_nvme(directory, {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **(changes or {})})
-    with infinity.initialize(model=model, model_parameters=_groups(model, order), config=config)[0] as engine:
+    with engine_on_nvme(
+        directory,
+        model,
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **(changes or {})},
+        model_parameters=_groups(model, order),
+    ) as engine:
         yield engine
 
 
@@ -310,9 +310,13 @@ def test_what_is_frozen_is_left_out_if_asked_and_stays_as_it_is(
     assert re.search(r"without 'number' and 2 others.*engine\.save_pretrained", capsys.readouterr().err, re.DOTALL)
     model = Model()
     model.frozen.requires_grad_(True)
-    config = everything_on_nvme(tmp_path / "drive", {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **changes})
     missing = pytest.raises(ModelError, match=r"'frozen.weight' is missing; 'frozen.bias' is missing")
-    with infinity.initialize(model=model, config=config)[0] as engine, missing:
+    with (
+        engine_on_nvme(
+            tmp_path / "drive", model, {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **changes}
+        ) as engine,
+        missing,
+    ):
         engine.load_checkpoint(tmp_path / "saved")
 
 

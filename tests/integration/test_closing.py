@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import EngineClosedError, InfinityError, StepError
-from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import BF16, PLAIN, Lockstep, engine_on_nvme, everything_on_nvme, make_batch, take_steps
 from tests.states import state_of
 
 _IN_MEMORY: dict[str, Any] = {"zero_optimization": {"offload_param": None, "offload_optimizer": None}}
@@ -52,7 +52,7 @@ def test_an_engine_that_only_evaluates_makes_way_for_one_that_trains(tmp_path: P
     inputs = torch.randn(4, 512)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     output = model(inputs).detach()
-    evaluating, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, {"optimizer": None}))
+    evaluating = engine_on_nvme(tmp_path, model, {"optimizer": None})
     with torch.no_grad():
         assert torch.equal(evaluating(inputs), output)
     with pytest.raises(StepError, match="eval_on_start=True"):
@@ -61,9 +61,8 @@ def test_an_engine_that_only_evaluates_makes_way_for_one_that_trains(tmp_path: P
     assert evaluating.is_closed
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     assert not model[0].weight.untyped_storage().resizable(), "it is the memory of a file"
-    evaluating, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, {"optimizer": None}))
-    config = everything_on_nvme(tmp_path, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
-    engine, *_ = infinity.initialize(model=model, config=config)
+    evaluating = engine_on_nvme(tmp_path, model, {"optimizer": None})
+    engine = engine_on_nvme(tmp_path, model, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
     plain = nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 8))
     plain.load_state_dict(expected)
     with engine:
@@ -111,11 +110,10 @@ def test_weights_are_not_given_back_when_that_is_not_wanted(tmp_path: Path) -> N
 
 def test_an_engine_that_is_dropped_leaves_nothing_behind(tmp_path: Path) -> None:
 
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
-    engine.backward(engine(**make_batch(0)))
-    engine.step()
+    engine = engine_on_nvme(tmp_path, PLAIN.make("none"))
+    take_steps(engine, 0)
     engine.flush()
-    del engine, _
+    del engine
     gc.collect()
     assert os.listdir(tmp_path) == []
 
@@ -178,7 +176,7 @@ def test_every_dtype_comes_back_bit_for_bit(place: dict[str, Any], changes: dict
     buffers = dict(model.named_buffers())
     before = _facts(model)
     with pytest.raises(ZeroDivisionError):
-        infinity.initialize(model=model, config=everything_on_nvme(tmp_path, {**place, **changes}), lr_scheduler=_fail)
+        engine_on_nvme(tmp_path, model, {**place, **changes}, lr_scheduler=_fail)
     assert _facts(model) == before
     assert all(buffer is buffers[fqn] for fqn, buffer in model.named_buffers())
     assert not model._forward_pre_hooks and model.first.weight._backward_hooks
@@ -195,9 +193,8 @@ def test_an_optimizers_state_comes_back(make: Callable[..., torch.optim.Optimize
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
     before = {p: {k: v.clone() for k, v in state.items()} for p, state in optimizer.state.items()}
-    config = everything_on_nvme(tmp_path, {"optimizer": None})
     with pytest.raises(ZeroDivisionError):
-        infinity.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=_fail)
+        engine_on_nvme(tmp_path, model, optimizer=optimizer, lr_scheduler=_fail)
     assert optimizer.state.keys() == before.keys()
     for parameter, state in before.items():
         assert all(torch.equal(optimizer.state[parameter][name], value) for name, value in state.items())

@@ -13,54 +13,30 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import ModelError
+from tests.exactness.shapes.blocks import Net
 from tests.twins import Twins
 
 # dynamo looks at `.grad` of what goes into a graph, and hides the warning in a way that does not help where it is an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList(Block(8) for _ in range(3))
-        self.head = nn.Linear(8, 16)
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
 def _each_block(model: Any, backend: Any) -> None:
-    for layer in model.layers:
+    for layer in model.blocks:
         layer.compile(backend=backend)
 
 
 def _wrapped_blocks(model: Any, backend: Any) -> None:
-    for index, layer in enumerate(model.layers):
-        model.layers[index] = torch.compile(layer, backend=backend)
+    for index, layer in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(layer, backend=backend)
 
 
 def _inner(model: Any, backend: Any) -> None:
-    for layer in model.layers:
+    for layer in model.blocks:
         layer.up = torch.compile(layer.up, backend=backend)
 
 
 def _forwards(model: Any, backend: Any) -> None:
-    for layer in model.layers:
+    for layer in model.blocks:
         layer.forward = torch.compile(layer.forward, backend=backend)
 
 
@@ -99,10 +75,10 @@ def _losses(step: int) -> Callable[[Any], Tensor]:
     return lambda model: model(*_batch(step))
 
 
-def _models(compile_it: Callable[[Any, Any], None], backend: Any) -> tuple[Model, Model]:
+def _models(compile_it: Callable[[Any, Any], None], backend: Any) -> tuple[Net, Net]:
     """A plain model that is compiled, and an equal one that is not yet."""
     torch.manual_seed(3)
-    model = Model()
+    model = Net("none")
     plain = copy.deepcopy(model)
     compile_it(plain, backend)
     return plain, model
@@ -157,9 +133,9 @@ def test_a_part_of_a_block_is_compiled_later(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 def test_a_whole_graph_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"'Model' was compiled as a whole.*engine\.compile"):
-        Twins(tmp_path, torch.compile(Model(), backend="eager"), plain=Model())
-    model = Model()
+    with pytest.raises(ModelError, match=r"'Net' was compiled as a whole.*engine\.compile"):
+        Twins(tmp_path, torch.compile(Net("none"), backend="eager"), plain=Net("none"))
+    model = Net("none")
     with Twins(tmp_path, model, is_tight=True) as twins:
         engine = twins.engine
         with pytest.raises(ModelError, match=r"cannot trace .*engine\.compile"):

@@ -366,8 +366,7 @@ def test_autocast_that_does_not_fit_is_refused(changes: dict[str, Any], words: s
 def test_inputs_are_cast_if_the_config_says_so(name: str, tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     config = everything_on_nvme(tmp_path, {name: {"enabled": True, "auto_cast": True}})
-    engine, *_ = initialize(model=model, config=config)
-    with engine:
+    with initialize(model=model, config=config)[0] as engine:
         x = torch.ones(3, 4)
         for out in (engine(x), engine(input=x)):
             assert out.dtype == engine.config.compute_dtype
@@ -379,8 +378,7 @@ def test_inputs_are_cast_if_the_config_says_so(name: str, tmp_path: Path) -> Non
 def test_keys_with_dots_are_those_of_their_block(tmp_path: Path) -> None:
     """As TRL writes them."""
     config = everything_on_nvme(tmp_path, {"zero_optimization.reduce_bucket_size": 100, "zero_optimization.stage": 2})
-    engine, *_ = initialize(model=PLAIN.make("none"), config=config)
-    with engine:
+    with initialize(model=PLAIN.make("none"), config=config)[0] as engine:
         assert engine.zero_optimization_stage() == 2
         assert engine.config.offload_param.device == "nvme"
         assert any("zero_optimization.stage" in notice for notice in engine.config.notices)

@@ -22,15 +22,14 @@ import infinity.deepspeed as deepspeed
 from infinity.deepspeed.utils import logger
 from infinity.errors import CheckpointError, ConfigError, ModelError, NonFiniteLossWarning
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, Lockstep, engine_on_nvme, everything_on_nvme, make_batch, take_steps
 from tests.warm_process import run_script
 
 
 def test_names_of_deepspeeds_alone_are_in_a_package_of_their_own(engine: Any, tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'zero'.*: import infinity\.deepspeed as deepspeed"):
         infinity.zero  # noqa: B018
-    plain, *_ = infinity.initialize(model=nn.Linear(4, 4), config=everything_on_nvme(tmp_path))
-    with plain:
+    with engine_on_nvme(tmp_path, nn.Linear(4, 4)) as plain:
         assert (type(plain), type(engine)) == (infinity.Engine, deepspeed.DeepSpeedEngine)
         assert engine.zero_optimization_stage() == 3
         with pytest.raises(AttributeError, match=r"'zero_optimization_stage'.*infinity\.deepspeed\.initialize makes"):
@@ -45,11 +44,6 @@ def engine(tmp_path: Path) -> Iterator[Any]:
     )
     with found:
         yield found
-
-
-def _step(engine: Any, number: int = 0) -> None:
-    engine.backward(loss_of(engine(**make_batch(number))))
-    engine.step()
 
 
 def test_the_optimizer_tells_of_the_loss_scale(tmp_path: Path) -> None:
@@ -83,7 +77,7 @@ def test_the_optimizer_and_the_schedule_that_deepspeed_wraps(engine: Any, tmp_pa
     assert (engine.optimizer.loss_scale, engine.optimizer.dynamic_loss_scale) == (1.0, False)
     assert not engine.optimizer.needs_scaler() and engine.optimizer.loss_scaler.scale_window is None
     assert engine.lr_scheduler.last_batch_iteration == -1
-    _step(engine)
+    take_steps(engine, 0)
     assert engine.lr_scheduler.last_batch_iteration == 0
     inner = engine.optimizer.optimizer
     assert inner.param_groups is engine.optimizer.param_groups
@@ -95,7 +89,7 @@ def test_the_optimizer_and_the_schedule_that_deepspeed_wraps(engine: Any, tmp_pa
     assert isinstance(unwrapped, torch.optim.Optimizer) and unwrapped.param_groups is inner.param_groups
     assert type(unwrapped).__name__ == "AdamW" and unwrapped == inner
     engine.lr_scheduler.last_batch_iteration = 5
-    _step(engine)
+    take_steps(engine, 0)
     assert (engine.lr_scheduler.last_batch_iteration, engine.lr_scheduler.last_epoch) == (6, 7)
     assert engine.optimizer_name() == names.ADAMW_OPTIMIZER
     assert names.ONEBIT_LAMB_OPTIMIZER in names.DEEPSPEED_OPTIMIZERS
@@ -121,7 +115,7 @@ def test_parameters_answer_as_those_of_stage_3(engine: Any) -> None:
 def test_calls_that_move_states_move_nothing(engine: Any) -> None:
     from infinity.deepspeed.runtime.zero import offload_config  # type: ignore[import-not-found]
 
-    _step(engine)
+    take_steps(engine, 0)
     before = engine.module.head.weight.clone()
     states = [offload_config.OffloadStateTypeEnum.optim_states]
     engine.offload_states(include=states, device=offload_config.OffloadDeviceEnum.cpu, pin_memory=True)
@@ -139,7 +133,7 @@ def test_hooks_that_trl_takes_off(engine: Any) -> None:
         utils.remove_hooks(engine)
         assert torch.equal(loss_of(engine.module(**batch)), loss_of(before))
         utils.add_hooks(engine)
-    _step(engine)
+    take_steps(engine, 0)
 
 
 def test_files_that_lightning_converts(engine: Any, tmp_path: Path) -> None:
@@ -199,7 +193,7 @@ def test_timers_and_monitor(engine: Any, caplog: pytest.LogCaptureFixture, monke
     assert not engine.flops_profiler_enabled() and engine.get_sequence_parallel_group() is None
     assert engine.tput_timer.avg_samples_per_sec() == float("-inf")  # DeepSpeed-Chat ends each epoch with it
     engine.tput_timer.start()
-    _step(engine)
+    take_steps(engine, 0)
     engine.tput_timer.stop(global_step=True)
     engine.tput_timer.update_epoch_count()
     assert engine.tput_timer.epoch_count == 1
@@ -466,7 +460,7 @@ def test_local_parts_are_the_whole(tmp_path: Path) -> None:
     with deepspeed.initialize(model=PLAIN.make("none"), config=config)[0] as engine:
         weight = engine.module.head.weight
         halves, quarters = (torch.full((weight.numel(),), value) for value in (0.5, 0.25))
-        _step(engine)
+        take_steps(engine, 0)
         utils.safe_set_local_fp32_param(weight, halves)
         assert torch.equal(utils.safe_get_full_fp32_param(weight), halves.view(weight.shape))
         assert torch.equal(utils.safe_get_local_fp32_param(weight), halves)
@@ -510,7 +504,7 @@ def test_small_functions() -> None:
 
 
 def test_the_script_beside_a_checkpoint_writes_its_weights(engine: Any, tmp_path: Path) -> None:
-    _step(engine)
+    take_steps(engine, 0)
     engine.save_checkpoint(tmp_path / "saved")
     expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
     saved = tmp_path / "saved"
@@ -529,7 +523,7 @@ def test_fp32_weights_of_a_checkpoint(engine: Any, tmp_path: Path) -> None:
         load_state_dict_from_zero_checkpoint,
     )
 
-    _step(engine)
+    take_steps(engine, 0)
     engine.save_checkpoint(tmp_path / "saved", tag="one")
     expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
     found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")

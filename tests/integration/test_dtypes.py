@@ -15,7 +15,7 @@ from torch import nn
 import infinity
 from infinity.errors import ModelError, OtherNumbersWarning
 from tests.exactness.case import Case
-from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
+from tests.exactness.lockstep import BF16, Lockstep, engine_on_nvme
 from tests.twins import Twins
 
 _IN_MEMORY: dict[str, Any] = {"zero_optimization": {"offload_param": None, "offload_optimizer": None}}
@@ -50,7 +50,7 @@ def test_trained_fp64_is_warned_of(tmp_path: Path) -> None:
     model = Constants()
     model.scale.requires_grad_(True)
     with pytest.warns(OtherNumbersWarning, match=r"'scale' is fp64, but .* fp32.*model\.float"):
-        engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+        engine = engine_on_nvme(tmp_path, model)
     engine.close()
 
 
@@ -59,12 +59,12 @@ def test_16_bits_that_the_config_does_not_enable_are_warned_of(is_trained: bool,
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16().requires_grad_(is_trained))
     message = r"'1\.weight' is bf16 \(and 1 more\), but is computed with%s in fp32.*or set \"bf16\" or \"fp16\""
     with pytest.warns(OtherNumbersWarning, match=message % (" and trained" if is_trained else "")):
-        engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+        engine = engine_on_nvme(tmp_path, model)
     engine.close()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the config says it
-        infinity.initialize(model=model, config=everything_on_nvme(tmp_path, BF16))[0].close()
+        engine_on_nvme(tmp_path, model, BF16).close()
 
 
 class Sliced(nn.Module):
@@ -157,7 +157,7 @@ def test_float8_that_is_trained_is_refused(tmp_path: Path) -> None:
     model = Scaled(torch.float8_e4m3fn)
     model.weight.requires_grad_(True)
     with pytest.raises(ModelError, match=r"'weight' is a torch\.float8_e4m3fn that is trained.*Freeze it"):
-        infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+        engine_on_nvme(tmp_path, model)
     assert model.weight.dtype == torch.float8_e4m3fn
 
 
@@ -197,9 +197,7 @@ _CASE = Case("buffered", Buffered, lambda draw: {"x": draw.floats(2, 6, 8)}, has
 @pytest.mark.parametrize("changes", [{}, BF16, _FP16], ids=["fp32", "bf16", "fp16"])
 def test_training_equals_plain_torch_with_its_buffers_as_they_came(changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, case=_CASE, changes=changes) as both:
-        for step in range(3):
-            both.engine_step(step)
-        both.require_equal()
+        both.engine_steps(range(3))
         found = {fqn: buffer.dtype for fqn, buffer in both.model.named_buffers() if buffer.is_floating_point()}
         in_weights_dtype = {"learned.running_mean", "learned.running_var"}
         for fqn, dtype in found.items():
@@ -221,11 +219,10 @@ class Positions(nn.Module):
 
 
 def test_a_buffer_that_meets_weights_names_the_cure(tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=Positions(), config=everything_on_nvme(tmp_path, BF16))
+    engine = engine_on_nvme(tmp_path, Positions(), BF16)
     with engine, pytest.raises(RuntimeError, match=r"'table' is float32.*data_types.buffer_dtype' to \"bfloat16\""):
         engine(torch.ones(2, 6, 8).bfloat16())
-    unrelated, *_ = infinity.initialize(model=Positions(), config=everything_on_nvme(tmp_path, BF16))
-    with unrelated, pytest.raises(RuntimeError) as caught:
+    with engine_on_nvme(tmp_path, Positions(), BF16) as unrelated, pytest.raises(RuntimeError) as caught:
         unrelated(torch.ones(2, 5, 8).bfloat16())
     assert not getattr(caught.value, "__notes__", [])
 
@@ -233,8 +230,7 @@ def test_a_buffer_that_meets_weights_names_the_cure(tmp_path: Path) -> None:
 def test_the_config_casts_buffers(tmp_path: Path) -> None:
     changes = {**BF16, "data_types": {"buffer_dtype": "bfloat16"}}
     plain, model = Positions().bfloat16(), Positions()
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
-    with engine:
+    with engine_on_nvme(tmp_path, model, changes) as engine:
         assert model.table.dtype == torch.bfloat16
         x = torch.randn(2, 6, 8).bfloat16()
         assert torch.equal(engine(x), plain(x))
@@ -244,8 +240,7 @@ def test_the_config_casts_buffers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("came", [torch.bfloat16, torch.float64])
 def test_buffers_of_a_model_that_is_cast_to_fp32_as_a_whole_go_with_it(came: torch.dtype, tmp_path: Path) -> None:
     model = Positions().to(came)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-    with engine:
+    with engine_on_nvme(tmp_path, model) as engine:
         assert model.table.dtype == torch.float32 and engine(torch.ones(2, 6, 8)).isfinite()
 
 
@@ -279,8 +274,7 @@ class _MakesItsOwn(nn.Linear):
 def _notes(model: nn.Module, dtype: torch.dtype, *given: Any, calls: str = "engine") -> str:
     optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     config = {"train_micro_batch_size_per_gpu": 2, **optimizer, **_CONFIGS[dtype]}
-    engine, *_ = infinity.initialize(model=model, config=config)
-    with engine:
+    with infinity.initialize(model=model, config=config)[0] as engine:
         call = {"engine": engine, "model": model, "train_batch": lambda x: engine.train_batch(iter([x]))}[calls]
         with pytest.raises((RuntimeError, ValueError)) as caught:
             call(*given)

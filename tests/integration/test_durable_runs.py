@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-import infinity
 from infinity.errors import ConfigError, ModelError, StepError, StorageError
-from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.exactness.lockstep import BF16, engine_on_nvme
 from tests.states import everything, require_equal
 
 _MODES: dict[str, dict[str, Any]] = {
@@ -62,10 +61,10 @@ def training(drive: Path, changes: dict[str, Any], model: nn.Module, lr_schedule
     own = {"durable": True, **changes.get("infinity", {})}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
     common = {"optimizer": optimizer, "scheduler": _SCHEDULER, "train_micro_batch_size_per_gpu": 2}
-    config = everything_on_nvme(drive, {**common, **changes, "infinity": own})
     data = list(torch.randn(14, 8, generator=torch.Generator().manual_seed(7)))
-    engine, *_ = infinity.initialize(model=model, config=config, training_data=data, lr_scheduler=lr_scheduler)
-    with engine:
+    with engine_on_nvme(
+        drive, model, {**common, **changes, "infinity": own}, training_data=data, lr_scheduler=lr_scheduler
+    ) as engine:
         yield engine
 
 

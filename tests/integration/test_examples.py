@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.children import run_python
 from tests.warm_process import run_script
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -76,14 +74,8 @@ def test_a_notebook_runs_in_jupyter(notebook: Path, tmp_path: Path) -> None:
             pytest.skip(f"{library} is not installed: pip install {library}")
     shutil.copy(notebook, tmp_path)  # cells run in the notebook's folder
     folders = {name: str(tmp_path / "jupyter") for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
-    done = subprocess.run(
-        [sys.executable, "-m", "nbconvert", "--execute", "--to", "notebook", "--output", "executed", notebook.name],
-        cwd=tmp_path,
-        env=os.environ | folders | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["--execute", "--to", "notebook", "--output", "executed", notebook.name]
+    done = run_python("-m", "nbconvert", *words, cwd=tmp_path, **folders)
     assert done.returncode == 0, done.stderr
     cells = json.loads((tmp_path / "executed.ipynb").read_text())["cells"]
     printed = "".join(

@@ -13,7 +13,7 @@ from torch import nn
 import infinity
 from infinity.errors import CheckpointError, ConfigError, OptimizerNotPageableError
 from tests.exactness import mixtures
-from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme, merged
+from tests.exactness.lockstep import BF16, Lockstep, engine_on_nvme, everything_on_nvme, merged
 from tests.internals import Checkpoint
 from tests.quantized import quantize
 from tests.twins import Twins
@@ -123,7 +123,7 @@ def test_only_touched_experts_are_updated(tmp_path: Path) -> None:
     routed = mixtures.watch_routing(reference)
     section = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
     changes = {"optimizer": section, "infinity": {"experts": "touched_only", "staging_buffer_bytes": None}}
-    with infinity.initialize(model=case.make("none"), config=everything_on_nvme(tmp_path, changes))[0] as engine:
+    with engine_on_nvme(tmp_path, case.make("none"), changes) as engine:
         for step in range(3):
             batch = {key: value[:, :2] for key, value in case.batch(_draw(step)).items()}
             routed.clear()
@@ -161,8 +161,7 @@ def _draw(step: int) -> Any:
 def test_only_routed_experts_are_read(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     case = mixtures.case("qwen3_moe", wrap=mixtures.with_adapters)
-    config = everything_on_nvme(tmp_path, {"infinity": {"staging_buffer_bytes": None}})
-    with infinity.initialize(model=case.make("none"), config=config)[0] as engine:
+    with engine_on_nvme(tmp_path, case.make("none"), {"infinity": {"staging_buffer_bytes": None}}) as engine:
         units = {unit.name: unit for unit in engine._parts.parameter_map.units}
         fetched: list[str] = []
         fetch = engine._parts.storage.weights.fetch
@@ -195,7 +194,7 @@ def test_checkpoints_and_exports_have_the_names_of_transformers(family: str, fro
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not (frozen and ".experts." in name))
         changes = {"infinity": {"experts": choice, "staging_buffer_bytes": None}}
-        return infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))[0]
+        return engine_on_nvme(tmp_path, model, changes)
 
     def train(one: Any, start: int) -> None:
         for step in range(start, start + 2):
@@ -230,10 +229,11 @@ def test_checkpoints_and_exports_have_the_names_of_transformers(family: str, fro
 @pytest.mark.parametrize("optimizer", [{"type": "AdamW", "params": {"lr": 1e-2}}, {"type": "SGD", "params": _MOMENTUM}])
 def test_experts_that_are_updated_alone_resume_with_their_own_states(optimizer: dict[str, Any], tmp_path: Path) -> None:
     def engine(choice: str) -> Any:
-        config = everything_on_nvme(
-            tmp_path / "drive", {"infinity": {"experts": choice, "staging_buffer_bytes": None}, "optimizer": optimizer}
+        return engine_on_nvme(
+            tmp_path / "drive",
+            mixtures.make("qwen3_moe"),
+            {"infinity": {"experts": choice, "staging_buffer_bytes": None}, "optimizer": optimizer},
         )
-        return infinity.initialize(model=mixtures.make("qwen3_moe"), config=config)[0]
 
     def train(engine: Any, seeds: range) -> list[float]:
         losses = []
@@ -278,7 +278,7 @@ def test_checkpoints_of_packed_experts_have_their_names(tmp_path: Path) -> None:
 def test_afterwards_the_model_is_what_it_was(tmp_path: Path) -> None:
     model: Any = mixtures.case("qwen3_moe").make("none")
     names, experts = [name for name, _ in model.named_parameters()], model.model.layers[0].mlp.experts.down_proj
-    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path, _BY_EXPERT))[0] as engine:
+    with engine_on_nvme(tmp_path, model, _BY_EXPERT) as engine:
         expected = engine.module.state_dict()
     assert [name for name, _ in model.named_parameters()] == names
     assert model.model.layers[0].mlp.experts.down_proj is experts
@@ -299,6 +299,5 @@ def test_refusals_name_the_cure(tmp_path: Path) -> None:
 def test_experts_with_adapters_of_their_own_cannot_be_paged_one_by_one(choice: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     model = mixtures.with_adapters_on_experts(mixtures.make("qwen3_moe"))
-    config = everything_on_nvme(tmp_path, {"infinity": {"experts": choice, "staging_buffer_bytes": None}})
     with pytest.raises(ConfigError, match=r"mlp\.experts.*target_parameters"):
-        infinity.initialize(model=model, config=config)
+        engine_on_nvme(tmp_path, model, {"infinity": {"experts": choice, "staging_buffer_bytes": None}})

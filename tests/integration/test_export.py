@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-import infinity
 from infinity.errors import ModelError, StorageError
-from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep, everything_on_nvme
+from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep, engine_on_nvme
 from tests.internals import publish
 from tests.small_transformers import are_equal, read_weights
 
@@ -29,8 +28,7 @@ def started(tmp_path: Path) -> Iterator[tuple[Any, nn.Sequential]]:
     drive.mkdir()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine:
+    with engine_on_nvme(drive, model) as engine:
         yield engine, model
 
 
@@ -157,8 +155,7 @@ def test_weights_that_transformers_ties_are_written_once(tmp_path: Path) -> None
     drive = tmp_path / "drive"
     drive.mkdir()
     model = _llama(tie_word_embeddings=True)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine:
+    with engine_on_nvme(drive, model) as engine:
         tokens = torch.arange(8).view(1, 8)
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
@@ -182,8 +179,7 @@ def test_a_peft_model_is_saved_as_its_adapters_which_load(tmp_path: Path) -> Non
     drive.mkdir()
     model = _adapted(_llama())
     tokens = torch.arange(8).view(1, 8)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine:
+    with engine_on_nvme(drive, model) as engine:
         for _ in range(2):
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
             engine.step()
@@ -220,7 +216,7 @@ def test_kinds_of_adapters(
     if what == "vectors":
         next(iter(model.peft_config.values())).save_only_topk_weights = True
     model.save_pretrained(tmp_path / "theirs")
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
+    engine = engine_on_nvme(drive, model)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a state dict of the whole model")
@@ -249,7 +245,7 @@ def test_a_peft_model_that_is_not_adapters_of_one_kind_is_refused(what: str, tmp
     }
     if what == "merged":
         model.merge_and_unload()
-    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path))[0] as engine:
+    with engine_on_nvme(tmp_path, model) as engine:
         for save in (engine.save_16bit_model, engine.save_pretrained):
             with pytest.raises(ModelError, match=message[what]):
                 save(tmp_path / "out")
@@ -257,8 +253,7 @@ def test_a_peft_model_that_is_not_adapters_of_one_kind_is_refused(what: str, tmp
 
 
 def test_what_is_no_directory_is_not_made_into_one(tmp_path: Path) -> None:
-    config = everything_on_nvme(tmp_path)
-    with infinity.initialize(model=nn.Linear(4, 4), config=config)[0] as engine:
+    with engine_on_nvme(tmp_path, nn.Linear(4, 4)) as engine:
         for save in (engine.save_16bit_model, engine.save_pretrained, engine.save_fp32_model):
             with pytest.raises(ValueError, match="the directory is empty"):
                 save("")
@@ -296,8 +291,7 @@ def test_every_dtype_and_shape_is_read_back_by_the_library(tmp_path: Path) -> No
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     drive = tmp_path / "drive"
     drive.mkdir()
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine:
+    with engine_on_nvme(drive, model) as engine:
         engine.save_16bit_model(tmp_path / "out")
     assert are_equal(read_weights(tmp_path / "out"), expected)
 

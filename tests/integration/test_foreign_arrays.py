@@ -17,9 +17,8 @@ import zarr
 from torch import nn
 from zarr.codecs import BloscCodec, BytesCodec, GzipCodec, TransposeCodec, ZstdCodec
 
-import infinity
 from infinity.errors import CheckpointError
-from tests.exactness.lockstep import everything_on_nvme
+from tests.exactness.lockstep import engine_on_nvme
 from tests.internals import Checkpoint, arrays, foreign_arrays, main, manifest, seal, writing
 
 _DTYPES = [arrays.dtype_of(name) for name in arrays.STORED_AS]
@@ -103,8 +102,7 @@ def _model() -> nn.Module:
 
 def _engine(drive: Path) -> Any:
     drive.mkdir(exist_ok=True)
-    config = everything_on_nvme(drive, {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})
-    return infinity.initialize(model=_model(), config=config)[0]
+    return engine_on_nvme(drive, _model(), {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})
 
 
 def _step(engine: Any, seed: int) -> None:

@@ -17,7 +17,7 @@ from infinity.checkpoint import stored_weights
 from infinity.errors import StepError
 from swapper import ALIGNMENT
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme
+from tests.exactness.lockstep import BF16, PLAIN, Lockstep, engine_on_nvme
 from tests.exactness.written import MODES, FollowingTorch
 from tests.twins import Side, require_same
 
@@ -157,7 +157,7 @@ def test_a_write_stores_no_more_than_the_parameter(tmp_path: Path) -> None:
 
 
 def test_reading_looks_for_no_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
+    engine = engine_on_nvme(tmp_path, PLAIN.make("none"))
 
     def refuse(*_: Any) -> None:
         raise AssertionError("weights are compared, or stored")

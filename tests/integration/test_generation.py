@@ -13,9 +13,9 @@ import torch
 
 import infinity
 from tests.exactness.lockstep import BF16, everything_on_nvme, merged
+from tests.exactness.paged import least_budget
 from tests.internals import Unit, WeightStore
 from tests.small_transformers import make
-from tests.twins import least_budget
 
 _SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 _ROOMY = {**_SIZES, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-import infinity
 from infinity.errors import ModelError
-from tests.exactness.lockstep import everything_on_nvme
+from tests.exactness.lockstep import engine_on_nvme
 
 
 class Model(nn.Module):
@@ -67,8 +66,7 @@ class Growing(Model):
 
 def _engine(model: nn.Module, drive: Path, section: Mapping[str, Any] | None = None, **passed: Any) -> Any:
     drive.mkdir(exist_ok=True)
-    config = everything_on_nvme(drive, {"infinity": section or {}})
-    return infinity.initialize(model=model, config=config, **passed)[0]
+    return engine_on_nvme(drive, model, {"infinity": section or {}}, **passed)
 
 
 def _steps(engine: Any, *seeds: int) -> list[float]:

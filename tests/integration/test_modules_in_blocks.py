@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import infinity
 from infinity.errors import BudgetTooSmallError, ModelError, StepError
-from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.exactness.lockstep import BF16, engine_on_nvme
 from tests.twins import Twins
 
 _WIDTH = 16
@@ -136,7 +135,7 @@ class Unsteady(Gated):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_an_unexpected_late_use_is_an_error_and_expected_from_then_on(use_reentrant: bool, tmp_path: Path) -> None:
     model = Unsteady(use_reentrant=use_reentrant)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+    engine = engine_on_nvme(tmp_path, model)
 
     def backward(step: int) -> None:
         model.looks_again = False
@@ -231,8 +230,7 @@ def test_weights_kept_by_a_function_are_told_with_a_minimum_that_suffices(tmp_pa
         model = nn.Sequential(*[_Linear() for _ in range(12)])
         changes = {"infinity": {"host_memory_budget": budget, "staging_buffer_bytes": None}}
         try:
-            config = everything_on_nvme(tmp_path / str(attempt), changes)
-            with infinity.initialize(model=model, config=config)[0] as engine:
+            with engine_on_nvme(tmp_path / str(attempt), model, changes) as engine:
                 engine.backward(engine(torch.ones(2, 256)).sum())
                 engine.step()
             break
@@ -258,7 +256,7 @@ def test_a_router_that_casts_itself_is_told_with_a_cure_that_works(tmp_path: Pat
     def train(directory: Path, **options: Any) -> None:
         model = _switch(**options).to(torch.bfloat16)
         ids = torch.ones(2, 6, dtype=torch.long)
-        with infinity.initialize(model=model, config=everything_on_nvme(directory, BF16))[0] as engine:
+        with engine_on_nvme(directory, model, BF16) as engine:
             for _ in range(2):
                 engine.backward(engine(input_ids=ids, labels=ids).loss)
                 engine.step()

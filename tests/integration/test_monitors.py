@@ -15,17 +15,18 @@ from torch.utils.flop_counter import FlopCounterMode
 import infinity
 from infinity.deepspeed.monitor.monitor import MonitorMaster
 from infinity.errors import ConfigError
-from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.exactness.lockstep import BF16, engine_on_nvme
 from tests.ranks import run_ranks
 
 
 def _train(directory: Path, changes: dict[str, Any], num_steps: int = 3) -> list[tuple[infinity.StepReport, float]]:
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
-    config = everything_on_nvme(
-        directory, {"train_micro_batch_size_per_gpu": 2, "scheduler": scheduler, **BF16, **changes}
-    )
     torch.manual_seed(0)
-    engine, *_ = infinity.initialize(model=nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 4)), config=config)
+    engine = engine_on_nvme(
+        directory,
+        nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 4)),
+        {"train_micro_batch_size_per_gpu": 2, "scheduler": scheduler, **BF16, **changes},
+    )
     found = []
     with engine:
         for _ in range(num_steps):
@@ -150,12 +151,12 @@ def test_comet_gets_nothing_and_that_is_told() -> None:
 
 
 def test_operations_are_counted_by_torch_as_the_notice_says(tmp_path: Path) -> None:
-    config = everything_on_nvme(
-        tmp_path,
-        {"train_micro_batch_size_per_gpu": 4, "flops_profiler": {"enabled": True, "profile_step": 1, "detailed": True}},
-    )
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)])
-    with infinity.initialize(model=model, config=config)[0] as engine:
+    with engine_on_nvme(
+        tmp_path,
+        model,
+        {"train_micro_batch_size_per_gpu": 4, "flops_profiler": {"enabled": True, "profile_step": 1, "detailed": True}},
+    ) as engine:
         assert any("FlopCounterMode around engine(...)" in notice for notice in engine.config.notices)
         with FlopCounterMode(display=False) as counted:
             engine(torch.ones(4, 64, dtype=engine.config.compute_dtype))

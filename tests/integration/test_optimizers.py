@@ -51,9 +51,7 @@ def test_optimizers_by_config_name(
     settings = {key: value for key, value in params.items() if key not in ("adam_w_mode", "bias_correction")}
     changes = {"optimizer": {"type": name, "params": params}, "gradient_clipping": clipping}
     with Lockstep.start(tmp_path, changes=changes, reference_optimizer=_of(cls, **settings, **more)) as both:
-        for step in range(3):
-            both.engine_step(step)
-        both.require_equal()
+        both.engine_steps(range(3))
 
 
 _INSTANCES: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
@@ -70,16 +68,8 @@ _INSTANCES: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("name", _INSTANCES)
 def test_optimizers_passed_as_instances(name: str, tmp_path: Path) -> None:
-    make = _INSTANCES[name]
-    with Lockstep.start(
-        tmp_path,
-        changes={"optimizer": None},
-        reference_optimizer=make,
-        arguments=lambda model: {"optimizer": make(dict(model.named_parameters()))},
-    ) as both:
-        for step in range(3):
-            both.engine_step(step)
-        both.require_equal()
+    with Lockstep.start(tmp_path, optimizer=_INSTANCES[name]) as both:
+        both.engine_steps(range(3))
 
 
 def _trainable(model: nn.Module) -> Named:
@@ -112,9 +102,7 @@ def test_optimizers_passed_in_other_ways(name: str, shape: str, tmp_path: Path) 
     with Lockstep.start(
         tmp_path, case=SHAPES_BY_NAME[shape], changes=changes, reference_optimizer=make, arguments=arguments
     ) as both:
-        for step in range(3):
-            both.engine_step(step)
-        both.require_equal()
+        both.engine_steps(range(3))
 
 
 class NovoGrad(torch.optim.Optimizer):
@@ -169,15 +157,8 @@ def _lockstep(
     directory: Path, make: Callable[[Named], torch.optim.Optimizer], shape: str, changes: Mapping[str, Any]
 ) -> Lockstep:
     own = {"staging_buffer_bytes": None, **changes.get("infinity", {})}
-    return Lockstep.start(
-        directory,
-        case=SHAPES_BY_NAME[shape],
-        changes={**changes, "optimizer": None, "infinity": own},
-        reference_optimizer=make,
-        arguments=lambda model: {
-            "optimizer": make({fqn: param for fqn, param in model.named_parameters() if param.requires_grad})
-        },
-    )
+    changes = {**changes, "infinity": own}
+    return Lockstep.start(directory, case=SHAPES_BY_NAME[shape], changes=changes, optimizer=make)
 
 
 @pytest.mark.deep(but=1)
@@ -185,9 +166,7 @@ def _lockstep(
 @pytest.mark.parametrize("name", _OPTIMIZERS)
 def test_whole_parameters_are_updated_as_in_torch(name: str, placement: str, tmp_path: Path) -> None:
     with _lockstep(tmp_path, _OPTIMIZERS[name], "plain", _PLACEMENTS[placement]) as both:
-        for step in range(3):
-            both.engine_step(step)
-        both.require_equal()
+        both.engine_steps(range(3))
 
 
 _SHAPES = (
@@ -200,9 +179,7 @@ _SHAPES = (
 @pytest.mark.parametrize("shape", _SHAPES)
 def test_parameters_of_all_forms(shape: str, tmp_path: Path) -> None:
     with _lockstep(tmp_path, _OPTIMIZERS["Lamb"], shape, {}) as both:
-        for step in range(2):
-            both.engine_step(step)
-        both.require_equal()
+        both.engine_steps(range(2))
 
 
 def test_it_is_the_configs_muon(tmp_path: Path) -> None:
@@ -214,9 +191,7 @@ def test_it_is_the_configs_muon(tmp_path: Path) -> None:
 
     with Lockstep.start(tmp_path, changes=changes, reference_optimizer=make) as both:
         assert [group["use_muon"] for group in both.engine.optimizer.param_groups] == [True, False]
-        for step in range(3):
-            both.engine_step(step)
-        both.require_equal()
+        both.engine_steps(range(3))
 
 
 def test_torchs_muon(tmp_path: Path) -> None:

@@ -1,18 +1,22 @@
-"""Frozen weights that are stored packed: the bits of plain torch with the rounded weights, wherever they rest."""
+"""Frozen weights that are stored packed: the bits of plain torch with the rounded weights, wherever they rest; and files of
+bases that are quantized already."""
 
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import infinity
-from infinity.errors import ConfigError, ModelError
-from tests.exactness.lockstep import everything_on_nvme
+from infinity.errors import CheckpointError, ConfigError, ModelError
+from tests.exactness.lockstep import engine_on_nvme, everything_on_nvme
 from tests.internals import saved as saved_files
 from tests.quantized import quantize
 from tests.small_transformers import MODELS
@@ -94,15 +98,15 @@ def test_checkpointing_and_bytes(tmp_path: Path) -> None:
 def test_the_vertical_schedule(tmp_path: Path) -> None:
     model = _adapted()
     plain = quantize(copy.deepcopy(model))
-    config = everything_on_nvme(
+    engine = engine_on_nvme(
         tmp_path,
+        model,
         {
             "gradient_accumulation_steps": 2,
             "infinity": {"schedule": "vertical", "frozen_dtype": "nf4"},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
         },
     )
-    engine, *_ = infinity.initialize(model=model, config=config)
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, fused=True)
     with engine:
         for step in range(2):
@@ -124,8 +128,7 @@ def test_with_16_bits_as_without_packing(dtype: torch.dtype, tmp_path: Path) -> 
     losses = []
     for frozen_dtype, model in (("nf4", _adapted()), (None, quantize(_adapted(), dtype=dtype))):
         changes = {key: {"enabled": True}, "infinity": {"frozen_dtype": frozen_dtype}}
-        engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
-        with engine:
+        with engine_on_nvme(tmp_path, model, changes) as engine:
             for number in range(2):
                 losses.append(engine(input_ids=_tokens(number), labels=_tokens(number)).loss)
                 engine.backward(losses[-1])
@@ -169,17 +172,14 @@ def test_values_that_are_not_finite_are_refused_and_come_back(tmp_path: Path) ->
     bad = model.get_parameter("base_model.model.model.layers.1.self_attn.v_proj.weight")
     bad.data[3, 3] = float("inf")
     before["base_model.model.model.layers.1.self_attn.v_proj.weight"][3, 3] = float("inf")
-    config = everything_on_nvme(tmp_path, {"infinity": {"frozen_dtype": "nf4"}})
     with pytest.raises(ModelError, match=r"layers\.1\.self_attn\.v_proj\.weight.*NaN or infinite"):
-        infinity.initialize(model=model, config=config)
+        engine_on_nvme(tmp_path, model, {"infinity": {"frozen_dtype": "nf4"}})
     assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == []
 
 
 def test_patterns_choose_formats(tmp_path: Path) -> None:
     patterns = {"lm_head": "bf16", "*.mlp.*": "nf4", "q_proj": "int8"}
-    config = everything_on_nvme(tmp_path, {"infinity": {"frozen_dtype": patterns}})
-    engine, *_ = infinity.initialize(model=_adapted(), config=config)
-    with engine:
+    with engine_on_nvme(tmp_path, _adapted(), {"infinity": {"frozen_dtype": patterns}}) as engine:
         packed = {slot.spec.fqn: slot.spec.packed for unit in engine._parts.plan.units for slot in unit.layout.slots}
         named = {fqn.replace(".base_layer", "").split(".")[-2]: name for fqn, name in packed.items() if name}
         assert named == {"gate_proj": "nf4", "up_proj": "nf4", "down_proj": "nf4", "q_proj": "int8", "lm_head": "bf16"}
@@ -187,17 +187,15 @@ def test_patterns_choose_formats(tmp_path: Path) -> None:
 
 def test_a_pattern_that_means_nothing_is_an_error(tmp_path: Path) -> None:
     for pattern, words in (("nowhere", "matches no parameter"), ("*embed_tokens*", "none of them can be packed")):
-        config = everything_on_nvme(tmp_path, {"infinity": {"frozen_dtype": {pattern: "nf4"}}})
         with pytest.raises(ConfigError, match=words):
-            infinity.initialize(model=_adapted(), config=config)
+            engine_on_nvme(tmp_path, _adapted(), {"infinity": {"frozen_dtype": {pattern: "nf4"}}})
 
 
 def test_tied_heads_stay_as_they_are(tmp_path: Path) -> None:
     model = llama(**_WIDTHS, tie_word_embeddings=True).requires_grad_(False)
     model.model.norm.weight.requires_grad_(True)
     head = model.lm_head.weight.detach().clone()
-    config = everything_on_nvme(tmp_path, {"infinity": {"frozen_dtype": "nf4"}})
-    engine, *_ = infinity.initialize(model=model, config=config)
+    engine = engine_on_nvme(tmp_path, model, {"infinity": {"frozen_dtype": "nf4"}})
     with engine, infinity.GatheredParameters(model.lm_head.weight):
         assert torch.equal(model.lm_head.weight, head)
 
@@ -239,8 +237,7 @@ def test_checkpoints_record_the_base_and_refuse_another(tmp_path: Path) -> None:
 def test_a_save_reads_only_base_weights_that_changed_since_the_last(frozen_dtype: str | None, tmp_path: Path) -> None:
     name = "base_model.model.model.layers.0.mlp.up_proj.weight"
     model = _adapted()
-    config = everything_on_nvme(tmp_path, {"infinity": {"frozen_dtype": frozen_dtype}})
-    engine, *_ = infinity.initialize(model=model, config=config)
+    engine = engine_on_nvme(tmp_path, model, {"infinity": {"frozen_dtype": frozen_dtype}})
 
     def saved(tag: str) -> tuple[int, dict[str, tuple[str, int]]]:
         before = _bytes_read()
@@ -293,3 +290,72 @@ def test_experts_that_are_one_tensor(experts: str, tmp_path: Path) -> None:
         assert {spec.packed for spec in specs if len(spec.shape) == 3} == {"nf4"}
         _train(both)
         both.require_equal()
+
+
+_TOKENS = torch.arange(24).view(2, 12)
+
+
+def _fp8_files(directory: Path) -> dict[str, torch.Tensor]:
+    """A base whose linear layers are in FP8, with scales that packing anew would not give; and its plain weights in bf16."""
+    model = llama(**_WIDTHS).to(torch.bfloat16)
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    plain = dict(tensors)
+    for name, value in list(tensors.items()):
+        if "_proj.weight" in name:
+            scales = torch.rand(tuple(-(-size // 128) for size in value.shape)) / 100 + 0.001
+            of_each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: value.shape[0], : value.shape[1]]
+            codes = (value.float() / of_each).to(torch.float8_e4m3fn)
+            tensors[name], tensors[f"{name}_scale_inv"] = codes, scales
+            plain[name] = (codes.float() * of_each).to(torch.bfloat16)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return plain
+
+
+def _trained(model: Any, directory: Path, frozen_dtype: Any) -> list[torch.Tensor]:
+    """Losses and logits, with the norms trained over a frozen base."""
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    changes = {"bf16": {"enabled": True}, "infinity": {"frozen_dtype": frozen_dtype}}
+    engine = engine_on_nvme(directory, model, changes)
+    seen = []
+    with engine:
+        for _ in range(2):
+            loss = engine(input_ids=_TOKENS, labels=_TOKENS).loss
+            engine.backward(loss)
+            engine.step()
+            seen.append(loss.detach())
+        with torch.no_grad():
+            return [*seen, engine(input_ids=_TOKENS).logits]
+
+
+def test_fp8_files_are_stored_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    plain = _fp8_files(tmp_path / "base")
+    config = everything_on_nvme(tmp_path / "nvme", {"bf16": {"enabled": True}})
+    loaded = infinity.load_pretrained(AutoModelForCausalLM, tmp_path / "base", config=config, dtype=torch.bfloat16)
+    assert isinstance(loaded, LlamaForCausalLM)
+    weights = loaded.state_dict()
+    assert [name for name, value in plain.items() if not torch.equal(weights[name], value)] == []
+    llama(**_WIDTHS).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    save_file(plain, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    expected = LlamaForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16)
+    packed = _trained(
+        loaded, tmp_path / "nvme", {"lm_head": "bf16", "*": "fp8_e4m3"}
+    )  # the head is not quantized there
+    for found, wanted in zip(packed, _trained(expected, tmp_path / "nvme", None), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_other_methods_are_named(tmp_path: Path) -> None:
+    _fp8_files(tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"GPTQ.*frozen_dtype"):
+        infinity.load_pretrained(AutoModelForCausalLM, tmp_path / "base")

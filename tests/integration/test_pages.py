@@ -26,6 +26,7 @@ import pytest
 
 import infinity.errors
 import swapper
+from tests.children import run_python
 from tests.internals import main
 from tests.unit.test_architecture import folder_graph, load_modules
 from tests.warm_process import run_script
@@ -125,8 +126,7 @@ def _help(tool: str) -> str:
     words = ["-m", "pytest"] if tool == "pytest" else tool.split() if tool.startswith("-m ") else ["", tool]
     if words[0] and not words[1].startswith("infinity"):
         # These cannot follow others: pytest warns of what it finds imported, some put infinity in DeepSpeed's place.
-        command = [sys.executable, *words, "--help"]
-        return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=560, check=True).stdout
+        return run_python(*words, "--help").stdout
     child = _answering()
     child.stdin.write(json.dumps(words) + "\n")
     child.stdin.flush()
@@ -429,8 +429,9 @@ def test_the_site_can_be_built(tmp_path: Path) -> None:
     """Strictly: mkdocs ends with an error where a link or an anchor leads nowhere."""
     if importlib.util.find_spec("material") is None:
         pytest.skip("mkdocs-material is not installed: the extra dev has it")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
-    subprocess.run(command, cwd=_ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, timeout=560, check=True)
+    words = ["build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    done = run_python("-m", "mkdocs", *words, NO_MKDOCS_2_WARNING="1")
+    assert done.returncode == 0, done.stderr
     assert "Tiles" in (tmp_path / "site" / "guides" / "larger-than-ram" / "index.html").read_text()
     assert "The packages" in (tmp_path / "site" / "how-it-works" / "code" / "index.html").read_text()
 

@@ -16,7 +16,7 @@ from torch import nn
 import infinity
 from infinity.errors import AccessError, BudgetTooSmallError, InfinityError, ModelError, OtherNumbersWarning
 from tests.exactness.families import FAMILIES
-from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import BF16, Lockstep, engine_on_nvme, make_batch
 
 _NAME = "blocks.1.up.weight"
 
@@ -208,8 +208,7 @@ def test_a_gather_beyond_the_budget_names_one_that_is_enough(tmp_path: Path) -> 
     llama = next(case for case in FAMILIES if case.name == "llama")
 
     def start(budget_bytes: int) -> infinity.Engine:
-        config = everything_on_nvme(tmp_path, {**BF16, "infinity": {"host_memory_budget": budget_bytes}})
-        return infinity.initialize(model=llama.make("none"), config=config)[0]
+        return engine_on_nvme(tmp_path, llama.make("none"), {**BF16, "infinity": {"host_memory_budget": budget_bytes}})
 
     with pytest.raises(BudgetTooSmallError) as refused:
         start(1)
@@ -229,8 +228,7 @@ def test_a_gather_beyond_the_budget_names_one_that_is_enough(tmp_path: Path) -> 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[infinity.Engine]:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
-    config = everything_on_nvme(tmp_path, {"optimizer": None})
-    with infinity.initialize(model=model, optimizer=_optimizer(model), config=config)[0] as engine:
+    with engine_on_nvme(tmp_path, model, optimizer=_optimizer(model)) as engine:
         yield engine
 
 

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as schedules
 import infinity
 from infinity.errors import StepError
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
+from tests.exactness.lockstep import BF16, Lockstep, engine_on_nvme
 from tests.twins import Twins
 
 
@@ -121,8 +121,7 @@ def _passed(directory: Path, changes: dict[str, Any]) -> tuple[nn.Module, torch.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = everything_on_nvme(directory, {"optimizer": None, **changes})
-    return model, optimizer, infinity.initialize(model=model, optimizer=optimizer, config=config)[0]
+    return model, optimizer, engine_on_nvme(directory, model, changes, optimizer=optimizer)
 
 
 def _loss(model: nn.Module, number: int) -> torch.Tensor:
@@ -227,8 +226,7 @@ def test_the_passed_optimizer_does_not_begin_anew_unnoticed(
         optimizer.state_dict()
     with pytest.raises(StepError, match="load the result with optimizer"):
         _step(model, optimizer, 1)
-    config = everything_on_nvme(tmp_path, {"optimizer": None})
-    infinity.initialize(model=model, optimizer=optimizer, config=config)[0].close()
+    engine_on_nvme(tmp_path, model, optimizer=optimizer).close()
     assert "it starts without states" in caplog.text
     optimizer.load_state_dict(saved)
     model.zero_grad()

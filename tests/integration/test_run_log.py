@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 from infinity.errors import ConfigError, StepError
 from infinity.metrics import read_run
-from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.exactness.lockstep import BF16, engine_on_nvme, everything_on_nvme
 
 _TOKENS = torch.randint(32, (2, 6), generator=torch.Generator().manual_seed(3))
 
@@ -39,9 +39,7 @@ class Model(nn.Module):
 @contextmanager
 def training(directory: Path, changes: dict[str, Any] | None = None) -> Iterator[Any]:
     own = {"run_log": str(directory / "run"), **(changes or {}).get("infinity", {})}
-    config = everything_on_nvme(directory, {**BF16, **(changes or {}), "infinity": own})
-    engine, *_ = infinity.initialize(model=Model(), config=config)
-    with engine:
+    with engine_on_nvme(directory, Model(), {**BF16, **(changes or {}), "infinity": own}) as engine:
         yield engine
 
 
@@ -131,8 +129,7 @@ def test_a_second_engine_is_refused_and_leaves_the_model_alone(tmp_path: Path) -
 def test_an_engine_that_evaluates_leaves_the_log_to_the_one_that_trains(tmp_path: Path) -> None:
     """One config for both: that of a reference model is a copy of the policy's, without the optimizer."""
     config = everything_on_nvme(tmp_path, {**BF16, "infinity": {"run_log": str(tmp_path / "run")}, "optimizer": None})
-    reference, *_ = infinity.initialize(model=Model(), config=config)
-    with reference, training(tmp_path) as engine:
+    with infinity.initialize(model=Model(), config=config)[0] as reference, training(tmp_path) as engine:
         assert reference(_TOKENS).item() == engine(_TOKENS).item()
         train(engine, 2)
     assert len(read_run(tmp_path / "run").steps) == 2

@@ -48,8 +48,7 @@ def test_files_are_those_that_transformers_writes(
         copy.deepcopy(model).to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
         # With remainders it is rounded half up.
         config |= {"bf16": {"enabled": True}, "infinity": {**config["infinity"], "main_weights": "fp32"}}
-    engine, *_ = infinity.initialize(model=model, config=config)
-    with engine:
+    with infinity.initialize(model=model, config=config)[0] as engine:
         engine.save_pretrained(tmp_path / "ours", max_shard_size="100KB")
         engine.save_fp32_model(tmp_path / "ours-fp32")
     _assert_same_files(tmp_path / "ours", tmp_path / precision)
@@ -69,8 +68,7 @@ def _train(engine: Any) -> None:
 def test_what_was_trained_is_loaded_by_transformers(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokens = torch.arange(16).reshape(1, 16)
-    engine, *_ = infinity.initialize(model=MODELS[name](), config={**config, "bf16": {"enabled": True}})
-    with engine:
+    with infinity.initialize(model=MODELS[name](), config={**config, "bf16": {"enabled": True}})[0] as engine:
         for _ in range(2):
             _train(engine)
         engine.save_pretrained(tmp_path / "16", max_shard_size=50_000)
@@ -91,8 +89,7 @@ def test_what_was_loaded_under_old_names_is_written_under_them(config: dict[str,
     torch.manual_seed(0)
     MODELS["mixtral"]().save_pretrained(tmp_path / "old")
     model = infinity.load_pretrained(transformers.MixtralForCausalLM, tmp_path / "old", config=config)
-    engine, *_ = infinity.initialize(model=model, config=config)
-    with engine:
+    with infinity.initialize(model=model, config=config)[0] as engine:
         engine.save_pretrained(tmp_path / "new")
     _assert_same_files(tmp_path / "new", tmp_path / "old")
     assert any("experts.3.w1" in name for name in read_weights(tmp_path / "new"))
@@ -119,8 +116,7 @@ def test_bad_sizes_and_places_are_refused(
     config: dict[str, Any], tmp_path: Path, small_tmpfs: Callable[[int], Path]
 ) -> None:
     full = small_tmpfs(1 << 15)
-    engine, *_ = infinity.initialize(model=make("BertModel", **SMALL), config=config)
-    with engine:
+    with infinity.initialize(model=make("BertModel", **SMALL), config=config)[0] as engine:
         for size in (0, "many", -3):
             with pytest.raises(ValueError, match="max_shard_size must be"):
                 engine.save_pretrained(tmp_path / "out", max_shard_size=size)
@@ -160,8 +156,7 @@ def test_code_of_a_model_is_saved_beside_it(
     monkeypatch.syspath_prepend(tmp_path)
     model = importlib.import_module("own_models.own").Own(MODELS["llama"]().config)
     model.save_pretrained(tmp_path / "theirs")
-    engine, *_ = infinity.initialize(model=model, config=config)
-    with engine:
+    with infinity.initialize(model=model, config=config)[0] as engine:
         engine.save_pretrained(tmp_path / "ours")
         engine.save_16bit_model(tmp_path / "16bit")
     for name in ("ours", "16bit"):
@@ -181,8 +176,7 @@ def bf16_config(tmp_path: Path) -> dict[str, Any]:
 def _saved(name: str, bf16_config: dict[str, Any], folder: Path) -> Path:
     """A checkpoint, and beside it what the engine exports itself; returns the checkpoint's directory."""
     torch.manual_seed(0)
-    engine, *_ = infinity.initialize(model=MODELS[name](), config=bf16_config)
-    with engine:
+    with infinity.initialize(model=MODELS[name](), config=bf16_config)[0] as engine:
         if name not in ("t5", "vit"):
             tokens = torch.arange(32).reshape(2, 16)
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
@@ -220,8 +214,7 @@ def test_without_a_config_what_is_tied_is_there_under_all_of_its_names(
     model[2].weight = model[0].weight
     model.append(model[1])
     names = set(model.state_dict())
-    engine, *_ = infinity.initialize(model=model, config=bf16_config)
-    with engine:
+    with infinity.initialize(model=model, config=bf16_config)[0] as engine:
         engine.save_checkpoint(tmp_path / "checkpoints")
         main_weight = infinity.safe_get_full_fp32_param(engine.module[0].weight)
     assert main(["export", str(tmp_path / "checkpoints"), str(tmp_path / "out"), "--json"]) == 0

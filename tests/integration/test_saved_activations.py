@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-import infinity
 from infinity.errors import BudgetTooSmallError, ConfigError
 from tests.budgeted_training import LONG_BUDGETS
 from tests.exactness import families
-from tests.exactness.lockstep import everything_on_nvme
+from tests.exactness.lockstep import engine_on_nvme
 from tests.internals import Cgroup
 
 _LENGTH = 512
@@ -48,8 +47,7 @@ def _train(engine: Any) -> list[torch.Tensor]:
 
 
 def _run(directory: Path, own: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Any]:
-    engine, *_ = infinity.initialize(model=_llama(), config=everything_on_nvme(directory, {"infinity": own}))
-    with engine:
+    with engine_on_nvme(directory, _llama(), {"infinity": own}) as engine:
         losses = _train(engine)
         weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
         return losses, weights, engine.report
@@ -75,7 +73,7 @@ def test_losses_and_weights_are_the_same(activations: str, budget: str, in_memor
 @pytest.mark.deep
 def test_more_than_the_budget_has_for_it_is_an_error_that_says_how_much(tmp_path: Path) -> None:
     own: dict[str, Any] = {"activations": "cpu", "host_memory_budget": "1MiB"}
-    with infinity.initialize(model=_llama(), config=everything_on_nvme(tmp_path, {"infinity": own}))[0] as engine:
+    with engine_on_nvme(tmp_path, _llama(), {"infinity": own}) as engine:
         assert "more is an error" in str(engine.plan)
         with torch.no_grad():
             engine(**_batch(0))  # keeps nothing
@@ -86,7 +84,7 @@ def test_more_than_the_budget_has_for_it_is_an_error_that_says_how_much(tmp_path
         assert _left(engine) == 0
     own["activation_checkpointing"] = True
     own["host_memory_budget"] = "3MiB"
-    with infinity.initialize(model=_llama(), config=everything_on_nvme(tmp_path, {"infinity": own}))[0] as engine:
+    with engine_on_nvme(tmp_path, _llama(), {"infinity": own}) as engine:
         _train(engine)
 
 
@@ -100,7 +98,7 @@ def _left(engine: Any) -> int:
 def test_without_drives_it_is_refused_by_name(tmp_path: Path) -> None:
     changes = {"zero_optimization": None, "infinity": {"activations": "nvme"}}
     with pytest.raises(ConfigError, match=r"infinity\.activations"):
-        infinity.initialize(model=nn.Linear(4, 4), config=everything_on_nvme(tmp_path, changes))
+        engine_on_nvme(tmp_path, nn.Linear(4, 4), changes)
 
 
 @pytest.mark.deep
@@ -108,8 +106,7 @@ def test_vertical_steps_keep_what_they_keep_anyway(tmp_path: Path) -> None:
     found = []
     for activations in ("memory", "cpu", "nvme"):
         own = {"activations": activations, "schedule": "vertical"}
-        config = everything_on_nvme(tmp_path, {"gradient_accumulation_steps": 2, "infinity": own})
-        with infinity.initialize(model=_llama(), config=config)[0] as engine:
+        with engine_on_nvme(tmp_path, _llama(), {"gradient_accumulation_steps": 2, "infinity": own}) as engine:
             data = iter([_batch(number) for number in range(4)])
             losses = [engine.train_batch(data) for _ in range(2)]
             assert engine.report.schedule == "vertical"

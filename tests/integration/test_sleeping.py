@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 from infinity.errors import EngineClosedError, StepError
 from swapper import AlignedRegion
-from tests.exactness.lockstep import BF16, IN_MEMORY, Lockstep, everything_on_nvme, make_batch, with_smallest_budget
+from tests.exactness.lockstep import BF16, IN_MEMORY, Lockstep, engine_on_nvme, make_batch, with_smallest_budget
 from tests.internals import user_copies
 from tests.states import state_of
 
@@ -144,8 +144,7 @@ def test_names_are_those_of_the_state_dict_and_tied_weights_come_once(tmp_path: 
     torch.manual_seed(0)
     model = Tied()
     changes = {**BF16, "infinity": {"tile_above": 400}}
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
-    with engine:
+    with engine_on_nvme(tmp_path, model, changes) as engine:
         engine.backward(engine(torch.arange(8)))
         engine.step()
         expected = {name: value.clone() for name, value in engine.state_dict().items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,15 @@ import infinity
 from infinity.deepspeed.ops.lion import FusedLion
 from infinity.errors import ConfigError
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import BF16, PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import (
+    BF16,
+    PLAIN,
+    SHAPES_BY_NAME,
+    Lockstep,
+    engine_on_nvme,
+    everything_on_nvme,
+    make_batch,
+)
 from tests.states import state_of
 
 _SMALL = pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
@@ -39,26 +47,18 @@ _PAIRS = [
 ]
 
 
-def _with(make: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `Lockstep.start` for an optimizer that the user makes."""
-    options = {"lr": 1e-3, **options}
-    return {
-        "arguments": lambda model: {"optimizer": make(model.parameters(), **options)},
-        "reference_optimizer": lambda named: make(named.values(), **options),
-    }
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("compute", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("state_dtype", "make", "options"), _PAIRS)
 def test_every_optimizer(
     state_dtype: str, make: Any, options: dict[str, Any], compute: dict[str, Any], tmp_path: Path
 ) -> None:
-    changes = {**compute, "optimizer": None, "infinity": {"state_dtype": state_dtype}}
-    with Lockstep.start(tmp_path, changes=changes, **_with(make, options)) as both:
-        for step in range(4):
-            both.engine_step(step)
-        both.require_equal()
+    def optimizer(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        return make(named.values(), **{"lr": 1e-3, **options})
+
+    changes = {**compute, "infinity": {"state_dtype": state_dtype}}
+    with Lockstep.start(tmp_path, changes=changes, optimizer=optimizer) as both:
+        both.engine_steps(range(4))
 
 
 @pytest.mark.deep(but=1)
@@ -79,9 +79,7 @@ def test_nothing_but_the_state_dtype_changes_a_bit(
 ) -> None:
     changes = {**BF16, "infinity": {"state_dtype": state_dtype, "main_weights": main_weights, **own}}
     with Lockstep.start(tmp_path, changes=changes) as both:
-        for step in range(4):
-            both.engine_step(step)
-        both.require_equal()
+        both.engine_steps(range(4))
 
 
 @pytest.mark.deep(but=1)
@@ -90,9 +88,7 @@ def test_a_parameter_that_is_not_updated_keeps_its_state(state_dtype: str, tmp_p
     """Blocks of states are a parameter's own: its neighbours' updates leave it alone."""
     changes = {"infinity": {"state_dtype": state_dtype}}
     with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["skipped_blocks"], changes=changes) as both:
-        for step in range(6):
-            both.engine_step(step)
-        both.require_equal()
+        both.engine_steps(range(6))
 
 
 @pytest.mark.deep(but=1)
@@ -114,8 +110,7 @@ def test_the_plan_counts_the_bytes_that_are_stored(tmp_path: Path) -> None:
     for state_dtype in ("fp32", "bf16", "int8"):
         changes = {**BF16, "infinity": {"state_dtype": state_dtype, "staging_buffer_bytes": 1 << 20}}
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 512, bias=False) for _ in range(2)))
-        engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
-        with engine:
+        with engine_on_nvme(tmp_path, model, changes) as engine:
             states[state_dtype] = engine.plan.resting_bytes["nvme"]["states"] / engine.plan.num_trainable
             moved[state_dtype] = engine.plan.predicted_write_bytes_per_step / engine.plan.num_trainable
     filling = 0.05
@@ -143,14 +138,10 @@ def test_what_rounding_would_break_is_refused(
     model = PLAIN.make("none")
     changes = {"optimizer": None, "infinity": {"state_dtype": state_dtype}}
     with pytest.raises(ConfigError) as caught:
-        infinity.initialize(
-            model=model, optimizer=make(model.parameters()), config=everything_on_nvme(tmp_path, changes)
-        )
+        engine_on_nvme(tmp_path, model, changes, optimizer=make(model.parameters()))
     assert caught.value.key == "infinity.state_dtype"
     assert all(word in str(caught.value) for word in words), caught.value
-    infinity.initialize(model=model, config=everything_on_nvme(tmp_path, {"infinity": {"state_dtype": state_dtype}}))[
-        0
-    ].close()
+    engine_on_nvme(tmp_path, model, {"infinity": {"state_dtype": state_dtype}}).close()
 
 
 _NAME = "blocks.1.up.weight"
@@ -207,8 +198,7 @@ def test_main_weights_are_the_parameters_as_they_came(main_weights: str, dtype: 
     model[1].weight.requires_grad_(False)
     before = {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
     changes = _changes(tmp_path, "nvme", "nvme", main_weights)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
-    with engine:
+    with engine_on_nvme(tmp_path, model, changes) as engine:
         for fqn, value in before.items():
             found = state_of(engine, model.get_parameter(fqn))["weight"]
             assert torch.equal(found, value.bfloat16().float() if fqn == "1.weight" else value.float()), fqn

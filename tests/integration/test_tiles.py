@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.errors import BudgetTooSmallError, ModelError
 from tests.exactness import families
-from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.exactness.lockstep import BF16, engine_on_nvme, everything_on_nvme
 
 _VOCABULARY, _WIDTH = 640, 64
 _TILED: dict[str, Any] = {"infinity": {"tile_above": "32KiB"}}
@@ -204,9 +204,7 @@ def test_afterwards_the_model_is_what_it_was(tmp_path: Path) -> None:
     model = _Model()
     weight, names = model.embed.weight, [name for name, _ in model.named_parameters()]
     optimizer = torch.optim.AdamW(model.parameters())
-    config = everything_on_nvme(tmp_path, {"optimizer": None, **_TILED})
-    engine, *_ = infinity.initialize(model=model, optimizer=optimizer, config=config)
-    with engine:
+    with engine_on_nvme(tmp_path, model, _TILED, optimizer=optimizer) as engine:
         _train(engine)
         expected = engine.module.state_dict()
     assert [name for name, _ in model.named_parameters()] == names

@@ -13,9 +13,9 @@ import pytest
 
 import infinity
 from infinity.errors import ConfigError
-from tests.exactness.case import Case, loss_of
+from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES
-from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, everything_on_nvme, take_steps
 from tests.waiting import wait_until
 
 _LLAMA = next(case for case in FAMILIES if case.name == "llama")
@@ -60,10 +60,7 @@ def _train(config: dict[str, Any], case: Case = _LLAMA, num_steps: int = _NUM_ST
     reports = []
     with engine:
         for step in range(num_steps):
-            for micro_batch in range(engine.gradient_accumulation_steps()):
-                batch = make_batch(step, micro_batch, case=case, dtype=engine.config.compute_dtype)
-                engine.backward(loss_of(engine(**batch)))
-                engine.step()
+            take_steps(engine, step, case=case)
             reports.append(engine.report)
         engine.flush()
     return reports
@@ -164,26 +161,22 @@ def test_rows_name_units_phases_and_extents(tmp_path: Path) -> None:
 
 
 def test_it_can_be_saved_on_the_way_and_more_than_once(tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))
-    with engine:
+    with infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))[0] as engine:
         for step in range(2):
-            engine.backward(engine(**make_batch(step)))
-            engine.step()
+            take_steps(engine, step)
             engine.save_timeline(tmp_path / "now.json")
             assert len(_rows(tmp_path / "now.json")["steps"]) == step + 1
         assert not (tmp_path / "trace.json").exists()
         with pytest.raises(ConfigError, match="missing"):
             engine.save_timeline(tmp_path / "missing" / "now.json")
-        engine.backward(engine(**make_batch(2)))
-        engine.step()
+        take_steps(engine, 2)
     assert len(_rows(tmp_path / "trace.json")["steps"]) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["now.json", "trace.json"]
 
 
 def test_an_engine_that_nobody_closes_still_writes_it(tmp_path: Path) -> None:
     engine = infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))[0]
-    engine.backward(engine(**make_batch(0)))
-    engine.step()
+    take_steps(engine, 0)
     engine.flush()
     del engine
     wait_until(lambda: gc.collect() >= 0 and (tmp_path / "trace.json").exists())  # another thread does

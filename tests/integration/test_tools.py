@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from infinity.metrics import read_run
+from tests.children import run_python
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PNG = b"\x89PNG"
@@ -153,14 +154,7 @@ def test_a_day_with_a_gpu_runs_to_its_end_on_the_simulated_one(nvme_dir: Path) -
 def test_participants_beside_a_gpu_answer_one_by_one_and_who_is_missing_is_said(nvme_dir: Path) -> None:
     out = nvme_dir / "answers.jsonl"
     options = ["--drives", str(nvme_dir), "--out", str(out), "--set", "tiny", "--peer-packages", str(nvme_dir / "none")]
-    done = subprocess.run(
-        [sys.executable, "tools/gpu_peer.py", *options],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=560,
-        check=False,
-    )
+    done = run_python("tools/gpu_peer.py", *options)
     plain, ours, deepspeed = map(json.loads, out.read_text().splitlines())
     assert done.returncode == 1, done.stdout + done.stderr
     assert "no wheels and no ds_site.zip" in deepspeed["error"] and "--peer-python" in deepspeed["error"]
@@ -209,8 +203,3 @@ def test_an_interruption_gives_what_was_measured(nvme_dir: Path) -> None:
     assert "Not finished: interrupted" in output and "mixed, GB/s" in output
     assert "Settings for the config" not in output, "half a measurement gives no advice"
     assert list(nvme_dir.iterdir()) == []
-
-
-def free_bytes(directory: Path) -> int:
-    stat = os.statvfs(directory)
-    return stat.f_bavail * stat.f_frsize

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.children import run_python
 
 _SCRIPT = """
 import json, sys
@@ -78,10 +78,5 @@ def test_torch_is_as_it_was_while_an_engine_lives(is_in_init: bool, tmp_path: Pa
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
     }
-    ran = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, json.dumps({"config": config, "init": is_in_init})],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = run_python("-c", _SCRIPT, json.dumps({"config": config, "init": is_in_init}))
     assert ran.returncode == 0, ran.stderr[-3000:]

@@ -1,8 +1,10 @@
-"""What a vertical step makes of hooks, modes, caches and contexts that models bring along: the bits of plain torch."""
+"""What a vertical step makes of hooks, modes, caches and contexts that models bring along: the bits of plain torch. And the
+families of transformers that go vertically, frozen as a list: none leaves it."""
 
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from tests.exactness.case import Case
 from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
 from tests.exactness.shapes.blocks import Block, Net, token_batch
+from tests.exactness.vertical_families import FAMILIES, listed, make, schedules
 
 _VERTICAL: dict[str, Any] = {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}}
 
@@ -106,3 +109,18 @@ def test_blocks_within_autocast_or_with_a_result_that_goes_several_ways(make: An
     case = Case("blocks", lambda _: make(), token_batch)
     with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
         _train(both)
+
+
+@pytest.mark.deep(but=6)
+@pytest.mark.parametrize(
+    ("name", "variant", "expected"), [pytest.param(*row, id=f"{row[0]}-{row[1]}") for row in listed()]
+)
+def test_a_family_goes_as_it_is_written(name: str, variant: str, expected: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the library, about its configs
+        model = make(FAMILIES[name], variant)
+        assert model is not None
+        found = [reason for _, reason in schedules(model, FAMILIES[name].batch, tmp_path)]
+    assert found == expected

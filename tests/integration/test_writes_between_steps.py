@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import infinity
 from infinity.errors import AccessError, ModelError
-from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, engine_on_nvme, make_batch, take_steps
 from tests.exactness.written import MODES, train
 from tests.twins import Twins
 
@@ -174,7 +174,7 @@ def test_an_assigned_tensor_follows_the_weight(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_gathered", [False, True])
 def test_two_parameters_do_not_get_one_memory(is_gathered: bool, tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
+    engine = engine_on_nvme(tmp_path, PLAIN.make("none"))
     with engine, infinity.GatheredParameters(engine.module.parameters(), enabled=is_gathered):
         one, other = (engine.module.get_parameter(f"blocks.{index}.up.weight") for index in (0, 2))
         one.data = values = torch.full(one.shape, 0.25)
@@ -187,13 +187,11 @@ def test_two_parameters_do_not_get_one_memory(is_gathered: bool, tmp_path: Path)
 
 
 def test_what_is_written_to_an_assigned_tensor_is_an_error(tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
-    with engine:
+    with engine_on_nvme(tmp_path, PLAIN.make("none")) as engine:
         parameter = engine.module.get_parameter("blocks.0.up.weight")
         kept = torch.full(parameter.shape, 0.25)
         parameter.data = kept
-        engine.backward(engine(**make_batch(0)))
-        engine.step()
+        take_steps(engine, 0)
         kept.zero_()
         with pytest.raises(AccessError, match=r"'blocks\.0\.up\.weight'.* Write to p\.data"):
             engine(**make_batch(1))
@@ -201,5 +199,4 @@ def test_what_is_written_to_an_assigned_tensor_is_an_error(tmp_path: Path) -> No
         assert not parameter.detach().any()
         parameter.data = parameter.data + 1  # what was assigned before has nothing to do with it any more
         kept.add_(1)
-        engine.backward(engine(**make_batch(1)))
-        engine.step()
+        take_steps(engine, 1)

@@ -8,16 +8,12 @@ there has 1, 2, 3 and 5 update workers.
 from __future__ import annotations
 
 import ast
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.mutating import ROOT, Mutation, Places, copied_tree, first_failure
+
 TESTS = ("tests/simulated_gpu", "tests/unit/tiers", "tests/unit/updates", "tests/unit/device")
 _INSTEAD = {"mark": "None", "compute_waits_for": "None", "is_done": "True"}
 _ARGUMENT_ALONE = ("synchronize",)
@@ -32,49 +28,19 @@ _WITH_AFTER = ("upload", "download")
 _RECEIVERS = ("device", "pool")
 
 
-@dataclass(frozen=True)
-class Mutation:
-    """Attributes:
-    path: of the file, relative to the root.
-    begin, end: what is replaced, in characters.
-    """
-
-    path: str
-    line: int
-    what: str
-    begin: int
-    end: int
-    instead: str
-
-
-def mutations() -> list[Mutation]:
-    """Each call in the package that orders copies and kernels, replaced by what orders nothing."""
-    found: list[Mutation] = []
+def mutations() -> list[tuple[Mutation, str]]:
+    """Each call in the package that orders copies and kernels, replaced by what orders nothing; and the call itself."""
+    found: list[tuple[Mutation, str]] = []
     for path in sorted((ROOT / "infinity").rglob("*.py")):
         if path.name == "compute.py" and path.parent.name == "device":
             continue  # a real GPU's are there, which nothing here runs
-        source = path.read_text()
-        starts = [0]
-        for line in source.splitlines(keepends=True):
-            starts.append(starts[-1] + len(line))
+        source, name = path.read_bytes(), str(path.relative_to(ROOT))
+        places = Places(source)
         for node in ast.walk(ast.parse(source)):
-            found += (
-                Mutation(
-                    str(path.relative_to(ROOT)),
-                    place.lineno,
-                    ast.unparse(node),
-                    _offset(source, starts, place.lineno, place.col_offset),
-                    _offset(source, starts, place.end_lineno or 0, place.end_col_offset or 0),
-                    instead,
-                )
-                for place, instead in _replaced(node)
-            )
+            for place, instead in _replaced(node):
+                change = Mutation(name, place.lineno, places.begin(place), places.end(place), instead)
+                found.append((change, ast.unparse(node)))
     return found
-
-
-def _offset(source: str, starts: list[int], line: int, column: int) -> int:
-    text = source[starts[line - 1] : starts[line]]
-    return starts[line - 1] + len(text.encode()[:column].decode())
 
 
 def _replaced(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
@@ -93,48 +59,32 @@ def _replaced(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 
 def survives(mutation: Mutation, tree: Path) -> bool:
     """Whether all tests pass on a copy of the tree with it."""
-    path = tree / mutation.path
-    source = path.read_text()
-    path.write_text(source[: mutation.begin] + mutation.instead + source[mutation.end :])
-    try:
-        module = Path(mutation.path)
-        nearest = sorted((tree / "tests/unit" / module.parent.name).glob(f"test_{module.stem}*.py"))
-        return passes(tree, map(str, nearest)) and passes(tree)
-    finally:
-        path.write_text(source)
+    module = Path(mutation.path)
+    nearest = sorted((tree / "tests/unit" / module.parent.name).glob(f"test_{module.stem}*.py"))
+    with mutation.applied(tree):
+        return (not nearest or passes(tree, map(str, nearest))) and passes(tree)
 
 
 def passes(tree: Path, tests: Iterable[str] = TESTS) -> bool:
-    """Whether tests pass on a copy of the tree, if there are any."""
-    given = list(tests)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "300", *given]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    return (
-        not given
-        or subprocess.run(command, cwd=tree, env=environment, capture_output=True, check=False).returncode == 0
-    )
+    return not first_failure(tree, tests, seconds=3600, timeout=300)
 
 
 def main() -> int:
     survivors = 0
-    with tempfile.TemporaryDirectory() as name:
-        tree = Path(name)
-        for folder in ("infinity", "swapper", "tests", "tools", "configs"):
-            shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", tree)
+    with copied_tree() as tree:
         if not passes(tree):  # then it would seem that all mutations fail
             print(f"the tests do not pass without any: pytest {' '.join(TESTS)}")
             return 1
-        chosen = [each for each in mutations() if not sys.argv[1:] or any(name in each.path for name in sys.argv[1:])]
-        for mutation in chosen:
-            reason = _EQUIVALENT.get((mutation.path, mutation.what))
+        for mutation, what in mutations():
+            if sys.argv[1:] and not any(name in mutation.path for name in sys.argv[1:]):
+                continue
+            place, reason = f"{mutation.path}:{mutation.line} {what}", _EQUIVALENT.get((mutation.path, what))
             if reason is not None:
-                print(f"{'equivalent':13} {mutation.path}:{mutation.line} {mutation.what}: {reason}", flush=True)
+                print(f"{'equivalent':13} {place}: {reason}", flush=True)
                 continue
             lives = survives(mutation, tree)
             survivors += lives
-            verdict = "SURVIVES" if lives else "fails a test"
-            print(f"{verdict:13} {mutation.path}:{mutation.line} {mutation.what} -> {mutation.instead}", flush=True)
+            print(f"{'SURVIVES' if lives else 'fails a test':13} {place} -> {mutation.instead}", flush=True)
     print(f"{survivors} survive")
     return 1 if survivors else 0
 

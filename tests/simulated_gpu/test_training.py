@@ -84,6 +84,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
     monkeypatch.setattr(EngineResources, "__init__", opened)
     yield gpu
     gpu.end()
+    assert not gpu.order.races
 
 
 def _built_on(device: str, case: Case, checkpointing: str) -> nn.Module:
@@ -96,7 +97,6 @@ def _require_exact(name: str, row: Row, directory: Path, device: SimulatedGpu) -
     case = _CASES[name]
     made_there = dataclasses.replace(case, build=lambda checkpointing: _built_on(backend.NAME, case, checkpointing))
     require_exact_training_on(backend.NAME, made_there, row, directory)
-    assert not device.order.races
     if row.offload_param != "none":
         assert device.num_copies > 0, "weights took another way"
 
@@ -119,21 +119,23 @@ def test_other_models_have_them_too(name: str, row: Row, tmp_path: Path, device:
     _require_exact(name, row, tmp_path, device)
 
 
+def _layers(num: int = 8, width: int = 64) -> nn.Sequential:
+    with torch.device(backend.NAME):
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(num)))
+
+
 def _engine(
     device: SimulatedGpu,
     directory: Path,
     gradient_accumulation_steps: int = 1,
-    offload_param: dict[str, str] | None = None,
-    offload_optimizer: dict[str, str] | None = None,
+    offload_param: str = "nvme",
+    offload_optimizer: str = "nvme",
     gradient_clipping: float = 0.0,
     optimizer: str = "AdamW",
-    num_layers: int = 8,
-    width: int = 64,
+    model: nn.Module | None = None,
     is_bf16: bool = False,
     **own: Any,
 ) -> Any:
-    with torch.device(backend.NAME):
-        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
     nvme = {"device": "nvme", "nvme_path": str(directory)}
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -143,20 +145,69 @@ def _engine(
         "bf16": {"enabled": is_bf16},
         "zero_optimization": {
             "stage": 3,
-            "offload_param": offload_param or nvme,
-            "offload_optimizer": offload_optimizer or nvme,
+            "offload_param": nvme if offload_param == "nvme" else {"device": offload_param},
+            "offload_optimizer": nvme if offload_optimizer == "nvme" else {"device": offload_optimizer},
         },
         "infinity": {"host_memory_budget": "64MiB", **own},
     }
-    return infinity.initialize(model=model, config=config)[0]
+    return infinity.initialize(model=_layers() if model is None else model, config=config)[0]
+
+
+def _none_offloaded(device: SimulatedGpu, directory: Path, **options: Any) -> Any:
+    return _engine(device, directory, offload_param="none", offload_optimizer="none", **options)
+
+
+def _twin_of(engine: Any, kind: type = torch.optim.AdamW) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    twin = _layers()
+    with torch.no_grad():
+        for own, other in zip(twin.parameters(), engine.module.parameters(), strict=True):
+            own.copy_(other)
+    (group,) = engine.optimizer.param_groups
+    names = ("lr", "betas", "eps", "weight_decay", "fused")
+    return twin, kind(twin.parameters(), **{name: group[name] for name in names if name in group})
+
+
+def _update(twin: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    twin(batch).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _require_weights_of(twin: nn.Module, engine: Any) -> None:
+    for found, expected in zip(engine.module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(found.cpu(), expected.cpu())
+
+
+def _step(engine: Any) -> torch.Tensor:
+    """A whole step with a batch that is drawn now."""
+    batch = torch.randn(2, 64, device=backend.NAME)
+    engine.backward(engine(batch).square().sum())
+    engine.step()
+    return batch
+
+
+def _count_copies(device: SimulatedGpu) -> dict[str, int]:
+    """The bytes that go up and down from now on."""
+    copied = {"upload": 0, "download": 0}
+
+    def counted(way: str) -> Any:
+        copy = getattr(device, way)
+
+        def count(target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
+            copied[way] += source.nbytes if target.device != source.device else 0
+            return copy(target, source, after)
+
+        return count
+
+    device.upload, device.download = counted("upload"), counted("download")  # type: ignore[method-assign]
+    return copied
 
 
 def test_units_that_come_and_go_take_what_the_plan_says(tmp_path: Path, device: SimulatedGpu) -> None:
     before = device.used_bytes
     with _engine(device, tmp_path) as engine:
         for _ in range(3):
-            engine.backward(engine(torch.randn(2, 64, device=backend.NAME)).square().sum())
-            engine.step()
+            _step(engine)
     peak = device.peak_bytes()
     assert 0 < peak - before <= device.pools[0].capacity_bytes
     assert device.used_bytes == before
@@ -183,17 +234,15 @@ def test_lanes_launch_in_the_stream_of_the_thread_that_trains(tmp_path: Path, de
             engine.train_batch(iter(batches), loss_fn=lambda output, _: output.square().sum())
     assert any("micro-batch" in name for name, _ in streams)
     assert {stream for _, stream in streams} == {COMPUTE}
-    assert not device.order.races
 
 
 def test_a_save_in_the_background_comes_behind_what_was_launched_before(tmp_path: Path, device: SimulatedGpu) -> None:
-    with _engine(device, tmp_path, offload_param={"device": "none"}) as engine:
+    with _engine(device, tmp_path, offload_param="none") as engine:
         with torch.no_grad():
             for parameter in engine.module.parameters():
                 parameter.data.mul_(2)
         engine.save_checkpoint(tmp_path / "saved", blocking=False)
         engine.wait_for_checkpoint()
-    assert not device.order.races
 
 
 @pytest.mark.parametrize(
@@ -241,19 +290,16 @@ def test_clipping_takes_norms_on_the_device(
 
     monkeypatch.setattr(gradient_store, "gradient_norms", norms_of)
     with _engine(device, tmp_path, gradient_clipping=1.0) as engine:
-        engine.backward(engine(torch.randn(2, 64, device=backend.NAME)).square().sum())
-        engine.step()
+        _step(engine)
         assert engine.get_global_grad_norm() > 1
     assert taken == 16 * [backend.NAME]
 
 
 def test_an_update_on_the_device_asks_it_for_no_number(tmp_path: Path, device: SimulatedGpu) -> None:
-    none = {"device": "none"}
-    with _engine(device, tmp_path, offload_param=none, offload_optimizer=none) as engine:
+    with _none_offloaded(device, tmp_path) as engine:
         for _ in range(3):
             device.synchronisations.clear()
-            engine.backward(engine(torch.randn(2, 64, device=backend.NAME)).square().sum())
-            engine.step()
+            _step(engine)
             engine.flush()
             found = [each for each in device.synchronisations if " in infinity-update" in each]
     assert len(found) == 8, found
@@ -263,24 +309,12 @@ def test_an_update_on_the_device_asks_it_for_no_number(tmp_path: Path, device: S
 @pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
 def test_whole_parameters_are_updated_with_the_bits_of_torch(tier: str, tmp_path: Path, device: SimulatedGpu) -> None:
     """LAMB: norms of what an update finds, so a chunk that has not arrived shows in every element."""
-    drive = {"device": tier} if tier != "nvme" else None
-    torch.manual_seed(0)
-    with _engine(device, tmp_path, offload_optimizer=drive, optimizer="Lamb") as engine:
-        torch.manual_seed(0)
-        with torch.device(backend.NAME):
-            twin = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-        expected = FusedLamb(twin.parameters())
+    with _engine(device, tmp_path, offload_optimizer=tier, optimizer="Lamb") as engine:
+        twin, optimizer = _twin_of(engine, FusedLamb)
         for _ in range(3):
-            batch = torch.randn(2, 64, device=backend.NAME)
-            engine.backward(engine(batch).square().sum())
-            engine.step()
-            twin(batch).square().sum().backward()
-            expected.step()
-            expected.zero_grad()
+            _update(twin, optimizer, _step(engine))
         engine.close(restore_weights=True)
-        for found, parameter in zip(engine.module.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(found.cpu(), parameter.cpu())
-    assert not device.order.races
+        _require_weights_of(twin, engine)
 
 
 @pytest.mark.parametrize(("param", "optimizer"), [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("none", "nvme")])
@@ -289,18 +323,11 @@ def test_an_engine_that_sleeps_gives_the_device_back(
 ) -> None:
     monkeypatch.setattr(user_copies, "_LEAST_BYTES", 1)
     before, hosted = device.used_bytes, AlignedRegion.mapped_bytes()
-    tiers = {"cpu": {"device": "cpu"}, "none": {"device": "none"}, "nvme": None}
-    torch.manual_seed(0)
-    with _engine(device, tmp_path, offload_param=tiers[param], offload_optimizer=tiers[optimizer]) as engine:
+    with _engine(device, tmp_path, offload_param=param, offload_optimizer=optimizer) as engine:
         twin, twins_optimizer = _twin_of(engine)
         twins_bytes = sum(each.nbytes for each in twin.parameters())
         for _ in range(3):
-            batch = torch.randn(2, 64, device=backend.NAME)
-            twin(batch).square().sum().backward()
-            twins_optimizer.step()
-            twins_optimizer.zero_grad()
-            engine.backward(engine(batch).square().sum())
-            engine.step()
+            _update(twin, twins_optimizer, _step(engine))
             engine.sleep()
             if optimizer != "cpu":
                 assert AlignedRegion.mapped_bytes() - hosted < 32 << 10, "pinned memory is left"
@@ -311,25 +338,8 @@ def test_an_engine_that_sleeps_gives_the_device_back(
             assert AlignedRegion.mapped_bytes() - hosted < (32 << 10 if optimizer != "cpu" else 1 << 30)
             assert device.pools[0].used_bytes == device.pools[0].free_bytes == 0
             engine.wake()
-        for name, parameter in engine.module.named_parameters():
-            assert torch.equal(parameter, twin.get_parameter(name))
-    assert not device.order.races
+        _require_weights_of(twin, engine)
     assert device.used_bytes - before <= 2 * twins_bytes + 1024, "what the twin and its optimizer have"
-
-
-def _none_offloaded(device: SimulatedGpu, directory: Path, **options: Any) -> Any:
-    return _engine(device, directory, offload_param={"device": "none"}, offload_optimizer={"device": "none"}, **options)
-
-
-def _twin_of(engine: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    with torch.device(backend.NAME):
-        twin = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    with torch.no_grad():
-        for own, other in zip(twin.parameters(), engine.module.parameters(), strict=True):
-            own.copy_(other)
-    (group,) = engine.optimizer.param_groups
-    names = ("lr", "betas", "eps", "weight_decay", "fused")
-    return twin, torch.optim.AdamW(twin.parameters(), **{name: group[name] for name in names})
 
 
 def _change(parameters: list[nn.Parameter], step: int) -> None:
@@ -367,9 +377,7 @@ def test_gradients_of_what_is_updated_on_the_device_are_there(
             optimizer.zero_grad()
         engine.flush()
         assert device.num_copies == num_copies, "between host and device"
-        for found, expected in zip(engine.module.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(found.cpu(), expected.cpu())
-    assert not device.order.races
+        _require_weights_of(twin, engine)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -388,22 +396,19 @@ def test_a_plain_loop_keeps_its_gradients_on_the_device(to_none: bool, tmp_path:
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
         engine.flush()
-        for found, expected in zip(engine.module.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(found.cpu(), expected.cpu())
+        _require_weights_of(twin, engine)
         if to_none:
             assert all(torch.equal(found.cpu(), expected.cpu()) for found, expected in kept), "they are the script's"
-    assert not device.order.races
 
 
-_ON_GPU = {"device": "none"}
 _PLANNED: dict[str, dict[str, Any]] = {
     "updated_in_backward": {},
     "kept_until_the_step": {"gradient_clipping": 1.0},
     "added_up_on_the_host": {"gradient_accumulation_steps": 3, "schedule": "ordinary"},
     "added_up_on_the_device": {"gradient_accumulation_steps": 3, "schedule": "vertical"},
-    "resident": {"offload_param": _ON_GPU, "keep_in_memory": True},
-    "updated_on_the_device": {"offload_optimizer": _ON_GPU},
-    "all_on_the_device": {"offload_param": _ON_GPU, "offload_optimizer": _ON_GPU, "keep_in_memory": True},
+    "resident": {"offload_param": "none", "keep_in_memory": True},
+    "updated_on_the_device": {"offload_optimizer": "none"},
+    "all_on_the_device": {"offload_param": "none", "offload_optimizer": "none", "keep_in_memory": True},
 }
 
 
@@ -413,19 +418,8 @@ def test_as_many_bytes_are_copied_up_and_down_as_planned(
     name: str, is_bf16: bool, tmp_path: Path, device: SimulatedGpu
 ) -> None:
     """Within a few units of twelve a micro-batch: one more or less may be there when the next one begins."""
-    copied = {"upload": 0, "download": 0}
-
-    def counted(way: str) -> Any:
-        copy = getattr(device, way)
-
-        def count(target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
-            copied[way] += source.nbytes if target.device != source.device else 0
-            return copy(target, source, after)
-
-        return count
-
-    device.upload, device.download = counted("upload"), counted("download")  # type: ignore[method-assign]
-    options = {"keep_in_memory": False, "num_layers": 12, "width": 256, "is_bf16": is_bf16, **_PLANNED[name]}
+    copied = _count_copies(device)
+    options: dict[str, Any] = {"keep_in_memory": False, "model": _layers(12, 256), "is_bf16": is_bf16, **_PLANNED[name]}
     num_micro_batches = options.get("gradient_accumulation_steps", 1)
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     batches = [torch.randn(2, 256, device=backend.NAME).to(dtype) for _ in range(num_micro_batches)]
@@ -447,14 +441,8 @@ def test_as_many_bytes_are_copied_up_and_down_as_planned(
 def test_packed_weights_are_uploaded_packed(name: str, tier: str, tmp_path: Path, device: SimulatedGpu) -> None:
     """And unpacked there: the bits are those of a model with the rounded weights, and fewer bytes cross the bus."""
     losses: list[torch.Tensor] = []
-    copied: list[int] = []
-    upload = device.upload
-
-    def counted(target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
-        copied[-1] += source.nbytes
-        return upload(target, source, after)
-
-    device.upload = counted  # type: ignore[method-assign]
+    uploaded: list[int] = []
+    copied = _count_copies(device)
     for frozen_dtype in (name, None):
         torch.manual_seed(0)
         with torch.device(backend.NAME):
@@ -465,21 +453,15 @@ def test_packed_weights_are_uploaded_packed(name: str, tier: str, tmp_path: Path
             if frozen_dtype is None:
                 for linear in block:
                     linear.weight.data.copy_(FORMATS[name](linear.weight.detach().cpu()))
-        place = {"device": tier, **({"nvme_path": str(tmp_path)} if tier == "nvme" else {})}
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "AdamW"},
-            "zero_optimization": {"stage": 3, "offload_param": place},
-            "infinity": {"host_memory_budget": "64MiB", "keep_in_memory": False, "frozen_dtype": frozen_dtype},
-        }
-        copied.append(0)
-        with infinity.initialize(model=model, config=config)[0] as engine:
+        copied["upload"] = 0
+        options: dict[str, Any] = {"offload_param": tier, "keep_in_memory": False, "frozen_dtype": frozen_dtype}
+        with _engine(device, tmp_path, model=model, **options) as engine:
             for step in range(3):
                 inputs = torch.randn(2, 256, generator=torch.Generator().manual_seed(step)).to(backend.NAME)
                 loss = engine(inputs).square().mean()
                 engine.backward(loss)
                 engine.step()
                 losses.append(loss.detach().cpu())
+        uploaded.append(copied["upload"])
     assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:]))
-    assert copied[0] < 0.75 * copied[1]
-    assert not device.order.races
+    assert uploaded[0] < 0.75 * uploaded[1]
