@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import EngineClosedError, InfinityError, StepError
+from infinity.errors import AccessError, EngineClosedError, InfinityError, StepError
 from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.states import state_of
 
@@ -112,12 +112,15 @@ def test_weights_are_not_given_back_when_that_is_not_wanted(tmp_path: Path) -> N
 def test_an_engine_that_is_dropped_leaves_nothing_behind(tmp_path: Path) -> None:
 
     engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
+    weight = engine.module.get_parameter("blocks.0.up.weight")
     engine.backward(engine(**make_batch(0)))
     engine.step()
     engine.flush()
     del engine, _
     gc.collect()
     assert os.listdir(tmp_path) == []
+    with pytest.raises(AccessError, match="after its engine was dropped"):
+        weight.sum()
 
 
 class Odd(nn.Module):
