@@ -24,14 +24,6 @@ _MIB = 1 << 20
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> list[Path]:
-    found = [tmp_path / name for name in "abc"]
-    for path in found:
-        path.mkdir()
-    return found
-
-
-@pytest.fixture
 def on_drives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function that makes each directory look as if it lay on another file system, with so much free space."""
 
