@@ -94,9 +94,8 @@ def _mpu(data: Any) -> Any:
     return SimpleNamespace(get_data_parallel_group=lambda: data)
 
 
-def _tensor_mesh() -> Any:
-    """Of four processes the data dimension and that of tensor ranks, which lie beside each other."""
-    return _mesh("dp", "tp")
+def _mesh(*names: str, shape: tuple[int, int] = (2, 2)) -> Any:
+    return dist.init_device_mesh("cpu", (4,) if len(names) == 1 else shape, mesh_dim_names=names or None)
 
 
 def _model(tensor: Any, rank: int, **how: bool) -> nn.Module:
@@ -179,7 +178,8 @@ def test_tensor_parallelism_beside_ddp(stage: int, tmp_path: Path) -> None:
         data, tensor = _groups(rank)
         config = _config(tmp_path)
         config["zero_optimization"]["stage"] = stage
-        engine = infinity.deepspeed.initialize(model=_model(tensor, rank), config=config, mesh_param=_tensor_mesh())[0]
+        mesh = _mesh("dp", "tp")
+        engine = infinity.deepspeed.initialize(model=_model(tensor, rank), config=config, mesh_param=mesh)[0]
         assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (4, 2, 2)
         assert (engine.get_data_parallel_rank(), engine.get_tensor_parallel_rank()) == (rank // 2, rank % 2)
         assert engine.gradient_accumulation_steps() == 2
@@ -266,10 +266,8 @@ def test_processes_may_be_in_different_numbers_of_groups(tmp_path: Path) -> None
         engine = _tensor_engine(rank, tmp_path)
         _train(engine, rank // 2, range(1))
         groups = import_module("infinity.deepspeed.utils.groups")
-        for name, expected in (
-            ("data", [rank % 2, rank % 2 + 2]),
-            ("tensor_model", [rank // 2 * 2, rank // 2 * 2 + 1]),
-        ):
+        members = {"data": [rank % 2, rank % 2 + 2], "tensor_model": [rank // 2 * 2, rank // 2 * 2 + 1]}
+        for name, expected in members.items():
             assert dist.get_process_group_ranks(getattr(groups, f"get_{name}_parallel_group")()) == expected
         engine.close()
 
@@ -282,9 +280,8 @@ def test_a_norm_that_would_be_wrong_is_an_error(forgotten: str, tmp_path: Path) 
     """A zero bias is the same on all at first, and so are layer norms: values alone do not tell what is a part."""
 
     def train(rank: int) -> None:
-        _, tensor = _groups(rank)
-        model = _model(tensor, rank, **{forgotten: False})
-        engine = infinity.initialize(model=model, config=_config(tmp_path), mesh_param=_tensor_mesh())[0]
+        model = _model(_groups(rank)[1], rank, **{forgotten: False})
+        engine = infinity.initialize(model=model, config=_config(tmp_path), mesh_param=_mesh("dp", "tp"))[0]
         before = engine.module.state_dict()
         name = "0.rows" if forgotten == "is_marked" else "0.bias"  # what comes from the layers above
         with pytest.raises(
@@ -298,21 +295,15 @@ def test_a_norm_that_would_be_wrong_is_an_error(forgotten: str, tmp_path: Path) 
     require_ranks(4, train, tmp_path)
 
 
-def _other_mesh(rank: int) -> Any:
-    meshes = _mesh("dp", "tp"), _mesh("tp", "dp")
-    return meshes[rank > 1]
-
-
-def _mesh(*names: str) -> Any:
-    shape = (2, 2) if len(names) != 1 else (4,)
-    return dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names or None)
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("who", "error", "message"),
     [
-        (lambda rank: {"mesh_param": _other_mesh(rank)}, ConfigError, "those do not say so"),
+        (
+            lambda rank: {"mesh_param": (_mesh("dp", "tp"), _mesh("tp", "dp"))[rank > 1]},
+            ConfigError,
+            "those do not say so",
+        ),
         (
             lambda rank: {"mpu": _mpu(_groups(rank)[0])},
             ConfigError,
@@ -358,10 +349,9 @@ def test_all_may_have_the_whole_model(who: Any, tmp_path: Path) -> None:
 @pytest.mark.deep
 def test_a_step_that_overflows_in_one_part_is_skipped_by_all(tmp_path: Path) -> None:
     def train(rank: int) -> None:
-        mesh = _mesh("pp", "dp")
         fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
         config = _config(tmp_path, train_batch_size=4, fp16=fp16)
-        engine = infinity.initialize(model=nn.Linear(_WIDTH, 4), config=config, mesh_param=mesh)[0]
+        engine = infinity.initialize(model=nn.Linear(_WIDTH, 4), config=config, mesh_param=_mesh("pp", "dp"))[0]
         for is_bad in (True, False):
             x, _ = _batch(rank % 2, 0)
             engine.backward(engine(x.half()).float().square().mean() * (1e30 if is_bad and rank == 3 else 1))
@@ -374,9 +364,8 @@ def test_a_step_that_overflows_in_one_part_is_skipped_by_all(tmp_path: Path) -> 
 
 
 def _tensor_engine(rank: int, directory: Path, **changes: Any) -> Any:
-    _, tensor = _groups(rank)
-    config = _config(directory, **changes)
-    return infinity.initialize(model=_model(tensor, rank), config=config, mesh_param=_tensor_mesh())[0]
+    model = _model(_groups(rank)[1], rank)
+    return infinity.initialize(model=model, config=_config(directory, **changes), mesh_param=_mesh("dp", "tp"))[0]
 
 
 @pytest.mark.deep
@@ -479,8 +468,9 @@ def test_tensor_ranks_draw_numbers_of_their_own(tmp_path: Path) -> None:
     def draw(rank: int) -> None:
         torch.manual_seed(0)
         engine = infinity.initialize(model=nn.Linear(2, 2), config=_config(tmp_path), mesh_param=_mesh("dp", "tp"))[0]
-        tracker = infinity.deepspeed.checkpointing.get_cuda_rng_tracker()
-        for seed in (infinity.deepspeed.checkpointing.model_parallel_cuda_manual_seed, _seed_again):
+        checkpointing = infinity.deepspeed.checkpointing
+        tracker = checkpointing.get_cuda_rng_tracker()
+        for seed in (checkpointing.model_parallel_cuda_manual_seed, checkpointing.model_parallel_reconfigure_tp_seed):
             seed(7)
             with tracker.fork():
                 found = torch.rand(4)
@@ -491,17 +481,13 @@ def test_tensor_ranks_draw_numbers_of_their_own(tmp_path: Path) -> None:
     require_ranks(4, draw, tmp_path)
 
 
-def _seed_again(seed: int) -> None:
-    infinity.deepspeed.checkpointing.model_parallel_reconfigure_tp_seed(seed)
-
-
 @pytest.mark.deep
 def test_exports_gathered_weights_and_samples_of_a_part(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         _, tensor = _groups(rank)
         samples = [(torch.full((_WIDTH,), float(i)), torch.zeros(_WIDTH)) for i in range(8)]
         engine, _, loader, _ = infinity.initialize(
-            model=_model(tensor, rank), config=_config(tmp_path), mesh_param=_tensor_mesh(), training_data=samples
+            model=_model(tensor, rank), config=_config(tmp_path), mesh_param=_mesh("dp", "tp"), training_data=samples
         )
         own = torch.cat([x[:, 0] for x, _ in loader])
         of_all = [torch.empty_like(own) for _ in range(4)]
@@ -556,10 +542,10 @@ def test_nothing_is_updated_before_all_parts_have_met(tmp_path: Path) -> None:
 def test_tiles_are_parts_as_their_weight_is(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         torch.manual_seed(rank)
-        layer = nn.Linear(64, 256, bias=False)
-        layer.weight.tensor_model_parallel = True  # type: ignore[assignment]
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        layer: Any = nn.Linear(64, 256, bias=False)
+        layer.weight.tensor_model_parallel = True
         config = _config(tmp_path, train_batch_size=2, infinity={"tile_above": "16KiB"})
+        mesh = _mesh("dp", "tp", shape=(1, 2))
         engine = infinity.initialize(model=nn.Sequential(layer), config=config, mesh_param=mesh)[0]
         assert len(list(engine.module.parameters())) > 1
         engine.backward(engine(torch.ones(2, 64)).square().sum())
