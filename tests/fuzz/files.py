@@ -381,17 +381,13 @@ def _deepspeed(rng: random.Random, path: Path) -> None:
     next(each for each in path.parents if (each / "checkpoint").exists()).joinpath("changed").touch()
 
 
-def _tensors() -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in _model().state_dict().items()}
-
-
 def _make_pickle(place: Path) -> None:
-    torch.save(_tensors(), place / "weights.bin")
-    torch.save(_tensors(), place / "legacy.bin", _use_new_zipfile_serialization=False)
+    torch.save(_model().state_dict(), place / "weights.bin")
+    torch.save(_model().state_dict(), place / "legacy.bin", _use_new_zipfile_serialization=False)
 
 
 def _make_safetensors(place: Path) -> None:
-    safetensors.torch.save_file(_tensors(), place / "weights.safetensors")
+    safetensors.torch.save_file(_model().state_dict(), place / "weights.safetensors")
 
 
 def _use_weights(place: Path) -> None:
@@ -471,13 +467,14 @@ def run(name: str, first: int, count: int) -> dict[int, str]:
     """
     torch.set_num_threads(1)
     failures: dict[int, str] = {}
-    memory = (
-        "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    )  # each file is written and synced: a drive takes longer
+    # Each file is written and synced: a drive takes longer.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix=f"fuzz-{name}-", dir=memory) as directory:
         place = Path(directory)
-        FORMATS[name].make(_made(place / "sample"))  # here, so that children find kernels compiled
-        outside = _made(place / "outside")
+        sample, outside = place / "sample", place / "outside"
+        sample.mkdir()
+        outside.mkdir()
+        FORMATS[name].make(sample)  # here, so that children find kernels compiled
         (outside / "mine").write_text("mine")
         number = first
         while number < first + count:
@@ -485,11 +482,6 @@ def run(name: str, first: int, count: int) -> dict[int, str]:
         if [(each.name, each.read_text()) for each in outside.iterdir()] != [("mine", "mine")]:
             failures[first] = "files outside were touched"
     return failures
-
-
-def _made(path: Path) -> Path:
-    path.mkdir()
-    return path
 
 
 def _in_child(name: str, place: Path, first: int, end: int, failures: dict[int, str]) -> int:

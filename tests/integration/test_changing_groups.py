@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,12 @@ def test_the_base_of_adapters_has_no_room_for_states_though_it_is_in_a_group(tmp
         with engine_on_nvme(tmp_path, model, optimizer=optimizer) as engine:
             engine.backward(engine(torch.ones(2, 32)).square().mean())
             engine.step()
+            if not is_filtered:
+                saved = copy.deepcopy(engine.optimizer.state_dict())
+                moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.ones(32, 32))
+                saved["state"][0] = {"step": torch.ones(()), **moments}
+                with pytest.raises(ValueError, match=r"a state of parameter '\S+base_layer\.weight'.*would be lost"):
+                    engine.optimizer.load_state_dict(saved)
             thawed = model.base_model.model[0].base_layer.weight.requires_grad_(True)
             with pytest.raises(ModelError) if not is_filtered else contextlib.nullcontext():
                 engine(torch.ones(2, 32))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import EngineClosedError, InfinityError, StepError
+from infinity.errors import AccessError, EngineClosedError, InfinityError, StepError
 from tests.exactness.lockstep import BF16, PLAIN, Lockstep, engine_on_nvme, everything_on_nvme, make_batch, take_steps
 from tests.states import state_of
 
@@ -111,11 +111,14 @@ def test_weights_are_not_given_back_when_that_is_not_wanted(tmp_path: Path) -> N
 def test_an_engine_that_is_dropped_leaves_nothing_behind(tmp_path: Path) -> None:
 
     engine = engine_on_nvme(tmp_path, PLAIN.make("none"))
+    weight = engine.module.get_parameter("blocks.0.up.weight")
     take_steps(engine, 0)
     engine.flush()
     del engine
     gc.collect()
     assert os.listdir(tmp_path) == []
+    with pytest.raises(AccessError, match="after its engine was dropped"):
+        weight.sum()
 
 
 class Odd(nn.Module):

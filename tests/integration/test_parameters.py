@@ -51,14 +51,27 @@ _LOOKS: dict[str, Callable[[nn.Parameter], Any]] = {
     "gradient through a view": lambda p: torch.autograd.grad(p.t()[0].pow(3).sum(), p)[0].tolist(),
     "norm penalty": lambda p: torch.autograd.grad(p.view(-1)[3:9].norm(), p)[0].tolist(),
     "same objects": lambda p: (p.to(p.device) is p, p.cpu() is p, p.float() is p, p.contiguous() is p),
+    "matmul": lambda p: (p @ torch.ones(24, 2)).tolist(),
+    "functional": lambda p: nn.functional.linear(torch.ones(24), p).tolist(),
+    "another dtype": lambda p: p.to(torch.float64).tolist(),
+    "item": lambda p: p[0, 0].item(),
+    "foreach": lambda p: [part.tolist() for part in (*torch._foreach_norm([p, p]), *torch._foreach_add([p], 1.0))],
+    "aten": lambda p: torch.ops.aten.sum(p).item(),
+    "prims": lambda p: torch.ops.prims.neg(p).tolist(),
+    "stack": lambda p: torch.stack([p, p]).tolist(),
+    "equal": lambda p: (torch.equal(p, torch.zeros(104, 24)), torch.equal(p, p.detach().clone())),
+    "total norm": lambda p: torch.nn.utils.get_total_norm([p]).item(),
+    "parameters to vector": lambda p: nn.utils.parameters_to_vector([p]).tolist(),
+    "iteration": lambda p: [row.sum().item() for row in p],
+    "assigned from": lambda p: torch.empty(104, 24).copy_(p.detach()).tolist(),
+    "contains": lambda p: 0.0 in p,
 }
 
 
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("look", _LOOKS)
-def test_a_look_at_a_weight_gives_what_torch_gives(look: str, both: Lockstep) -> None:
-    expected = _LOOKS[look](nn.Parameter(both.reference.model.get_parameter(_NAME).detach().clone()))
-    assert _LOOKS[look](both.model.get_parameter(_NAME)) == expected
+def test_a_look_at_a_weight_gives_what_torch_gives(both: Lockstep) -> None:
+    plain = nn.Parameter(both.reference.model.get_parameter(_NAME).detach().clone())
+    for look, function in _LOOKS.items():
+        assert function(both.model.get_parameter(_NAME)) == function(plain), look
 
 
 @pytest.mark.deep(but=1)
@@ -175,6 +188,13 @@ def test_other_memory_is_refused_by_name(both: Lockstep) -> None:
         parameter.set_(torch.ones(parameter.shape))
     with torch.no_grad(), pytest.raises(ModelError, match=r"'blocks\.1\.up\.weight' cannot be given the shape"):
         parameter.set_(torch.ones(3))
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        parameter.resize_(2)
+    assert parameter.shape == (104, 24)
+    version = parameter._version
+    with torch.no_grad():
+        assert parameter.set_(parameter) is parameter
+    assert parameter._version == version, "it is no write: torch's parametrizations do so"
 
 
 def test_a_parameter_prints_between_backward_and_step(tmp_path: Path) -> None:

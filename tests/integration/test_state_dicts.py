@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -153,6 +153,7 @@ def test_optimizer_state_dict_has_torchs_layout_and_is_lazy(tmp_path: Path) -> N
         both.engine.flush()
         with mock.patch.object(Swapper, "read", side_effect=AssertionError("gathered before an entry was read")):
             lazy = both.optimizer.state_dict()
+            assert repr(lazy) and "blocks.0.up.weight" in repr(lazy["state"].values())
         expected = both.reference.optimizer.state_dict()
         assert lazy["param_groups"] == expected["param_groups"]
         assert list(lazy["state"]) == list(expected["state"])
@@ -188,11 +189,84 @@ def test_optimizer_state_is_loaded_from_plain_torch(changes: dict[str, Any], tmp
         both.require_equal()
 
 
-def test_a_state_dict_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_state_dict", [True, False])
+def test_an_entry_is_read_once_and_again_after_a_step(of_state_dict: bool, tmp_path: Path) -> None:
+    """Of divided states, all ranks have to look as often."""
     with Lockstep.start(tmp_path) as both:
         both.engine_step(0)
-        other = torch.optim.AdamW([nn.Parameter(torch.ones(2))]).state_dict()
-        with pytest.raises(ValueError, match="group"):
-            both.optimizer.load_state_dict(other)
+        both.engine.flush()
+        parameter = next(iter(both.model.parameters()))
+        entry: Any = both.optimizer.state_dict()["state"][0] if of_state_dict else both.optimizer.state[parameter]
+        with mock.patch.object(Swapper, "read", autospec=True, side_effect=Swapper.read) as read:
+            assert len(entry["exp_avg"]) and read.call_count
+            num_reads = read.call_count
+            for look in (entry.items, entry.values, entry.copy, lambda: list(entry), lambda: entry["step"]):
+                look()
+            assert {**entry}.keys() == dict(entry).keys() == (entry | {}).keys() == ({} | entry).keys()
+            assert entry == entry and list(reversed(entry)) == list(entry)[::-1] and entry.get("nothing", 5) == 5
+            assert read.call_count == num_reads
+            copies = (copy.deepcopy, pickle.dumps) if of_state_dict else ()
+            for number, make in enumerate(copies, 2):
+                make(both.optimizer.state_dict()["state"][0])
+                assert read.call_count == number * num_reads, "it is not kept"
+        both.engine_step(1)
+        assert float(entry["step"]) == 2 and entry["step"] is entry["step"]
+
+
+def test_an_entry_of_a_state_dict_is_the_callers_own(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        parameter, saved = next(iter(both.model.parameters())), both.optimizer.state_dict()
+        entry = saved["state"][0]
+        entry["exp_avg"].zero_()
+        entry["step"] = torch.tensor(7.0)
+        assert float(both.optimizer.state[parameter]["step"]) == 1 and both.optimizer.state[parameter]["exp_avg"].any()
+        both.engine_step(1)
+        assert float(entry["step"]) == 7 and not entry["exp_avg"].any(), "once changed, it is an ordinary dict"
+        for copied in (copy.deepcopy(saved), pickle.loads(pickle.dumps(saved)), saved):
+            both.optimizer.load_state_dict(copied)
+            state = both.optimizer.state[parameter]
+            assert float(state["step"]) == 7 and not state["exp_avg"].any()
+
+
+def test_hooks_of_state_dicts_run_and_the_optimizer_itself_is_not_copied(started: tuple[Any, nn.Sequential]) -> None:
+    optimizer, calls = started[0].optimizer, list[str]()
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("saving"))
+    optimizer.register_state_dict_post_hook(lambda _, state_dict: {**state_dict, "extra": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: calls.append("loading"))
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
+    saved = optimizer.state_dict()
+    assert saved["extra"] == 1
+    optimizer.load_state_dict(saved)
+    assert calls == ["saving", "loading", "loaded"]
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"optimizer\.state_dict\(\)"):
+            attempt(optimizer)
+
+
+_SPOILT: list[tuple[Callable[[Any, Any], Any], str]] = [
+    (lambda saved, entry: saved["param_groups"].pop(), "different number of parameter groups"),
+    (lambda saved, entry: saved["param_groups"][0]["params"].pop(), "doesn't match the size"),
+    (lambda saved, entry: entry.update(exp_avg=entry["exp_avg"][:-1]), r"'exp_avg' of parameter '{fqn}' with shape \("),
+    (lambda saved, entry: entry.update(exp_avg=entry["exp_avg"].view(-1)), r"'{fqn}' with shape \(\d+,\)"),
+    (lambda saved, entry: entry.pop("exp_avg_sq"), "lacks state 'exp_avg_sq' of parameter '{fqn}'"),
+    (lambda saved, entry: entry.update(more=torch.zeros_like(entry["exp_avg"])), "'more' of parameter '{fqn}'"),
+    (lambda saved, entry: entry.update(exp_avg=3), "'exp_avg' of parameter '{fqn}' with shape int"),
+    (lambda saved, entry: saved["param_groups"][0].update(amsgrad=True), "group 0 make AdamW keep .*max_exp_avg_sq"),
+]
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        fqn, _ = next(both.model.named_parameters())
+        for spoil, message in _SPOILT:
+            saved = copy.deepcopy(both.reference.optimizer.state_dict())
+            saved["param_groups"][0]["lr"] = 0.77
+            for entry in saved["state"].values():
+                entry["exp_avg_sq"].add_(1)
+            spoil(saved, saved["state"][0])
+            with pytest.raises(ValueError, match=message.format(fqn=fqn)):
+                both.optimizer.load_state_dict(saved)
         both.engine_step(1)
         both.require_equal()

@@ -49,18 +49,35 @@ def _vector(model: nn.Module) -> None:
         nn.utils.vector_to_parameters(vector * 0.75, model.blocks[1].parameters())
 
 
-_WRITES = {"rows": _rows, "foreach": _foreach, "assign": _assign, "vector": _vector}
-"""Others are in tests/unit/units/test_parameter.py."""
-_ROWS = [(write, mode) for write in _WRITES for mode in ("in backward", "bf16 resident")]
-_ROWS += [(write, mode) for write in ("foreach", "rows") for mode in MODES if (write, mode) not in _ROWS]
+@torch.no_grad()
+def _singly(model: nn.Module) -> None:
+    weight = model.get_parameter("blocks.1.up.weight")
+    weight.add_(0.5)
+    weight.data.add_(0.25)
+    weight.data[5] = 0.125
+    weight[6:8].copy_(torch.ones(2, weight.shape[1]))
+    weight.detach().mul_(0.5)
+    torch.ops.aten.add_.Scalar(weight, 1.0)
+    weight.masked_fill_(weight > 1.6, 0.0)
+    weight.index_add_(0, torch.tensor([9]), torch.ones(1, weight.shape[1], dtype=weight.dtype))
+    bias, norm = model.get_parameter("blocks.0.up.bias"), model.get_parameter("blocks.0.norm.weight")
+    bias.normal_()
+    nn.init.constant_(norm, 0.75)
+    torch.add(torch.ones_like(norm), 1, out=norm)
 
 
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize(("write", "mode"), _ROWS)
-def test_a_write_between_steps_counts(write: str, mode: str, tmp_path: Path) -> None:
+_WRITES = [_rows, _singly, _foreach, _assign, _vector]
+_MODES = [
+    pytest.param(mode, marks=[pytest.mark.deep] * (mode not in ("in backward", "bf16 resident"))) for mode in MODES
+]
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_a_write_between_steps_counts(mode: str, tmp_path: Path) -> None:
     def between(model: nn.Module, step: int) -> None:
-        if step in (1, 2):
-            _WRITES[write](model)
+        if step:
+            for write in _WRITES:
+                write(model)
 
     train(PLAIN, mode, tmp_path, between=between)
 

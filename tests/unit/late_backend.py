@@ -93,8 +93,3 @@ def stall(scheduler: Any) -> None:
     scheduler._on_tick()
     with scheduler.lock:
         scheduler._tick -= 1
-
-
-def is_kept(backend: Any, operation: Any) -> bool:
-    """Whether a transfer of the operation is among those that ``backend`` keeps."""
-    return any(request.operation is operation for request in backend.kept)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import swapper.errors
 from infinity import errors
 
 EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
@@ -71,14 +74,12 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
 
 
 @pytest.mark.parametrize(("error", "base", "words"), EXAMPLES, ids=lambda item: type(item).__name__)
-def test_says_what_and_how_to_cure(error: Exception, base: type[Exception], words: list[str]) -> None:
-    assert isinstance(error, base)
+def test_says_what_and_how_to_cure_and_survives_pickling(
+    error: Exception, base: type[Exception], words: list[str]
+) -> None:
+    assert isinstance(error, base) and isinstance(error, errors.InfinityError | UserWarning)
     for word in words:
         assert word in str(error)
-
-
-@pytest.mark.parametrize(("error", "base", "words"), EXAMPLES, ids=lambda item: type(item).__name__)
-def test_survives_pickling(error: Exception, base: type[Exception], words: list[str]) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert str(copy) == str(error)
@@ -92,29 +93,20 @@ def test_every_class_is_here() -> None:
     assert defined - {type(error) for error, _, _ in EXAMPLES} == {errors.InfinityError}
 
 
-def test_all_errors_share_a_base() -> None:
-    for error, _, _ in EXAMPLES:
-        assert isinstance(error, errors.InfinityError | UserWarning)
-
-
-def test_tree_in_docstring_is_the_real_one() -> None:
+@pytest.mark.parametrize(("module", "base"), [(errors, errors.InfinityError), (swapper.errors, swapper.SwapperError)])
+def test_the_tree_in_the_docstring_is_the_real_one(module: Any, base: type[Exception]) -> None:
     """One line per class, indented below its base."""
     drawn: dict[str, str] = {}
-    trail: dict[int, str] = {}
-    for line in inspect.getdoc(errors).splitlines():  # type: ignore[union-attr]
-        name = line.replace("│", " ").replace("├──", "   ").replace("└──", "   ")
-        words = name.split()
-        if words and (words[0].endswith("Error")):
-            depth = len(name) - len(name.lstrip())
-            parents = [trail[other] for other in sorted(trail) if other < depth]
-            drawn[words[0]] = parents[-1] if parents else "Exception"
-            trail = {other: cls for other, cls in trail.items() if other < depth} | {depth: words[0]}
-    real = {
-        name: cls.__bases__[0].__name__
-        for name, cls in vars(errors).items()
-        if inspect.isclass(cls) and issubclass(cls, errors.InfinityError)
-    }
-    assert drawn == real
+    trail: list[tuple[int, str]] = [(-1, "Exception")]
+    for line in (inspect.getdoc(module) or "").splitlines():
+        if match := re.fullmatch(r"([│├└─ ]*)(\w+Error)\b.*", line):
+            depth, name = len(match[1]), match[2]
+            trail = [each for each in trail if each[0] < depth]
+            drawn[name] = trail[-1][1]
+            trail.append((depth, name))
+    classes = {cls for cls in vars(module).values() if inspect.isclass(cls) and issubclass(cls, base)}
+    assert drawn == {cls.__name__: cls.__bases__[0].__name__ for cls in classes}
+    assert module is errors or drawn.keys() <= {*swapper.__all__}
 
 
 def test_facts_are_attributes() -> None:

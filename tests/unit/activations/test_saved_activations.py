@@ -76,17 +76,6 @@ def _chain(x: torch.Tensor) -> torch.Tensor:
     return x.sum()
 
 
-def test_what_exceeds_the_memory_is_written_and_read_ahead(tmp_path: Path) -> None:
-    store = Store(tmp_path, 4 * _BYTES)
-    x = _leaf()
-    with store.active():
-        loss = _chain(x)
-    assert store.saved.spilled_bytes >= 8 * _BYTES
-    loss.backward()
-    statistics = [swapper.statistics() for swapper in store.swappers]
-    assert 0 < sum(s.read_bytes for s in statistics) <= sum(s.write_bytes for s in statistics)
-
-
 @pytest.mark.deep(but=1)
 def test_one_storage_is_kept_once(store: Store) -> None:
     def views(y: torch.Tensor) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Control groups of both versions, on a tree of plain files that behaves as the kernel's."""
+"""Control groups of version 2, on a tree of plain files that behaves as the kernel's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Tree:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root / "unified"
-        self._mounts, self._membership = root / "mounts", root / "membership"
+        self._membership = root / "membership"
         self._holders: set[Path] = set()
         self.removed: list[Path] = []
         self.killed: list[Path] = []
@@ -55,9 +55,9 @@ class _Tree:
         mkdir(self.root)
         for name, replacement in {"mkdir": make, "write_text": write, "rmdir": remove}.items():
             monkeypatch.setattr(Path, name, replacement)
-        monkeypatch.setattr(cgroup, "_MOUNTS", self._mounts)
+        (root / "mounts").write_text(f"proc /proc proc rw 0 0\ncgroup2 {self.root} cgroup2 rw,nsdelegate 0 0\n")
+        monkeypatch.setattr(cgroup, "_MOUNTS", root / "mounts")
         monkeypatch.setattr(cgroup, "_MEMBERSHIP", self._membership)
-        self.is_mounted()
         self.is_member("/")
 
     def fill(self, group: Path, controllers: Iterable[str], *, enabled: Iterable[str] = ()) -> Path:
@@ -71,14 +71,10 @@ class _Tree:
                 group.joinpath(name).write_text(text)
         return group
 
-    def is_mounted(self, *others: str) -> None:
-        lines = ["proc /proc proc rw 0 0", *others, f"cgroup2 {self.root} cgroup2 rw,nsdelegate 0 0"]
-        self._mounts.write_text("\n".join(lines) + "\n")
-
-    def is_member(self, path: str, *others: str, holds: bool = True) -> None:
+    def is_member(self, path: str) -> None:
         """This process is in the group `path`."""
-        self._membership.write_text("\n".join([*others, f"0::{path}"]) + "\n")
-        self._holders = {self.root / path.lstrip("/")} if holds else set()
+        self._membership.write_text(f"0::{path}\n")
+        self._holders = {self.root / path.lstrip("/")}
 
 
 @pytest.fixture
@@ -114,28 +110,6 @@ def test_a_group_is_made_beside_the_process_that_limits_it(tree: _Tree) -> None:
         assert {(folder / name).read_text() for name in ("memory.max", "memory.swap.max")} == {"max"}
     assert tree.killed == tree.removed == [folder]
     assert not folder.exists()
-
-
-def test_a_controller_of_version_1_beside_version_2(
-    tree: _Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on this kind of machine: memory in version 1, and a version 2 that has what is left."""
-    tree.fill(tree.root, ["io"], enabled=["io"])
-    first = tmp_path / "memory"
-    first.mkdir()
-    tree.is_mounted(f"cgroup {first} cgroup rw,relatime,memory 0 0", "cgroup /none cgroup rw,cpu,cpuacct 0 0")
-    tree.is_member("/", "4:memory:/", holds=False)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert why_unavailable("memory") == "control groups (version 1) need root"
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with Cgroup("case") as group:
-        assert {file.parent.parent for file in group.task_files} == {first, tree.root}
-        (folder,) = {file.parent for file in group.task_files if file.is_relative_to(first)}
-        assert group.memory is not None
-        group.memory.limit(64)
-        assert (folder / "memory.limit_in_bytes").read_text() == "64"
-        group.task_files[0].touch()
-        (folder / "cgroup.procs").touch()
 
 
 def test_groups_of_benchmarks_that_were_killed_are_removed(tree: _Tree) -> None:

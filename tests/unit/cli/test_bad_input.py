@@ -149,11 +149,23 @@ def test_an_empty_path(command: tuple[str, ...], tmp_path: Path, capsys: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", ["nan", "inf", "1e999"])
-def test_what_is_no_finite_number(number: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ("--tflops", "--tbw"):
-        assert main(["plan", "--params", "1b", "--no-measure", option, number]) == _MISUSED
-        assert "is not a finite number" in _told(capsys)
+@pytest.mark.parametrize(
+    ("command", "option", "number", "told"),
+    [
+        *(
+            ("plan --params 1b --no-measure", option, number, "is not a finite number")
+            for option in ("--tflops", "--tbw")
+            for number in ("nan", "inf", "1e999")
+        ),
+        *(("profile .", "--minutes", number, "is not in the range") for number in ("0", "1e9")),
+    ],
+)
+def test_what_is_no_such_number(
+    command: str, option: str, number: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command.split(), option, number]) == _MISUSED
+    err = _told(capsys)
+    assert told in err and option in err
 
 
 def test_json_has_no_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str]) -> None:

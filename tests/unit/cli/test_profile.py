@@ -16,19 +16,6 @@ from infinity.machine import drive_profile
 from infinity.machine.drive_profile import QUICK
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [(["--minutes", "0"], "is not in the range"), (["--minutes", "1e9"], "is not in the range")],
-    ids=str,
-)
-def test_bad_options_are_refused_in_words(
-    tmp_path: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["profile", str(tmp_path), *options]) == 2
-    told = capsys.readouterr().err
-    assert words in told and options[0] in told
-
-
 def test_too_little_space(small_tmpfs: Callable[[int], Path], capsys: pytest.CaptureFixture[str]) -> None:
     directory = small_tmpfs(40 << 20)
     assert main(["profile", str(directory)]) == 1

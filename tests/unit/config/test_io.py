@@ -66,16 +66,17 @@ def test_what_the_user_wrote_is_known(aio: dict[str, Any], is_from_config: bool)
     assert _load(aio).io.is_from_config == is_from_config
 
 
-def test_a_rounded_block_size_is_said() -> None:
-    value, who = _decided(_load({"block_size": 5000}))["aio.block_size"]
-    assert (value, who) == ("8192 (5000 rounded up to a multiple of 4096)", "config")
-    assert _decided(_load({"block_size": 8192}))["aio.block_size"] == (8192, "config")
-
-
-def test_raised_threads_are_said() -> None:
-    value, who = _decided(_load({"thread_count": 1}))["aio.intra_op_parallelism"]
-    assert (value, who) == ("4 (1 raised to the fewest that keep a drive busy)", "config")
-    assert _decided(_load({"thread_count": 6}))["aio.intra_op_parallelism"] == (6, "config")
+@pytest.mark.parametrize(
+    ("aio", "key", "said"),
+    [
+        ({"block_size": 5000}, "aio.block_size", "8192 (5000 rounded up to a multiple of 4096)"),
+        ({"block_size": 8192}, "aio.block_size", 8192),
+        ({"thread_count": 1}, "aio.intra_op_parallelism", "4 (1 raised to the fewest that keep a drive busy)"),
+        ({"thread_count": 6}, "aio.intra_op_parallelism", 6),
+    ],
+)
+def test_what_is_rounded_or_raised_is_said(aio: dict[str, Any], key: str, said: object) -> None:
+    assert _decided(_load(aio))[key] == (said, "config")
 
 
 def test_who_asks_for_gds_is_told_what_to_do() -> None:

@@ -18,8 +18,11 @@ def _load(block: dict[str, Any], **others: Any) -> Any:
     return load_config({**_BASE, "fp16": block, **others})
 
 
-def test_fp16_has_deepspeeds_defaults() -> None:
-    config = _load({"enabled": True})
+@pytest.mark.parametrize(
+    "block", [{"enabled": True}, True, {"enabled": True, "loss_scale": "auto", "loss_scale_window": "auto"}]
+)
+def test_fp16_has_deepspeeds_defaults(block: Any) -> None:
+    config = _load(block)
     assert config.compute_dtype is torch.float16
     assert config.loss_scaling == LossScaling(65536.0, True, 1000, 2, False, 1.0)
     assert config.checks_overflow
@@ -40,11 +43,6 @@ def test_every_key_counts() -> None:
     }
     assert _load(block).loss_scaling == LossScaling(1024.0, True, 50, 3, True, 4.0)
     assert _load({**block, "loss_scale": 128}).loss_scaling == LossScaling(128.0, False, 50, 3, True, 4.0)
-
-
-@pytest.mark.parametrize("block", [True, {"enabled": True, "loss_scale": "auto", "loss_scale_window": "auto"}])
-def test_forms_of_tools(block: Any) -> None:
-    assert _load(block).loss_scaling == LossScaling(65536.0, True, 1000, 2, False, 1.0)
 
 
 @pytest.mark.parametrize("block", [False, {}, None, {"enabled": "auto"}, {"loss_scale": 0}, {"enabled": False}])

@@ -216,7 +216,7 @@ def _flip(path: Path) -> None:
         largest = max(archive.infolist(), key=lambda each: each.file_size * ("/data/" in each.filename))
         offset = largest.header_offset + 30 + len(largest.filename) + len(largest.extra)
     data = bytearray(path.read_bytes())
-    data[data.index(path.stem.encode()[:0], offset) + 70] ^= 1
+    data[offset + 70] ^= 1
     path.write_bytes(bytes(data))
 
 

@@ -22,13 +22,11 @@ from swapper import (
     ALIGNMENT,
     AlignedRegion,
     Direction,
-    StagingBuffer,
     StagingExhaustedError,
     StagingPool,
     StallError,
     Swapper,
     SwapperConfig,
-    SwapperError,
 )
 from swapper.backend import IOBackend
 from swapper.scheduling.scheduler import IOScheduler
@@ -150,67 +148,6 @@ def test_memory_is_not_discarded_under_a_request_nor_where_it_is_registered() ->
         assert region.discard(2 << 20) == 0
         region.registrations.discard(swapper)
         assert region.discard(2 << 20) == 2 << 20
-
-
-@pytest.mark.deep(but=2)
-@pytest.mark.off_main_thread
-@pytest.mark.parametrize("seed", range(4))
-def test_hundreds_of_late_answers_change_nothing_of_others(seed: int) -> None:
-    """Whoever holds a staging buffer or a buffer finds in it what he has put there, whatever ends meanwhile."""
-    dice = random.Random(seed)
-    swapper, backend, extent = _swapper()
-    staging_pool = StagingPool(2 * _BLOCK, 4, deadline_seconds=0.0)
-    pool = FlatPool(ComputeDevice(), 6 * _BLOCK)
-    held: list[tuple[Any, torch.Tensor, int]] = []
-    num_late = 0
-
-    def tracked_tensor() -> None:
-        memory: Any = staging_pool.try_lease() if dice.random() < 0.5 else pool.allocate(dice.choice((1, 2)) * _BLOCK)
-        if memory is None:
-            return
-        tensor = memory.tensor if isinstance(memory, StagingBuffer) else memory.tensor()
-        value = dice.randrange(100, 256)
-        tensor.fill_(value)
-        if dice.random() < 0.7:  # whoever starts a request here goes away before it has ended
-            offset = dice.randrange(14) * _BLOCK
-            with contextlib.suppress(SwapperError):
-                handle = swapper.read(extent, tensor, offset=offset) if dice.random() < 0.8 else None
-                handle = handle or swapper.write(extent, tensor, offset=offset)
-                handle.wait(0.0)
-            give_back(memory)
-        else:
-            held.append((memory, tensor, value))
-
-    def give_back(memory: Any) -> None:
-        if isinstance(memory, StagingBuffer):
-            memory.release()
-        else:
-            pool.release(memory)
-
-    for _ in range(600):
-        action = dice.random()
-        if action < 0.5:
-            tracked_tensor()
-        elif action < 0.6 and held:
-            give_back(held.pop(dice.randrange(len(held)))[0])
-        elif action < 0.63:
-            stall(swapper._scheduler)
-        elif backend.open:
-            num_late += 1
-            backend.complete(dice.randrange(len(backend.open)))
-            for _, tensor, value in held:
-                assert bool((tensor == value).all())
-    assert num_late > 100
-    backend.complete_all()
-    while swapper._scheduler.pending.pop() is not None:
-        pass
-    for memory, _, _ in held:
-        give_back(memory)
-    held.clear()
-    pool.reclaim()
-    assert staging_pool.num_leased == 0 and pool.used_bytes == 0, "and all of it comes back"
-    swapper.close()
-    staging_pool.close()
 
 
 # ------------------------------------------------------------------------------------------------------------ training

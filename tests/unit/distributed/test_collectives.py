@@ -151,14 +151,11 @@ def test_a_slow_rank_is_waited_for_and_something_is_done_meanwhile(tmp_path: Pat
 
         ranks = world()
         ranks.all_gather_ints("first")
-        until = time.monotonic() + 1.5 * _SILENT_SECONDS
-        while rank == 1 and time.monotonic() < until:
-            torch.ones(100).sum()
-        ranks.all_gather_ints("second", meanwhile=meanwhile if rank == 0 else None)
-        until = time.monotonic() + 1.5 * _SILENT_SECONDS
-        while rank == 1 and time.monotonic() < until:
-            torch.ones(100).sum()
-        ranks.all_gather_ints("third")
+        for label in ("second", "third"):
+            until = time.monotonic() + 1.5 * _SILENT_SECONDS
+            while rank == 1 and time.monotonic() < until:
+                torch.ones(100).sum()
+            ranks.all_gather_ints(label, meanwhile=meanwhile if rank == 0 else None)
         assert rank or num_calls > 100
 
     require_ranks(2, exchange, tmp_path)

@@ -148,6 +148,8 @@ _ACTIONS = [
     "clear but one",
 ]
 
+_TWICE = [("open", 0, 0), ("add", 0, 0), ("add", 0, 1), ("add", 0, 0)]
+
 
 @given(
     st.lists(st.tuples(st.sampled_from(_ACTIONS), st.integers(0, 2), st.integers(0, 2)), max_size=25),
@@ -158,6 +160,9 @@ _ACTIONS = [
 @example(
     [("add", 0, 0), ("add", 0, 0)], MainGradDtype(torch.bfloat16), 1, 0
 )  # in memory, then on NVMe for want of room
+@example(  # a sum that nobody closed is whole for the update, also in a second step
+    [*_TWICE, ("use", 0, 0), *_TWICE, ("use", 0, 0)], MainGradDtype(torch.bfloat16, rounds=True), 0, 0
+)
 @settings(max_examples=60, deadline=None)
 def test_gradients_are_those_of_plain_torch_whatever_happens(
     actions: list[tuple[str, int, int]], waiting: MainGradDtype, num_kept: int, num_spare: int

@@ -117,7 +117,13 @@ def _assigned() -> nn.Module:
     return model
 
 
-_TORCH: dict[str, Callable[[], nn.Module]] = {
+def _resized() -> nn.Module:
+    model = MODELS["llama-tied"]()
+    model.resize_token_embeddings(330)
+    return model
+
+
+_MODELS: dict[str, Callable[[], nn.Module]] = {
     "embedding_given": _embedding_of_given_weights,
     "norms": lambda: nn.Sequential(nn.LayerNorm(16), nn.GroupNorm(2, 16), nn.BatchNorm2d(16), nn.RMSNorm(16)),
     "softmax": lambda: nn.AdaptiveLogSoftmaxWithLoss(16, 100, [10, 50]),
@@ -127,37 +133,20 @@ _TORCH: dict[str, Callable[[], nn.Module]] = {
     "assigns_data": AssignsData,
     "tied": _tied,
     "half": lambda: nn.Sequential(nn.Linear(16, 32), nn.LSTM(16, 16)).to(torch.bfloat16).half(),
-}
-"""Beside those of tests/integration/test_building.py."""
-
-
-@pytest.mark.deep(but=6)
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", _TORCH)
-def test_torch_modules_have_the_same_bits(name: str, config: dict[str, Any]) -> None:
-    model = built_both_ways(_TORCH[name], config)
-    assert all(on_drive(parameter) for parameter in model.parameters())
-
-
-_ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "llama_tied": MODELS["llama-tied"],
+    "resized": _resized,
     "from_config_bf16": lambda: transformers.AutoModelForCausalLM.from_config(
         transformers.LlamaConfig(**SMALL), dtype=torch.bfloat16
     ),
 }
+"""Beside that of tests/integration/test_building.py."""
 
 
-def _resized() -> nn.Module:
-    model = _ARCHITECTURES["llama_tied"]()
-    model.resize_token_embeddings(330)
-    return model
-
-
-@pytest.mark.deep(but=3)
+@pytest.mark.deep(but=9)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [*_ARCHITECTURES, "resized"])
-def test_transformers_have_the_same_bits(name: str, config: dict[str, Any]) -> None:
-    model = built_both_ways(_resized if name == "resized" else _ARCHITECTURES[name], config)
+@pytest.mark.parametrize("name", _MODELS)
+def test_models_have_the_same_bits(name: str, config: dict[str, Any]) -> None:
+    model = built_both_ways(_MODELS[name], config)
     assert all(on_drive(parameter) for parameter in model.parameters())
 
 

@@ -19,7 +19,7 @@ from infinity.machine.drive_profile import (
 )
 from swapper.errors import BackendUnavailableError
 from swapper.measure.measurement import IOSetting, Workload
-from tests.unit.machine.fake_drive import FakeDrive
+from tests.unit.fake_drive import FakeDrive
 
 _MIB = 1 << 20
 _URING, _THREADS = IOSetting("uring", 4 * _MIB, 4, 8), IOSetting("threads", 2 * _MIB, 8, 8)

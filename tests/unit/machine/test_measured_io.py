@@ -34,7 +34,7 @@ from swapper import BackendUnavailableError
 from swapper.measure.measurement import IOSetting, Sample, Workload
 from swapper.volumes.directory import Directory
 from swapper.volumes.file_system import Drive, describe_drive
-from tests.unit.machine.fake_drive import FakeDrive
+from tests.unit.fake_drive import FakeDrive
 
 MIB = 1 << 20
 _BANDWIDTH = Bandwidth(1e9, 2e9, 1.5e9, "2026-01-02T03:04:05+00:00")
@@ -206,17 +206,9 @@ def _written(cache: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"format": 2}',
-        '{"format": 2, "measured": []}',
+        *("", "{", "[]", "null", "[" * 100_000, "\0\xff", " " * (2 << 20)),
+        *('{"format": 2}', '{"format": 2, "measured": []}', '{"format": 2, "measured": {"a": null}}'),
         '{"format": 1, "measured": {}}',
-        '{"format": 2, "measured": {"a": null}}',
-        "[" * 100_000,
-        "\0\xff",
-        " " * (2 << 20),
     ],
     ids=lambda text: repr(text[:30]),
 )
@@ -236,17 +228,11 @@ def test_a_file_that_is_damaged_is_replaced(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("request_bytes", 1e6),
-        ("request_bytes", "1MiB"),
-        ("num_threads", True),
-        ("backend", "threadz"),
-        ("backend", ["threads"]),
-        ("setting", []),
-        ("setting", {"backend": "threads"}),
-        ("cpu_cores", "many"),
-        ("read_bytes_per_second", 0),
-        ("mixed_bytes_per_second", float("nan")),
-        ("measured_at", None),
+        *(("request_bytes", value) for value in (1e6, "1MiB")),
+        *(("backend", value) for value in ("threadz", ["threads"])),
+        *(("setting", value) for value in ([], {"backend": "threads"})),
+        *(("num_threads", True), ("cpu_cores", "many"), ("measured_at", None)),
+        *(("read_bytes_per_second", 0), ("mixed_bytes_per_second", float("nan"))),
     ],
 )
 def test_an_entry_that_is_damaged_is_not_used(nvme: Path, cache: Path, name: str, value: Any) -> None:

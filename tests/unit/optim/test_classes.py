@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from infinity.config.resolved import OptimizerSection
 from infinity.optim.classes import IS_MOMENTUM, Lamb, Lion, Muon, OneBitAdam, UncorrectedAdam, is_for_muon
 from infinity.optim.wrapped_optimizer import wrap_optimizer
-from tests.unit.optim.memory_backend import Section
 
 
 def _drawn(num: int, seed: int = 1, shape: tuple[int, ...] = (13, 11)) -> list[torch.Tensor]:
@@ -222,7 +222,7 @@ def test_which_parameters_are_muons() -> None:
 
 def test_groups_are_divided_for_muon_with_what_they_say() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    section = Section("Muon", {"lr": 0.5, "adam_lr": 0.25})
+    section = OptimizerSection("Muon", {"lr": 0.5, "adam_lr": 0.25})
     given = [{"params": list(model[0].parameters()), "weight_decay": 0.3}, {"params": list(model[1].parameters())}]
     wrapped_optimizer = wrap_optimizer(section, model.named_parameters(), "cpu", model_parameters=given)
     told = [

@@ -51,12 +51,45 @@ def warmup(step: int, num_steps: int, kind: str) -> float:
     return math.log(index + 1) / math.log(num_steps) if kind == "log" else index / num_steps
 
 
+def _decayed(step: int, kind: str) -> float:
+    index = step - 1
+    return warmup(step, 6, kind) if index < 6 else max(0.0, (20 - index) / (20 - 6))
+
+
+def _cosine(step: int, kind: str) -> float:
+    index = step - 1
+    if step == 0 or index < 5:
+        return 0.2 + 0.8 * warmup(step, 5, kind) if step else 0.0
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, (index - 4) / 15))) / 2
+
+
+_FORMULAS: dict[str, tuple[Callable[[Optimizer, Any], LRScheduler], Callable[[int, Any], float]]] = {
+    "WarmupLR": (
+        lambda optimizer, kind: WarmupLR(optimizer, 1e-4, 5e-3, 10, kind),
+        lambda step, kind: 1e-4 + (5e-3 - 1e-4) * warmup(step, 10, kind),
+    ),
+    "WarmupDecayLR": (
+        lambda optimizer, kind: WarmupDecayLR(optimizer, 20, 1e-5, 4e-3, 6, kind),
+        lambda step, kind: 1e-5 + (4e-3 - 1e-5) * _decayed(step, kind),
+    ),
+    "WarmupCosineLR": (
+        lambda optimizer, kind: WarmupCosineLR(optimizer, 20, 0.2, 5, 0.1, kind),
+        lambda step, kind: 1e-3 * _cosine(step, kind),
+    ),
+    "LRRangeTest": (
+        lambda optimizer, kind: LRRangeTest(optimizer, 1e-4, 4, 2.0, kind == "log"),
+        lambda step, kind: 1e-4 * (1 + 2.0 * (step // 4 if kind == "log" else step / 4)),  # in stairs or not
+    ),
+}
+
+
 @pytest.mark.parametrize("kind", ["log", "linear"])
-def test_warmup(kind: str) -> None:
-    schedule = WarmupLR(two_groups(), warmup_min_lr=1e-4, warmup_max_lr=5e-3, warmup_num_steps=10, warmup_type=kind)
-    expected = [1e-4 + (5e-3 - 1e-4) * warmup(step, 10, kind) for step in range(NUM_STEPS)]
-    for rates, rate in zip(run(schedule), expected, strict=True):
-        assert rates == pytest.approx([rate, rate], rel=1e-12)
+@pytest.mark.parametrize("name", _FORMULAS)
+def test_rates_follow_their_formula(name: str, kind: str) -> None:
+    make, formula = _FORMULAS[name]
+    factor = 2 if name == "WarmupCosineLR" else 1  # of each group's own rate
+    for step, rates in enumerate(run(make(two_groups(), kind))):
+        assert rates == pytest.approx([formula(step, kind), factor * formula(step, kind)], rel=1e-12)
 
 
 def test_one_value_per_group() -> None:
@@ -67,38 +100,6 @@ def test_one_value_per_group() -> None:
     assert run(WarmupLR(two_groups(), warmup_num_steps=4))[-1] == [1e-3, 2e-3], "each group's own"
     by_length = [run(WarmupLR(two_groups(), warmup_num_steps=length)) for length in (0, 1, 2)]
     assert by_length[0] == by_length[1] == by_length[2], "two steps are the shortest"
-
-
-@pytest.mark.parametrize("kind", ["log", "linear"])
-def test_warmup_decay(kind: str) -> None:
-    schedule = WarmupDecayLR(two_groups(), 20, 1e-5, 4e-3, 6, kind)
-
-    def fraction(step: int) -> float:
-        index = step - 1
-        return warmup(step, 6, kind) if index < 6 else max(0.0, (20 - index) / (20 - 6))
-
-    for step, rates in enumerate(run(schedule)):
-        rate = 1e-5 + (4e-3 - 1e-5) * fraction(step)
-        assert rates == pytest.approx([rate, rate], rel=1e-12)
-    assert rates == pytest.approx([1e-5, 1e-5])
-
-
-@pytest.mark.parametrize("kind", ["log", "linear"])
-def test_warmup_cosine(kind: str) -> None:
-    schedule = WarmupCosineLR(two_groups(), 20, 0.2, 5, 0.1, kind)
-
-    def ratio(step: int) -> float:
-        if step == 0:
-            return 0.0
-        index = step - 1
-        if index < 5:
-            return 0.2 + 0.8 * warmup(step, 5, kind)
-        progress = min(1.0, (index - 4) / 15)
-        return 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
-
-    for step, rates in enumerate(run(schedule)):
-        assert rates == pytest.approx([1e-3 * ratio(step), 2e-3 * ratio(step)], rel=1e-12)
-    assert rates == pytest.approx([1e-4, 2e-4])
 
 
 def test_one_cycle() -> None:
@@ -136,14 +137,6 @@ def test_one_cycle_leaves_momentum_alone_when_told_or_without_betas(caplog: pyte
     run(OneCycle(without, cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_first_step_size=3))
     assert "betas" not in without.param_groups[0]
     assert "SGD has no betas" in caplog.text
-
-
-@pytest.mark.parametrize("staircase", [False, True])
-def test_range_test(staircase: bool) -> None:
-    schedule = LRRangeTest(two_groups(), 1e-4, 4, 2.0, staircase)
-    for step, rates in enumerate(run(schedule)):
-        interval = step // 4 if staircase else step / 4
-        assert rates == pytest.approx([1e-4 * (1 + 2.0 * interval)] * 2, rel=1e-12)
 
 
 MAKERS: dict[str, Callable[[Optimizer], LRScheduler]] = {

@@ -13,9 +13,9 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 from infinity.errors import OptimizerNotPageableError
+from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.slice_updater import SliceUpdater
 from infinity.optim.wrapped_optimizer import wrap_optimizer
-from tests.unit.optim.memory_backend import Mixed, page
 
 
 class _Custom(Optimizer):
@@ -116,6 +116,10 @@ def test_subclasses_of_torchs_elementwise_classes_are_taken(name: str) -> None:
     _updater(type(f"My{name}", (getattr(torch.optim, name),), {}), lr=1e-2, foreach=True)
 
 
+def _normalized(grad: Any) -> Any:
+    return grad / (grad.norm() + 1e-12)
+
+
 _ELEMENTWISE: dict[str, Callable[[Any, Any, int], Any]] = {
     "clamps each element": lambda p, g, n: g.clamp(-1, 1),
     "another rule after some steps": lambda p, g, n: g.sign() if n > 100 else g,
@@ -123,47 +127,13 @@ _ELEMENTWISE: dict[str, Callable[[Any, Any, int], Any]] = {
     "moves every 10th step": lambda p, g, n: g if n % 10 == 0 else torch.zeros_like(g),
     "normalizes each element": lambda p, g, n: g / (g.abs() + 1e-8).sqrt(),
 }
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("name", _ELEMENTWISE)
-def test_rules_for_single_elements_are_taken(name: str) -> None:
-    updater = _updater(_counted(_ELEMENTWISE[name]))
-    assert updater.schema_under({"lr": 0.125}).scalars == ("step",)
-    assert not updater.mixes_elements
-
-
-# -------------------------------------------------------------------------------------------------- whole parameters
-
-
-def _normalized(grad: Any) -> Any:
-    return grad / (grad.norm() + 1e-12)
-
-
-def _mean_in_state(group: Any, param: Any, grad: Any, state: Any) -> Any:
-    state["mean"] = grad.mean()
-    return grad
-
-
-_MIXING: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
-    "trust ratio": lambda group, p, g, s: g * (p.norm() / g.norm()),
-    "centers": lambda group, p, g, s: g - g.mean(dim=-1, keepdim=True) if g.dim() > 1 else g,
-    "sums neighbours": lambda group, p, g, s: g.reshape(-1).roll(1).reshape(g.shape),
-    "small tensors faster": lambda group, p, g, s: (2 if p.numel() < 1000 else 1) * g,
+_MIXING: dict[str, Callable[[Any, Any, int], Any]] = {
+    "trust ratio": lambda p, g, n: g * (p.norm() / g.norm()),
+    "centers": lambda p, g, n: g - g.mean(dim=-1, keepdim=True) if g.dim() > 1 else g,
+    "sums neighbours": lambda p, g, n: g.reshape(-1).roll(1).reshape(g.shape),
+    "small tensors faster": lambda p, g, n: (2 if p.numel() < 1000 else 1) * g,
     # Element by element, but torch's vector and scalar code for it differ in a few percent of the values.
-    "a fractional power": lambda group, p, g, s: g.sign() * g.abs() ** 0.37,
-    "a scalar of all elements": _mean_in_state,
-}
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("name", _MIXING)
-def test_classes_that_mix_elements_get_whole_parameters(name: str) -> None:
-    updater = _updater(_by(_MIXING[name]))
-    assert updater.mixes_elements and not updater.is_for_threads
-
-
-_SELDOM: dict[str, Callable[[Any, Any, int], Any]] = {
+    "a fractional power": lambda p, g, n: g.sign() * g.abs() ** 0.37,
     "clips above a norm of 1e4": lambda p, g, n: g * (1e4 / g.norm()).clamp(max=1.0),
     "skips a gradient of zeros": lambda p, g, n: g if g.any() else torch.ones_like(g),
     "trust ratio of large weights": lambda p, g, n: g * p.norm() if p.norm() > 500 else g,
@@ -176,10 +146,26 @@ _SELDOM: dict[str, Callable[[Any, Any, int], Any]] = {
 }
 
 
+@pytest.mark.deep(but=2)
+@pytest.mark.parametrize(
+    ("rule", "mixes"),
+    [*((rule, True) for rule in _MIXING.values()), *((rule, False) for rule in _ELEMENTWISE.values())],
+    ids=[*_MIXING, *_ELEMENTWISE],
+)
+def test_rules_that_mix_elements_even_now_and_then_get_whole_parameters(rule: Any, mixes: bool) -> None:
+    updater = _updater(_counted(rule))
+    assert updater.mixes_elements == mixes and not (mixes and updater.is_for_threads)
+    assert mixes or updater.schema_under({"lr": 0.125}).scalars == ("step",)
+
+
+def _mean_in_state(group: Any, param: Any, grad: Any, state: Any) -> Any:
+    state["mean"] = grad.mean()
+    return grad
+
+
 @pytest.mark.deep
-@pytest.mark.parametrize("name", _SELDOM)
-def test_rules_that_mix_elements_now_and_then_get_whole_parameters(name: str) -> None:
-    assert _updater(_counted(_SELDOM[name])).mixes_elements
+def test_a_scalar_of_all_elements_is_a_mixture() -> None:
+    assert _updater(_by(_mean_in_state)).mixes_elements
 
 
 def _switchable(group: Any, param: Any, grad: Any, state: Any) -> Any:
@@ -194,7 +180,7 @@ def test_switches_groups_and_warm_ups_hide_nothing() -> None:
     with pytest.raises(OptimizerNotPageableError, match="mixes elements"):
         updater.schema_under({"lr": 1.0, "normalize": True})
     assert _updater(switchable, groups=[{"normalize": False}, {"normalize": True}]).mixes_elements
-    assert _updater(_by(_MIXING["trust ratio"]), lr=0.0).mixes_elements
+    assert _updater(_counted(_MIXING["trust ratio"]), lr=0.0).mixes_elements
 
 
 class CountsOncePerGroup(_Custom):
@@ -419,37 +405,22 @@ def test_groups_that_know_of_each_other_are_refused(cls: Any, groups: list[dict[
         assert re.search(message, _refused(cls, groups=groups))
 
 
-class _Delegating(Optimizer):
+class Lookahead(Optimizer):
     """As many wrappers do it: the inner optimizer's groups, and a `step` that calls its."""
 
     def __init__(self, params: Any) -> None:
-        inner = AdamW(params)
-        super().__init__(inner.param_groups, {"lr": 0.1})
-        self.keep(inner)
-
-    def keep(self, inner: Optimizer) -> None:
-        raise NotImplementedError
-
-
-class Lookahead(_Delegating):
-    def keep(self, inner: Optimizer) -> None:
-        self.fast = inner
+        self.fast = AdamW(params)
+        super().__init__(self.fast.param_groups, {"lr": 0.1})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.fast.step()
 
 
-@pytest.mark.deep(but=2)
-@pytest.mark.parametrize("cls", [Lookahead])
-def test_an_optimizer_that_passes_its_step_on_is_refused_and_changes_nothing(cls: type[Optimizer]) -> None:
+def test_an_optimizer_that_passes_its_step_on_is_refused_and_changes_nothing() -> None:
     param = torch.nn.Parameter(torch.zeros(2))
     gradient = param.grad = torch.ones(2)
-    make: Any = cls
-    optimizer = make([param])
-    with pytest.raises(
-        OptimizerNotPageableError, match=rf"{cls.__name__} cannot be paged.*another optimizer.*Pass that one"
-    ):
-        SliceUpdater(wrap_optimizer(optimizer, [("weight", param)], "cpu"))
+    with pytest.raises(OptimizerNotPageableError, match=r"Lookahead cannot be paged.*another optimizer.*Pass that one"):
+        SliceUpdater(wrap_optimizer(Lookahead([param]), [("weight", param)], "cpu"))
     assert torch.equal(param, torch.zeros(2))
     assert param.grad is gradient
 
@@ -531,13 +502,18 @@ def test_values_that_a_class_keeps_by_parameter_are_refused(make: Callable[[Any]
     SliceUpdater(wrap_optimizer(_LooksAtParameters([param], {"weight": 1.0}), [("weight", param)], "cpu"))
 
 
+def _paged(optimizer: Optimizer) -> Any:
+    named = [(str(number), param) for number, param in enumerate(optimizer.param_groups[0]["params"])]
+    wrapped_optimizer = wrap_optimizer(optimizer, named, "cpu")
+    return PagedOptimizer(wrapped_optimizer, SliceUpdater(wrapped_optimizer), backend=None, keeper=None)
+
+
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("on_own_instance", [False, True])
 @pytest.mark.parametrize("cls", [_Scaled, _LooksAtParameters])
 def test_attributes_that_change_later_are_refused(cls: Any, on_own_instance: bool) -> None:
-    model = Mixed()
-    own: Any = cls(model.parameters())
-    optimizer: Any = page(own, model)[0]
+    own: Any = cls(torch.nn.Linear(3, 2).parameters())
+    optimizer = _paged(own)
     optimizer._updater.check_attributes()
     assert optimizer.factor == own.factor == 2.0
     (own if on_own_instance else optimizer).factor = 3.0
@@ -548,8 +524,7 @@ def test_attributes_that_change_later_are_refused(cls: Any, on_own_instance: boo
 
 @pytest.mark.deep
 def test_methods_of_the_users_class_work_on_the_groups() -> None:
-    model = Mixed()
-    optimizer: Any = page(_Scaled(model.parameters()), model)[0]
+    optimizer = _paged(_Scaled(torch.nn.Linear(3, 2).parameters()))
     optimizer.double()
     assert optimizer.param_groups[0]["lr"] == 0.2
     assert not hasattr(optimizer, "nothing") and not hasattr(optimizer, "_step_supports_amp_scaling")

@@ -17,7 +17,7 @@ from infinity.optim.probe import SLICE_ALIGNMENT
 from infinity.optim.registry import is_verified
 from infinity.optim.slice_updater import SliceUpdater, check_parts
 from infinity.optim.wrapped_optimizer import wrap_optimizer
-from tests.unit.optim.memory_backend import cut, equal_bits, page_aligned
+from tests.unit.optim.slices import cut, equal_bits, page_aligned
 
 _NUM_STEPS = 3
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (3,), (63,), (64,), (65,), (5, 7, 9), (1000, 37), (100003,))

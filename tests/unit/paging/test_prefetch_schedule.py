@@ -13,83 +13,8 @@ from infinity.device.compute import Fence, FlatBuffer
 from infinity.paging.prefetch_schedule import PrefetchSchedule, simulate
 from tests.unit.stage import TensorSource, frozen_unit, make_parameter_cache
 
-
-def _record(schedule: PrefetchSchedule, forward: Sequence[int], backward: Sequence[int]) -> None:
-    schedule.begin()
-    for unit in forward:
-        schedule.touch(unit)
-    schedule.begin_backward()
-    for unit in backward:
-        schedule.touch(unit)
-
-
-def test_a_record_becomes_the_forecast() -> None:
-    schedule = PrefetchSchedule([0, 1, 2, 2, 1, 0])
-    _record(schedule, [2, 0, 1], [1, 0])
-    assert schedule.has_backward
-    assert schedule.order == (0, 1, 2, 2, 1, 0), "not before the micro-batch has ended well"
-    schedule.commit()
-    assert schedule.order == (2, 0, 1, 1, 0)
-    assert schedule.backward_start == 3
-    assert _upcoming(schedule) == [2, 0, 1]
-    _record(schedule, [2, 0, 1], [1, 0])
-    assert _upcoming(schedule) == [0, 2, 1], "it was followed to its end"
-    schedule.commit()
-    assert schedule.order == (2, 0, 1, 1, 0) and schedule.backward_start == 3, "the same again changes nothing"
-
-
-def test_a_unit_in_use_is_recorded_once_but_again_when_backward_begins() -> None:
-    schedule = PrefetchSchedule([0, 1])
-    schedule.begin()
-    assert schedule.touch(0)
-    assert not schedule.touch(0)
-    assert schedule.touch(1)
-    schedule.begin_backward()
-    schedule.begin_backward()
-    assert schedule.touch(1)
-    assert not schedule.touch(1)
-    assert schedule.touch(0)
-    schedule.commit()
-    assert schedule.order == (0, 1, 1, 0)
-    assert schedule.backward_start == 2
-
-
-def test_skipped_units_move_the_forecast_on() -> None:
-    schedule = PrefetchSchedule([0, 1, 2, 3, 4])
-    schedule.begin()
-    schedule.touch(0)
-    schedule.touch(3)
-    assert _upcoming(schedule) == [3, 4, 0, 1, 2]
-
-
-def test_an_unknown_unit_leaves_the_forecast_in_place() -> None:
-    schedule = PrefetchSchedule([0, 1, 2])
-    schedule.begin()
-    schedule.touch(0)
-    schedule.touch(9)
-    assert _upcoming(schedule) == [0, 1, 2]
-    schedule.touch(1)
-    assert _upcoming(schedule) == [1, 2, 0]
-
-
-def test_far_ahead_is_no_skip() -> None:
-    schedule = PrefetchSchedule(range(100))
-    schedule.begin()
-    schedule.touch(0)
-    schedule.touch(60)
-    assert _upcoming(schedule)[0] == 0
-    schedule.touch(20)
-    assert _upcoming(schedule)[0] == 20
-
-
-def test_backward_continues_where_the_recorded_one_began() -> None:
-    schedule = PrefetchSchedule([])
-    _record(schedule, [0, 1, 2, 3], [3, 2, 1, 0])
-    schedule.commit()
-    schedule.begin()
-    schedule.touch(0)  # the rest of this forward is skipped
-    schedule.begin_backward()
-    assert _upcoming(schedule) == [3, 2, 1, 0]
+_EXPERTS = {10: 0, 11: 0, 12: 0, 13: 0, 20: 1, 21: 1, 22: 1, 23: 1}
+"""Two layers, 0 and 1, whose experts are units."""
 
 
 def _upcoming(schedule: PrefetchSchedule, *, is_around: bool = True) -> list[int]:
@@ -97,18 +22,142 @@ def _upcoming(schedule: PrefetchSchedule, *, is_around: bool = True) -> list[int
     return schedule.wanted([0] * 256, 0, is_around=is_around)[0]
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=14), st.integers(0, 13))
-@settings(max_examples=80, deadline=None)
-def test_the_next_use_of_a_unit_is_counted_from_the_one_in_use(order: list[int], num_touches: int) -> None:
-    schedule = PrefetchSchedule(order)
-    for unit in order[: num_touches % len(order)]:
-        schedule.touch(unit)
-    upcoming = _upcoming(schedule)
-    assert sorted(upcoming, key=schedule.next_use) == upcoming
-    assert all(schedule.next_use(unit) < schedule.next_use(6) for unit in upcoming), "what is nowhere is needed last"
+def _go(schedule: PrefetchSchedule, *events: Any) -> PrefetchSchedule:
+    """Numbers are units that are touched, pairs what a router has chosen for a layer, and names are calls.
+
+    A list is what has to come next, and a dict that with room for so many units.
+    """
+    for event in events:
+        if isinstance(event, int):
+            schedule.touch(event)
+        elif isinstance(event, tuple):
+            schedule.route(*event)
+        elif isinstance(event, list):
+            assert _upcoming(schedule) == event
+        elif isinstance(event, dict):
+            assert {number: schedule.wanted([1] * 24, number)[0] for number in event} == event
+        else:
+            getattr(schedule, event)()
+    return schedule
+
+
+def _micro_batch(*routed: list[int], recomputes: bool = False) -> list[Any]:
+    """Unit 0 and the experts of layer 0, unit 1 and those of layer 1; and back."""
+    layers = [(layer, (layer, experts), *experts) for layer, experts in enumerate(routed)]
+    events = ["begin", *(event for layer in layers for event in layer), "begin_backward"]
+    for layer, experts in reversed(list(enumerate(routed))):
+        events += [*(layers[layer] if recomputes else ()), *reversed(experts), layer]
+    return [*events, "commit"]
+
+
+_FORECASTS: dict[str, tuple[Sequence[int], dict[int, int], list[Any]]] = {
+    "skipped units move it on": (range(5), {}, ["begin", 0, 3, [3, 4, 0, 1, 2]]),
+    "an unknown unit leaves it in place": (range(3), {}, ["begin", 0, 9, [0, 1, 2], 1, [1, 2, 0]]),
+    "far ahead is no skip": (range(100), {}, ["begin", 0, 60, [*range(100)], 20, [*range(20, 100), *range(20)]]),
+    "backward continues where the recorded one began, though forward is cut short": (
+        (),
+        {},
+        ["begin", 0, 1, 2, 3, "begin_backward", 3, 2, 1, 0, "commit", "begin", 0, "begin_backward", [3, 2, 1, 0]],
+    ),
+    "the first backward goes by its forward": (
+        range(4),
+        {2: 0, 3: 0},
+        ["begin", 0, (0, [3]), 3, 1, "begin_backward", [1, 3, 0]],
+    ),
+    "experts come when their router has chosen": (
+        (0, 1),
+        _EXPERTS,
+        [
+            *(*_micro_batch([10, 11], [20, 21]), "begin", 0, {4: [0, 1]}, (0, [12, 10]), {4: [0, 12, 10, 1]}),
+            *(12, 10, 1, (1, [23]), 23, "begin_backward", {5: [23, 1, 10, 12, 0]}),
+        ],
+    ),
+    "experts of a layer that is computed once more": (
+        (0, 1),
+        _EXPERTS,
+        [
+            *(*_micro_batch([10, 11], [20, 21], recomputes=True), "begin", 0, (0, [12, 13]), 12, 13, 1, (1, [22]), 22),
+            *("begin_backward", 1, (1, [22]), 22, 1, {4: [1, 0, 12, 13]}),
+        ],
+    ),
+    "experts that are always used are certain": (
+        (0, 1),
+        _EXPERTS,
+        [
+            *(event for other in (11, 12, 13, 11) for event in _micro_batch([10, other], [20])),
+            *("begin", 0, {5: [0, 10, 1, 20]}, *_micro_batch([11, 12], [20]), "begin", 0, {5: [0, 1, 20]}),
+        ],
+    ),
+    "room is left for experts that are not known yet": (
+        (0, 1),
+        _EXPERTS,
+        [*_micro_batch([10, 11], [20]), "begin", 0, {3: [0], 4: [0, 1]}, (0, [12]), {3: [0, 12, 1]}],
+    ),
+    "the next micro-batch does not go by the experts of this one": (
+        (0, 1),
+        _EXPERTS,
+        [*_micro_batch([10, 11], [20]), *_micro_batch([12, 13], [21])[:-1], {20: [0, 1]}],
+    ),
+    "experts of a layer that is called twice come back in reverse": (
+        (0, 1),
+        _EXPERTS,
+        [
+            *("begin", 0, (0, [10]), 10, 1, (0, [11]), 11, "begin_backward", 11, 1, 10, 0, "commit"),
+            *("begin", 0, (0, [12]), 12, 1, (0, [13]), 13, "begin_backward", {20: [13, 1, 12, 0]}),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("guess", "experts", "events"), _FORECASTS.values(), ids=_FORECASTS)
+def test_what_comes_next(guess: Sequence[int], experts: dict[int, int], events: list[Any]) -> None:
+    _go(PrefetchSchedule(guess, experts), *events)
+
+
+def test_a_record_becomes_the_forecast() -> None:
+    schedule = PrefetchSchedule([0, 1, 2, 2, 1, 0])
+    micro_batch = ["begin", 2, 0, 1, "begin_backward", 1, 0]
+    _go(schedule, *micro_batch)
+    assert schedule.has_backward
+    assert schedule.order == (0, 1, 2, 2, 1, 0), "not before the micro-batch has ended well"
+    _go(schedule, "commit", [2, 0, 1])
+    assert (schedule.order, schedule.backward_start) == ((2, 0, 1, 1, 0), 3)
+    _go(schedule, *micro_batch, [0, 2, 1], "commit")
+    assert (schedule.order, schedule.backward_start) == ((2, 0, 1, 1, 0), 3), "the same again changes nothing"
+
+
+def test_a_unit_in_use_is_recorded_once_but_again_when_backward_begins() -> None:
+    schedule = _go(PrefetchSchedule([0, 1]), "begin")
+    assert [schedule.touch(unit) for unit in (0, 0, 1)] == [True, False, True]
+    _go(schedule, "begin_backward", "begin_backward")
+    assert [schedule.touch(unit) for unit in (1, 1, 0)] == [True, False, True]
+    _go(schedule, "commit")
+    assert (schedule.order, schedule.backward_start) == ((0, 1, 1, 0), 2)
+
+
+def test_experts_are_in_the_record_but_for_the_forecast_in_the_place_of_their_layer() -> None:
+    schedule = _go(PrefetchSchedule([0, 1], _EXPERTS), *_micro_batch([10, 11], [20]))
+    assert schedule.record == ((0, 10, 11, 1, 20, 20, 1, 11, 10, 0), 5)
+    assert schedule.order == (0, -1, 1, -2, -2, 1, -1, 0)
+
+
+def test_what_was_used_least_makes_room_first() -> None:
+    batches = [event for other in (11, 12, 11) for event in _micro_batch([10, other], [20])]
+    schedule = _go(PrefetchSchedule([0, 1], _EXPERTS), *batches, "begin", 0)
+    places = [schedule.next_use(unit) for unit in (1, 10, 11, 12, 13)]
+    assert places == sorted(set(places))
 
 
 _orders = st.lists(st.integers(0, 5), min_size=1, max_size=14)
+
+
+@given(_orders, st.integers(0, 13))
+@settings(max_examples=80, deadline=None)
+def test_the_next_use_of_a_unit_is_counted_from_the_one_in_use(order: list[int], num_touches: int) -> None:
+    schedule = _go(PrefetchSchedule(order), *order[: num_touches % len(order)])
+    upcoming = _upcoming(schedule)
+    assert sorted(upcoming, key=schedule.next_use) == upcoming
+    assert all(schedule.next_use(unit) < schedule.next_use(6) for unit in upcoming), "what is nowhere is needed last"
 
 
 @st.composite
@@ -209,10 +258,7 @@ def test_an_update_of_what_is_needed_first_gets_a_buffer_as_soon_as_there_is_roo
 
 
 def test_what_does_not_outlast_a_step() -> None:
-    schedule = PrefetchSchedule([0, 1, 2, 1])
-    schedule.begin()
-    schedule.touch(2)
-    assert _upcoming(schedule) == [2, 1, 0]
+    schedule = _go(PrefetchSchedule([0, 1, 2, 1]), "begin", 2, [2, 1, 0])
     assert _upcoming(schedule, is_around=False) == [2, 1]
     sizes = [5, 5, 5]
     assert simulate([0, 1, 2, 1], sizes, 15, prefetches=True, lasting_until=3).fetches == [(0, 0), (0, 1), (0, 2)]
@@ -238,146 +284,6 @@ def test_a_simulation_takes_work_in_proportion_to_the_places(prefetches: bool) -
     assert order.looked < 40 * len(order)
 
 
-# ------------------------------------------------------------------------------------------------------------- experts
-
-_LAYERS = {10: 0, 11: 0, 12: 0, 13: 0, 20: 1, 21: 1, 22: 1, 23: 1}
-"""Two layers, 0 and 1, whose experts are units."""
-
-
-def _train(schedule: PrefetchSchedule, *routed: list[int], recomputes: bool = False) -> None:
-    """A micro-batch: unit 0 and the experts of layer 0, unit 1 and those of layer 1; and back."""
-    schedule.begin()
-    for layer, experts in enumerate(routed):
-        schedule.touch(layer)
-        schedule.route(layer, experts)
-        for unit in experts:
-            schedule.touch(unit)
-    schedule.begin_backward()
-    for layer, experts in reversed(list(enumerate(routed))):
-        if recomputes:
-            schedule.touch(layer)
-            schedule.route(layer, experts)
-            for unit in experts:
-                schedule.touch(unit)
-        for unit in reversed(experts):
-            schedule.touch(unit)
-        schedule.touch(layer)
-    schedule.commit()
-
-
-def _ahead(schedule: PrefetchSchedule, number: int) -> list[int]:
-    return schedule.wanted([1] * 24, number)[0]
-
-
-def test_experts_are_forecast_when_their_router_has_chosen() -> None:
-    schedule = PrefetchSchedule([0, 1], _LAYERS)
-    _train(schedule, [10, 11], [20, 21])
-    schedule.begin()
-    schedule.touch(0)
-    assert _ahead(schedule, 4) == [0, 1]  # nobody knows which come
-    schedule.route(0, [12, 10])
-    assert _ahead(schedule, 4) == [0, 12, 10, 1]
-    for unit in (12, 10, 1):
-        schedule.touch(unit)
-    schedule.route(1, [23])
-    schedule.touch(23)
-    schedule.begin_backward()
-    assert _ahead(schedule, 5) == [23, 1, 10, 12, 0]
-
-
-def test_the_first_backward_is_forecast_by_its_forward() -> None:
-    schedule = PrefetchSchedule([0, 1, 2, 3], {2: 0, 3: 0})
-    schedule.begin()
-    schedule.touch(0)
-    schedule.route(0, [3])
-    schedule.touch(3)
-    schedule.touch(1)
-    schedule.begin_backward()
-    assert _upcoming(schedule) == [1, 3, 0]
-    for unit in (1, 3, 0):
-        schedule.touch(unit)
-    schedule.commit()
-    assert schedule.order == (0, -1, 1, 1, -1, 0)
-
-
-def test_experts_of_a_layer_that_is_computed_once_more() -> None:
-    schedule = PrefetchSchedule([0, 1], _LAYERS)
-    _train(schedule, [10, 11], [20, 21], recomputes=True)
-    schedule.begin()
-    schedule.touch(0)
-    schedule.route(0, [12, 13])
-    for unit in (12, 13, 1):
-        schedule.touch(unit)
-    schedule.route(1, [22])
-    schedule.touch(22)
-    schedule.begin_backward()
-    schedule.touch(1)
-    schedule.route(1, [22])
-    schedule.touch(22)
-    schedule.touch(1)
-    assert _ahead(schedule, 4) == [1, 0, 12, 13]
-
-
-def test_experts_that_are_always_used_are_forecast_before() -> None:
-    schedule = PrefetchSchedule([0, 1], _LAYERS)
-    for other in (11, 12, 13, 11):
-        _train(schedule, [10, other], [20])
-    schedule.begin()
-    schedule.touch(0)
-    assert _ahead(schedule, 5) == [0, 10, 1, 20]
-    _train(schedule, [11, 12], [20])
-    schedule.begin()
-    schedule.touch(0)
-    assert _ahead(schedule, 5) == [0, 1, 20]
-
-
-def test_room_is_left_for_experts_that_are_not_known_yet() -> None:
-    schedule = PrefetchSchedule([0, 1], _LAYERS)
-    _train(schedule, [10, 11], [20])
-    schedule.begin()
-    schedule.touch(0)
-    assert _ahead(schedule, 3) == [0], "for two experts"
-    assert _ahead(schedule, 4) == [0, 1]
-    schedule.route(0, [12])
-    assert _ahead(schedule, 3) == [0, 12, 1], "these are known"
-
-
-def test_the_next_micro_batch_is_not_forecast_by_the_experts_of_this_one() -> None:
-    schedule = PrefetchSchedule([0, 1], _LAYERS)
-    _train(schedule, [10, 11], [20])
-    schedule.begin()
-    for unit, group, experts in ((0, 0, [12, 13]), (1, 1, [21])):
-        schedule.touch(unit)
-        schedule.route(group, experts)
-        for expert in experts:
-            schedule.touch(expert)
-    schedule.begin_backward()
-    for unit in (21, 1, 13, 12, 0):
-        schedule.touch(unit)
-    assert _ahead(schedule, 20) == [0, 1]
-
-
-def test_experts_of_a_layer_that_is_called_twice_come_back_in_reverse() -> None:
-    schedule = PrefetchSchedule([0, 1], _LAYERS)
-
-    def forward(first: list[int], second: list[int]) -> None:
-        schedule.begin()
-        for dense, experts in ((0, first), (1, second)):
-            schedule.touch(dense)
-            schedule.route(0, experts)
-            for expert in experts:
-                schedule.touch(expert)
-
-    forward([10], [11])
-    schedule.begin_backward()
-    for unit in (11, 1, 10, 0):
-        schedule.touch(unit)
-    schedule.commit()
-    forward([12], [13])
-    schedule.begin_backward()
-    assert _ahead(schedule, 20) == [13, 1, 12, 0]
-
-
 def test_a_micro_batch_reads_each_dense_unit_and_each_routed_expert_once() -> None:
     """Room for a dense unit and the two experts that each layer uses: nothing else may be read in between."""
     source = TensorSource()
@@ -401,24 +307,3 @@ def test_a_micro_batch_reads_each_dense_unit_and_each_routed_expert_once() -> No
         if number > 1:
             assert source.fetched == [*expected[1:], 0], "and the first one of the next"
     coordinator.parameter_cache.close()
-
-
-def test_what_was_used_least_makes_room_first() -> None:
-    schedule = PrefetchSchedule([0, 1], _LAYERS)
-    for other in (11, 12, 11):
-        _train(schedule, [10, other], [20])
-    schedule.begin()
-    schedule.touch(0)
-    assert (
-        schedule.next_use(1)
-        < schedule.next_use(10)
-        < schedule.next_use(11)
-        < schedule.next_use(12)
-        < schedule.next_use(13)
-    )
-
-
-def test_the_record_has_all_experts() -> None:
-    schedule = PrefetchSchedule([0, 1], _LAYERS)
-    _train(schedule, [10, 11], [20])
-    assert schedule.record == ((0, 10, 11, 1, 20, 20, 1, 11, 10, 0), 5)

@@ -14,6 +14,7 @@ from infinity.plan.machine import Bandwidth
 from infinity.plan.plan import Plan, PlanTracker
 from infinity.plan.sizes import Request, UnitSize
 from infinity.units.layout import CHUNK_GRANULE
+from tests.step_reports import report
 from tests.unit.plan.planned import plan_of, request_of
 
 _SPEED = Bandwidth(2e6, 1e6, 2.5e6, "2026-01-02T03:04:05+00:00")
@@ -28,21 +29,9 @@ def _plan(read: int = 0, write: int = 0, request: Request = _REQUEST, **changes:
     return plan_of(_UNITS, request, **moved, **changes)
 
 
-def _report(seconds: float, compute: float, optimizer: float = 0.0) -> StepReport:
-    return StepReport(
-        step=1,
-        seconds=seconds,
-        compute_seconds=compute,
-        read_wait_seconds=seconds - compute,
-        update_wait_seconds=0,
-        optimizer_seconds=optimizer,
-        read_bytes=0,
-        write_bytes=0,
-        predicted_read_bytes=0,
-        predicted_write_bytes=0,
-        loss=None,
-        grad_norm=None,
-    )
+def _report(seconds: float, compute: float, optimizer: float = 0.0, **changes: Any) -> StepReport:
+    times = {"seconds": seconds, "compute_seconds": compute, "optimizer_seconds": optimizer}
+    return report(1, **times, **changes)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +111,7 @@ def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
         plan_tracker.on_step(_report(9.0, compute, optimizer))
     assert plan_tracker.plan(schedule, Traffic()).compute_seconds == pytest.approx(3.0), "halfway between two and four"
     for _ in range(20):
-        plan_tracker.on_step(
-            dataclasses.replace(_report(4.4, 1.1), drive_busy_seconds=4.0, read_bytes=8_000, write_bytes=4_000)
-        )
+        plan_tracker.on_step(_report(4.4, 1.1, drive_busy_seconds=4.0, read_bytes=8_000, write_bytes=4_000))
     assert plan_tracker.plan(schedule, Traffic()).seen_bytes_per_second == pytest.approx(3_000)
     assert plan_tracker.plan(schedule, Traffic()).overlap_factor == pytest.approx(1.1)
     schedule.begin()
@@ -142,10 +129,8 @@ def test_pauses_of_the_script_do_not_count() -> None:
     plan_tracker, schedule = PlanTracker(_plan(bandwidth=_SPEED).predicted()), PrefetchSchedule(_GUESS)
     for step in range(12):
         pause = 30.0 * (step % 2)
-        report = dataclasses.replace(
-            _report(5.0 + pause, 2.0 + pause), compute_busy_seconds=1.9, drive_busy_seconds=4.0
-        )
-        plan_tracker.on_step(dataclasses.replace(report, read_bytes=4_000_000))
+        seen = {"compute_busy_seconds": 1.9, "drive_busy_seconds": 4.0, "read_bytes": 4_000_000}
+        plan_tracker.on_step(_report(5.0 + pause, 2.0 + pause, **seen))
     plan = plan_tracker.plan(schedule, Traffic())
     assert plan.compute_seconds == pytest.approx(2.0)
     assert plan.overlap_factor == pytest.approx(5.0 / 4.0)

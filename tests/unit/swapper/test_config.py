@@ -13,16 +13,10 @@ from swapper import ALIGNMENT, ArgumentError, StagingPool, Swapper, SwapperConfi
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("request_bytes", 0),
-        ("request_bytes", ALIGNMENT + 1),
-        ("num_threads", 0),
-        ("max_inflight", 0),
+        *(("request_bytes", num_bytes) for num_bytes in (0, ALIGNMENT + 1)),
+        *((name, 0) for name in ("num_threads", "max_inflight", "max_overtakes")),
         ("max_retries", -1),
-        ("max_overtakes", 0),
-        ("deadline_seconds", 0.0),
-        ("deadline_seconds", 1e-9),
-        ("deadline_seconds", -1.0),
-        ("deadline_seconds", float("nan")),
+        *(("deadline_seconds", seconds) for seconds in (0.0, 1e-9, -1.0, float("nan"))),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(name: str, value: float) -> None:

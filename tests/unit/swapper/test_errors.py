@@ -8,37 +8,14 @@ import os
 import pickle
 import resource
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import swapper
-from swapper import AlignedRegion, LimitError, StagingPool, Swapper, SwapperError, errors
+from swapper import AlignedRegion, LimitError, StagingPool, Swapper
 from swapper.errors import _CURES, refusal, write_cure
 from swapper.sync.limits import start_threads
 from tests.forked import require_in_child
-
-
-def _documented() -> Iterator[tuple[str, str]]:
-    """Name and parent of every class in the module's docstring."""
-    trail = ["SwapperError"]
-    for line in (errors.__doc__ or "").splitlines():
-        head, mark, rest = line.partition("── ")
-        if mark:
-            depth = (len(head) - 5) // 4 + 1
-            name = rest.split()[0]
-            trail[depth:] = [name]
-            yield name, trail[depth - 1]
-
-
-def test_the_documented_tree_is_the_real_one() -> None:
-    documented = dict(_documented())
-    classes = {value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, SwapperError)}
-    assert set(documented) | {"SwapperError"} == {cls.__name__ for cls in classes}
-    for name, parent in documented.items():
-        assert getattr(errors, name).__bases__[0] is getattr(errors, parent), name
-    assert {cls.__name__ for cls in classes} <= set(swapper.__all__)
 
 
 def test_owners_of_files_memory_or_threads_cannot_be_copied(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from swapper import (
     ArgumentError,
     ExtentError,
     Handle,
-    OutOfSpaceError,
     StagingPool,
     Swapper,
     SwapperClosedError,
@@ -31,7 +29,6 @@ from swapper.backend import IOBackend, IORequest
 from swapper.backends.memory import MemoryBackend
 from swapper.wrappers.integrity import IntegrityBackend
 from swapper.wrappers.versions import VersionedBackend
-from tests.waiting import wait_until
 
 _CAPACITY = 8 << 20
 
@@ -137,57 +134,12 @@ def test_outside_of_the_extent(swapper: Swapper, offset: int, num_bytes: int) ->
             swapper.write(extent, np.zeros(10, dtype=np.uint8), num_bytes=num_bytes)
 
 
-def test_bytes_that_nobody_wrote_are_not_read(swapper: Swapper) -> None:
-    extent = swapper.allocate(1000, "x")
-    memory = np.zeros(1000, dtype=np.uint8)
-    with pytest.raises(ExtentError, match="'x' was never written at bytes 0 to 1000"):
-        swapper.read(extent, memory)
-    swapper.write(extent, memory[:400])
-    swapper.write(extent, memory[:400], offset=500)
-    with pytest.raises(ExtentError, match="at bytes 400 to 500"):
-        swapper.read(extent, memory[:900])
-    swapper.read(extent, memory[:400]).wait()
-    swapper.read(extent, memory[:400], offset=500).wait()
-
-
-def test_freed_space_is_used_again_but_its_bytes_are_unwritten(swapper: Swapper) -> None:
-    first = swapper.allocate(_CAPACITY, "first")
-    with pytest.raises(OutOfSpaceError, match="'second'"):
-        swapper.allocate(1, "second")
-    swapper.write(first, np.ones(_CAPACITY, dtype=np.uint8))
-    swapper.free(first)
-    assert swapper.free_bytes == swapper.capacity_bytes == _CAPACITY
-    second = swapper.allocate(100, "second")
-    with pytest.raises(ExtentError):
-        swapper.read(second, bytearray(100))
-    with pytest.raises(ExtentError, match="'first' was freed twice"):
-        swapper.free(first)
-    with pytest.raises(ExtentError, match="'first' has been freed"):
-        swapper.write(first, bytearray(1))
-
-
 def test_extents_of_another_swapper_are_refused(swapper: Swapper) -> None:
     with Swapper.in_memory(ALIGNMENT) as other:
         extent = other.allocate(1, "foreign")
         for use in (lambda: swapper.write(extent, bytearray(1)), lambda: swapper.free(extent)):
             with pytest.raises(ExtentError, match="'foreign' belongs to another swapper"):
                 use()
-
-
-@pytest.mark.deep(but=1)
-def test_the_handle_keeps_the_buffer_alive(swapper: Swapper) -> None:
-    extent = swapper.allocate(1 << 20, "x")
-    swapper.write(extent, np.full(1 << 20, 3, dtype=np.uint8))
-    gc.collect()
-    memory = np.zeros(1 << 20, dtype=np.uint8)
-    alive = weakref.ref(memory)
-    handle = swapper.read(extent, memory)
-    assert (handle.is_read, handle.num_bytes, handle.extent) == (True, 1 << 20, extent)
-    handle.wait()
-    assert (memory == 3).all()
-    del memory
-    wait_until(lambda: gc.collect() >= 0 and alive() is None)  # the worker may still be on its way out of the transfer
-    assert handle.done() and handle.error is None and "done" in repr(handle)
 
 
 def test_callbacks(swapper: Swapper, caplog: pytest.LogCaptureFixture) -> None:

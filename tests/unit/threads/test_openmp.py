@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,22 +37,6 @@ def compute() -> None:
     assert float((values + values).sum()) == 2 << 20
 
 
-def in_a_thread(function: Callable[[], object]) -> None:
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-
-
 def test_workers_are_released_and_come_back() -> None:
     def work() -> None:
         before = threads()
@@ -63,7 +47,8 @@ def test_workers_are_released_and_come_back() -> None:
             wait_until(lambda: threads() <= before)
         openmp.end_openmp_workers()  # there are none
 
-    in_a_thread(work)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
 
 
 def test_a_paused_thread_has_no_workers() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from swapper import StagingPool, Swapper, SwapperConfig
 from swapper.backends.memory import MemoryBackend
 from tests.latency import delayed
 from tests.unit.stage import trainable_unit
+from tests.waiting import wait_until
 
 NUMEL = 3 * CHUNK_GRANULE
 WAIT_SECONDS = 20
@@ -178,15 +178,7 @@ def slow_stream(
     staging_pool.close()
 
 
-def soon(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("it never happened")
-        time.sleep(0.001)
-
-
 def wait_for(job: UpdateJob) -> None:
     """`UpdateJob.wait` with an end: a hang has to fail here and not in the whole suite's timeout."""
-    soon(job.done)
+    wait_until(job.done)
     job.wait()

@@ -25,7 +25,7 @@ from infinity.optim.wrapped_optimizer import WrappedOptimizer, wrap_optimizer
 from infinity.units.layout import ParameterSlice
 from infinity.updates.chunk_updater import ChunkUpdater
 from infinity.updates.job import ParameterState, advance
-from tests.unit.optim.memory_backend import cut, equal_bits
+from tests.unit.optim.slices import cut, equal_bits
 
 _REPOSITORY = Path(__file__).resolve().parents[3]
 _NUM_STEPS = 4

@@ -79,10 +79,10 @@ def test_a_transfer_that_raises_is_completed_with_an_error_and_the_next_one_work
     assert backend.close(5.0)
 
 
-def test_slow_writes_do_not_hold_up_reads_nor_one_file_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    volume = Volume([tmp_path / "a", tmp_path / "b"], 8 * ALIGNMENT, stripe_bytes=ALIGNMENT)
+def test_slow_writes_do_not_hold_up_reads_nor_one_file_another(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = Volume(paths[:2], 8 * ALIGNMENT, stripe_bytes=ALIGNMENT)
     gate = _Gate(monkeypatch, lambda request: request.direction is _WRITE and volume.column_of(request.offset) == 0)
     backend = AiofilesBackend(volume, 1)
     columns = [volume.column_of(index * ALIGNMENT) for index in range(8)]

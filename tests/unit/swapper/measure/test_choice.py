@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +31,8 @@ from swapper.backends.uring.ring import library
 from swapper.measure import by_name as by_name_module
 from swapper.measure import choice as choice_module
 from swapper.measure.choice import measure_gain, open_backend
-from swapper.measure.measurement import IOSetting, Sample, Workload
 from tests.conformance.suite import random_bytes, read, write
+from tests.unit.fake_drive import FakeDrive
 from tests.uring import fixed_transfers, needs_uring
 
 _MIB = 1 << 20
@@ -91,17 +91,14 @@ def test_uring_by_name_is_an_error_with_a_cure_where_it_is_forbidden(
 
 
 @needs_uring
-def test_what_lies_in_the_volume_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directories = [tmp_path / name for name in "abc"]
-    for directory in directories:
-        directory.mkdir()
-    volume = Volume(directories, 3 * _MIB, stripe_bytes=64 << 10)
+def test_what_lies_in_the_volume_stays_as_it_is(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = Volume(paths, 3 * _MIB, stripe_bytes=64 << 10)
     contents = [random_bytes(file.num_bytes, seed) for seed, file in enumerate(volume.files)]
     for file, content in zip(volume.files, contents, strict=True):
         os.pwritev(file.fd, [content.data], 0)
     fixed = fixed_transfers(monkeypatch)
     backend = open_backend(volume, SwapperConfig(backend="uring"))
-    assert isinstance(backend, UringBackend) and len(fixed) == 2 * len(directories), "each file is tried"
+    assert isinstance(backend, UringBackend) and len(fixed) == 2 * len(paths), "each file is tried"
     for file, content in zip(volume.files, contents, strict=True):
         now = random_bytes(file.num_bytes, 99)
         os.preadv(file.fd, [now.data], 0)
@@ -110,11 +107,8 @@ def test_what_lies_in_the_volume_stays_as_it_is(tmp_path: Path, monkeypatch: pyt
 
 
 @needs_uring
-def test_files_that_outlive_the_process_are_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_outlive_the_process_are_not_written_to(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill before their bytes are put back would damage what a durable run goes on from."""
-    directories = [tmp_path / name for name in "abc"]
-    for directory in directories:
-        directory.mkdir()
     tried: list[Volume] = []
     real = by_name_module.find_fault
 
@@ -123,10 +117,10 @@ def test_files_that_outlive_the_process_are_not_written_to(tmp_path: Path, monke
         return real(backend)
 
     monkeypatch.setattr(by_name_module, "find_fault", find_fault)
-    volume = Volume(directories, 3 * _MIB, stripe_bytes=64 << 10, file_name="states")
+    volume = Volume(paths, 3 * _MIB, stripe_bytes=64 << 10, file_name="states")
     backend = open_backend(volume, SwapperConfig(backend="uring"))
     (scratch,) = tried
-    assert scratch is not volume and [file.directory for file in scratch.files] == directories
+    assert scratch is not volume and [file.directory for file in scratch.files] == paths
     assert [file.fd for file in scratch.files] == [-1] * 3
     data = random_bytes(64 << 10, 1)
     copy = np.zeros_like(data)
@@ -135,7 +129,7 @@ def test_files_that_outlive_the_process_are_not_written_to(tmp_path: Path, monke
     assert np.array_equal(data, copy)
     backend.close(_SECONDS)
     monkeypatch.setattr(by_name_module, "Volume", _no_room)
-    again = contextlib.closing(Volume(directories, 3 * _MIB, stripe_bytes=64 << 10, file_name="states"))
+    again = contextlib.closing(Volume(paths, 3 * _MIB, stripe_bytes=64 << 10, file_name="states"))
     refused = pytest.raises(BackendUnavailableError, match=r"self-test has no room: .*; make some, or choose another")
     with again as volume, refused:
         open_backend(volume, SwapperConfig(backend="uring"))
@@ -273,44 +267,18 @@ def test_a_trial_run_that_fails_gives_threads_and_is_tried_again_next_time(
 _SPEED = 2e9
 
 
-class _FakeDrive:
-    """Stands in for `DriveTest`: answers at once."""
-
-    fill_share = 1.0
-    speeds: Mapping[str, float]
-
-    def __init__(self, directories: object, file_bytes: int, **_: object) -> None:
-        self.num_bytes = file_bytes
-        self.settings: list[IOSetting] = []
-        _FakeDrive.last = self
-
-    def __enter__(self) -> _FakeDrive:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def prepare(self, max_seconds: float) -> None:
-        self.num_bytes = int(self.fill_share * self.num_bytes)
-
-    def measure(self, setting: IOSetting, workload: Workload, seconds: float) -> Sample:
-        assert setting.request_bytes * setting.max_inflight <= 64 * _MIB
-        self.settings.append(setting)
-        return Sample(setting, workload, int(self.speeds[setting.backend] * seconds), 0, seconds, 0.0)
-
-    last: _FakeDrive
-
-
 @pytest.mark.parametrize(("gain", "is_faster"), [(2.0, True), (1.1, True), (1.01, False), (0.5, False)])
 @pytest.mark.parametrize("request_bytes", [_MIB, 64 * _MIB])
 def test_the_faster_one_is_found(
     gain: float, is_faster: bool, request_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice_module, "DriveTest", _FakeDrive)
-    monkeypatch.setattr(_FakeDrive, "speeds", {"threads": _SPEED, "uring": gain * _SPEED}, raising=False)
+    drive = FakeDrive(lambda setting: _SPEED * {"threads": 1.0, "uring": gain}[setting.backend])
+    monkeypatch.setattr(choice_module, "DriveTest", drive)
     took, reason = measure_gain([Directory(Path("."))], SwapperConfig(request_bytes=request_bytes))
     assert took is is_faster
     assert f"it is {gain:.2f} times as fast as worker threads" in reason
-    order = [setting.backend for setting in _FakeDrive.last.settings[1:]]
+    assert all(setting.request_bytes * setting.max_inflight <= 64 * _MIB for setting, _ in drive.measured)
+    order = [setting.backend for setting, _ in drive.measured[1:]]
     assert order[:4] in (["threads", "uring", "uring", "threads"], ["uring", "threads", "threads", "uring"])
 
 
@@ -318,10 +286,10 @@ def test_the_faster_one_is_found(
 def test_a_slow_drive_ends_the_comparison_at_once(
     fill_share: float, speed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice_module, "DriveTest", _FakeDrive)
+    drive = FakeDrive(lambda setting: speed)
+    drive.fill_share = fill_share
+    monkeypatch.setattr(choice_module, "DriveTest", drive)
     monkeypatch.setattr(choice_module.time, "perf_counter", iter([0.0, 0.5]).__next__)
-    monkeypatch.setattr(_FakeDrive, "fill_share", fill_share)
-    monkeypatch.setattr(_FakeDrive, "speeds", {"threads": speed}, raising=False)
     took, reason = measure_gain([Directory(Path("."))], SwapperConfig())
     assert not took and "worker threads keep up with a drive of" in reason
-    assert len(_FakeDrive.last.settings) == (fill_share == 1.0)
+    assert len(drive.measured) == (fill_share == 1.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,8 @@ class _Watched:
     """A backend that remembers how its inner one was used, request by request."""
 
     run_bytes = 0
+    holds_until_inflight = 0
+    """Nothing completes before so many requests were in flight."""
 
     def __init__(self, inner: IOBackend) -> None:
         self._inner = inner
@@ -38,7 +39,6 @@ class _Watched:
         self.requests: list[tuple[Direction, int, int]] = []
         self.inflight = 0
         self.most_inflight = 0
-        self.holds_until_inflight = 0
         self._is_full = threading.Event()
 
     def __getattr__(self, name: str) -> object:
@@ -63,26 +63,13 @@ class _Watched:
         self._inner.submit(request)
 
 
-@dataclass
-class _Hold:
-    """Nothing completes before so many requests were in flight."""
-
-    num_inflight: int = 0
-
-
 @pytest.fixture
-def hold() -> _Hold:
-    return _Hold()
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch, hold: _Hold) -> list[_Watched]:
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[_Watched]:
     """The backends that measurements open, one after the other."""
     opened: list[_Watched] = []
 
     def open_watched(volume: Volume, config: SwapperConfig) -> IOBackend:
         opened.append(_Watched(open_by_name(volume, config)))
-        opened[-1].holds_until_inflight = hold.num_inflight
         return opened[-1]  # type: ignore[return-value]
 
     monkeypatch.setattr(measurement_module, "open_by_name", open_watched)
@@ -140,9 +127,13 @@ def test_both_directions_keep_their_shares_all_the_time(drive: DriveTest, watche
     "setting", [IOSetting("threads", 16 << 10, 6, 6), IOSetting("threads", 4096, 32, 32)], ids=lambda s: s.describe()
 )
 def test_the_window_is_full_at_the_backend(
-    drive: DriveTest, watched: list[_Watched], hold: _Hold, setting: IOSetting, workload: Workload
+    drive: DriveTest,
+    watched: list[_Watched],
+    setting: IOSetting,
+    workload: Workload,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hold.num_inflight = setting.num_inflight
+    monkeypatch.setattr(_Watched, "holds_until_inflight", setting.num_inflight)
     drive.measure(setting, workload, 0.1)
     most = watched[0].most_inflight
     assert most >= setting.num_inflight
@@ -156,10 +147,8 @@ def test_the_window_is_full_at_the_backend(
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def test_other_stripes_cover_only_what_is_used(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    owner = Volume([tmp_path / "a", tmp_path / "b"], 16 << 20, stripe_bytes=4 << 20)
+def test_other_stripes_cover_only_what_is_used(paths: list[Path]) -> None:
+    owner = Volume(paths[:2], 16 << 20, stripe_bytes=4 << 20)
     try:
         used = [0, 0]
         for column, offset, low, high in owner.file_ranges(0, 8 << 20):
@@ -175,11 +164,8 @@ def test_other_stripes_cover_only_what_is_used(tmp_path: Path) -> None:
         owner.close()
 
 
-def test_drives_of_which_the_speeds_give_no_whole_cycles_can_be_filled(tmp_path: Path) -> None:
-    directories = []
-    for name, speed in (("a", 5e9), ("b", 3e9)):
-        (tmp_path / name).mkdir()
-        directories.append(Directory(tmp_path / name, bytes_per_second=speed))
+def test_drives_of_which_the_speeds_give_no_whole_cycles_can_be_filled(paths: list[Path]) -> None:
+    directories = [Directory(path, bytes_per_second=speed) for path, speed in zip(paths, (5e9, 3e9), strict=False)]
     with DriveTest(directories, 4 * FILE_BYTES) as test:
         before = test.num_bytes
         test.prepare()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ import swapper.measure.speeds as module
 import swapper.volumes.volume as volume_module
 from swapper import Directory, Drive, Swapper, SwapperConfig, VolumeError, describe_drive
 from swapper.backends.volume_backend import VolumeBackend
-from swapper.measure.measurement import DriveTest, IOSetting, Sample, Workload
+from swapper.measure.measurement import DriveTest, Sample, Workload
 from swapper.measure.speeds import with_speeds
 from swapper.volumes.directory import DirectoryLike
+from tests.unit.fake_drive import FakeDrive
 
 _MIB = 1 << 20
 
@@ -26,14 +26,6 @@ _MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_known", {})
-
-
-@pytest.fixture
-def paths(tmp_path: Path) -> list[Path]:
-    found = [tmp_path / name for name in "abc"]
-    for path in found:
-        path.mkdir()
-    return found
 
 
 def _drives(monkeypatch: pytest.MonkeyPatch, devices: dict[Path, str]) -> None:
@@ -44,24 +36,16 @@ def _drives(monkeypatch: pytest.MonkeyPatch, devices: dict[Path, str]) -> None:
         monkeypatch.setattr(each, "describe_drive", describe)
 
 
-class _Speeds:
-    """Stands for `DriveTest`, and counts what is measured."""
+def _measured(monkeypatch: pytest.MonkeyPatch, speeds: dict[str, float]) -> Callable[[], list[str]]:
+    """Directories are as fast as ``speeds`` says; returns a function that tells which were measured."""
+    drive = FakeDrive(lambda setting: speeds[opened()[-1]])
 
-    is_direct = True
+    def opened() -> list[str]:
+        assert all(workload is Workload.MIXED for _, workload in drive.measured)
+        return [directories[0].path.name for directories, *_ in drive.opened]
 
-    def __init__(self, speeds: dict[str, float]) -> None:
-        self.speeds = speeds
-        self.measured: list[str] = []
-
-    def __call__(self, directories: list[Directory], file_bytes: int, **_: object) -> contextlib.nullcontext[_Speeds]:
-        self.measured.append(directories[0].path.name)
-        return contextlib.nullcontext(self)
-
-    def prepare(self, **_: object) -> None: ...
-
-    def measure(self, setting: IOSetting, workload: Workload, seconds: float) -> Sample:
-        assert workload is Workload.MIXED
-        return Sample(setting, workload, int(self.speeds[self.measured[-1]]), 0, 1.0, 0.0)
+    monkeypatch.setattr(module, "DriveTest", drive)
+    return opened
 
 
 def _shares(directories: Sequence[DirectoryLike], num_bytes: int = 96 * _MIB, direct: bool = True) -> list[float]:
@@ -74,27 +58,24 @@ def _shares(directories: Sequence[DirectoryLike], num_bytes: int = 96 * _MIB, di
 
 def test_work_is_shared_out_by_measured_speed(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     _drives(monkeypatch, {path: path.name for path in paths})
-    speeds = _Speeds({"a": 3e9, "b": 1e9, "c": 2e9})
-    monkeypatch.setattr(module, "DriveTest", speeds)
+    measured = _measured(monkeypatch, {"a": 3e9, "b": 1e9, "c": 2e9})
     assert _shares(paths) == pytest.approx([1 / 2, 1 / 6, 1 / 3], abs=0.02)
     assert _shares(paths[:2]) == pytest.approx([3 / 4, 1 / 4], abs=0.02)
-    assert speeds.measured == ["a", "b", "c"], "once per process and directory"
+    assert measured() == ["a", "b", "c"], "once per process and directory"
 
 
 def test_directories_on_one_drive_share_its_speed(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     _drives(monkeypatch, {paths[0]: "one", paths[1]: "other", paths[2]: "one"})
-    speeds = _Speeds({"a": 2e9, "b": 2e9})
-    monkeypatch.setattr(module, "DriveTest", speeds)
+    measured = _measured(monkeypatch, {"a": 2e9, "b": 2e9})
     assert _shares(paths) == pytest.approx([1 / 4, 1 / 2, 1 / 4], abs=0.02)
-    assert speeds.measured == ["a", "b"]
+    assert measured() == ["a", "b"]
 
 
 def test_what_is_given_is_not_measured(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     _drives(monkeypatch, {path: path.name for path in paths})
-    speeds = _Speeds({"a": 2e9})
-    monkeypatch.setattr(module, "DriveTest", speeds)
+    measured = _measured(monkeypatch, {"a": 2e9})
     assert _shares([paths[0], Directory(paths[1], bytes_per_second=1e9)]) == pytest.approx([2 / 3, 1 / 3], abs=0.02)
-    assert speeds.measured == ["a"]
+    assert measured() == ["a"]
 
 
 @pytest.mark.parametrize("why", ["one drive", "page cache", "small"])
@@ -108,7 +89,9 @@ def test_where_nothing_can_be_learned_nothing_is_measured(
 
 
 @pytest.mark.parametrize("is_full", [True, False])
-def test_a_speed_is_what_a_drive_test_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool) -> None:
+def test_a_speed_is_what_a_drive_test_measures(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
     """The bytes of both directions per second, in the mix of an optimizer step, in the directory itself."""
     found: list[Sample] = []
     real = DriveTest.measure
@@ -118,18 +101,16 @@ def test_a_speed_is_what_a_drive_test_measures(tmp_path: Path, monkeypatch: pyte
         return found[-1]
 
     monkeypatch.setattr(DriveTest, "measure", measure)
-    _drives(monkeypatch, {tmp_path / name: name for name in "ab"})
-    for name in "ab":
-        (tmp_path / name).mkdir()
+    _drives(monkeypatch, {path: path.name for path in paths})
     if not is_full:
         monkeypatch.setattr(module, "_FILE_BYTES", 1 << 62)
-    speeds = [each.bytes_per_second for each in with_speeds([tmp_path / "a", tmp_path / "b"], 96 * _MIB)]
+    speeds = [each.bytes_per_second for each in with_speeds(paths[:2], 96 * _MIB)]
     assert speeds == ([None, None] if is_full is False else [sample.bytes_per_second for sample in found])
     assert {sample.workload for sample in found} <= {Workload.MIXED}
-    assert os.listdir(tmp_path / "a") == []
+    assert os.listdir(paths[0]) == []
 
 
-def test_an_error_of_the_drive_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_drive_ends_it(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwritev
 
     def failing(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -137,10 +118,8 @@ def test_an_error_of_the_drive_ends_it(tmp_path: Path, monkeypatch: pytest.Monke
             raise OSError(errno.EIO, "Input/output error")
         return real(fd, buffers, offset)
 
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    _drives(monkeypatch, {tmp_path / name: name for name in "ab"})
+    _drives(monkeypatch, {path: path.name for path in paths})
     monkeypatch.setattr(os, "pwritev", failing)
     with pytest.raises(VolumeError, match=r"its speed cannot be measured: .*EIO") as caught:
-        with_speeds([tmp_path / "a", tmp_path / "b"], 96 * _MIB)
-    assert caught.value.directory == tmp_path / "a"
+        with_speeds(paths[:2], 96 * _MIB)
+    assert caught.value.directory == paths[0]

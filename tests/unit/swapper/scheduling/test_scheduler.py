@@ -25,21 +25,20 @@ _BLOCK = ALIGNMENT
 
 
 @contextmanager
-def _opened(backend: ManualBackend, **settings: int) -> Iterator[Swapper]:
+def _opened(
+    num_blocks: int, backend: ManualBackend | None = None, **settings: int
+) -> Iterator[tuple[Swapper, ManualBackend, Extent]]:
+    """A swapper, and an extent whose bytes are all written; the backend's log starts behind that."""
+    backend = backend or ManualBackend(256 * _BLOCK)
     with Swapper(backend, SwapperConfig(**settings)) as swapper:  # type: ignore[arg-type]
-        yield swapper
+        extent = swapper.allocate(num_blocks * _BLOCK, "x")
+        swapper.write(extent, np.zeros(num_blocks * _BLOCK, dtype=np.uint8))
+        backend.complete_all()
+        backend.submitted.clear()
+        backend.log.clear()
+        yield swapper, backend, extent
         backend.complete_all()
         swapper.flush()
-
-
-def _written(swapper: Swapper, backend: ManualBackend, num_blocks: int, name: str = "x") -> Extent:
-    """An extent whose bytes are all written; the backend's log starts behind that."""
-    extent = swapper.allocate(num_blocks * _BLOCK, name)
-    swapper.write(extent, np.zeros(num_blocks * _BLOCK, dtype=np.uint8))
-    backend.complete_all()
-    backend.submitted.clear()
-    backend.log.clear()
-    return extent
 
 
 def _read(swapper: Swapper, extent: Extent, block: int = 0, num_blocks: int = 1, priority: int = 0) -> Handle:
@@ -53,9 +52,7 @@ def _write(swapper: Swapper, extent: Extent, block: int = 0, num_blocks: int = 1
 
 
 def test_long_requests_are_cut_and_end_with_their_last_piece() -> None:
-    backend = ManualBackend(64 * _BLOCK)
-    with _opened(backend, request_bytes=2 * _BLOCK) as swapper:
-        extent = _written(swapper, backend, 5)
+    with _opened(5, request_bytes=2 * _BLOCK) as (swapper, backend, extent):
         handle = _read(swapper, extent, num_blocks=5)
         assert backend.log == [("read", 0, 2 * _BLOCK), ("read", 2 * _BLOCK, 2 * _BLOCK), ("read", 4 * _BLOCK, _BLOCK)]
         for index in (2, 0):
@@ -67,8 +64,7 @@ def test_long_requests_are_cut_and_end_with_their_last_piece() -> None:
 
 def test_pieces_never_cross_a_boundary_and_only_ends_are_unaligned() -> None:
     backend = ManualBackend(64 * _BLOCK, block_bytes=_BLOCK, boundary_bytes=4 * _BLOCK)
-    with _opened(backend, request_bytes=8 * _BLOCK) as swapper:
-        extent = _written(swapper, backend, 16)
+    with _opened(16, backend, request_bytes=8 * _BLOCK) as (swapper, _, extent):
         swapper.read(extent, np.empty(9 * _BLOCK, dtype=np.uint8), offset=100)
         pieces = [(offset, offset + length) for _, offset, length in backend.log]
         assert pieces[0][0] == 100 and pieces[-1][1] == 9 * _BLOCK + 100
@@ -78,9 +74,7 @@ def test_pieces_never_cross_a_boundary_and_only_ends_are_unaligned() -> None:
 
 
 def test_in_flight_is_bounded_for_each_direction() -> None:
-    backend = ManualBackend(64 * _BLOCK)
-    with _opened(backend, max_inflight=3) as swapper:
-        extent = _written(swapper, backend, 32)
+    with _opened(32, max_inflight=3) as (swapper, backend, extent):
         for block in range(10):
             _read(swapper, extent, block)
             _write(swapper, extent, 16 + block)
@@ -94,9 +88,7 @@ def test_in_flight_is_bounded_for_each_direction() -> None:
 
 
 def test_demand_before_prefetch_before_write_back() -> None:
-    backend = ManualBackend(64 * _BLOCK)
-    with _opened(backend, max_inflight=1) as swapper:
-        extent = _written(swapper, backend, 8)
+    with _opened(8, max_inflight=1) as (swapper, backend, extent):
         _read(swapper, extent, 0)  # occupies the only place
         _read(swapper, extent, 1, priority=Priority.WRITE_BACK)
         _read(swapper, extent, 2, priority=Priority.PREFETCH)
@@ -107,9 +99,7 @@ def test_demand_before_prefetch_before_write_back() -> None:
 
 
 def test_a_waiting_request_is_overtaken_only_so_often() -> None:
-    backend = ManualBackend(256 * _BLOCK)
-    with _opened(backend, max_inflight=1, max_overtakes=5) as swapper:
-        extent = _written(swapper, backend, 128)
+    with _opened(128, max_inflight=1, max_overtakes=5) as (swapper, backend, extent):
         for block in range(100):
             _write(swapper, extent, block, priority=Priority.DEMAND)
             if block == 0:
@@ -123,9 +113,7 @@ def test_a_waiting_request_is_overtaken_only_so_often() -> None:
 
 
 def test_a_long_request_of_low_priority_is_overtaken_between_its_pieces() -> None:
-    backend = ManualBackend(256 * _BLOCK)
-    with _opened(backend, max_inflight=1, request_bytes=_BLOCK) as swapper:
-        extent = _written(swapper, backend, 128)
+    with _opened(128, max_inflight=1, request_bytes=_BLOCK) as (swapper, backend, extent):
         _read(swapper, extent, 0, num_blocks=50, priority=Priority.PREFETCH)
         backend.complete()
         _read(swapper, extent, 100)
@@ -134,9 +122,7 @@ def test_a_long_request_of_low_priority_is_overtaken_between_its_pieces() -> Non
 
 
 def test_promotion_moves_a_request_to_the_front() -> None:
-    backend = ManualBackend(64 * _BLOCK)
-    with _opened(backend, max_inflight=1) as swapper:
-        extent = _written(swapper, backend, 16)
+    with _opened(16, max_inflight=1) as (swapper, backend, extent):
         _read(swapper, extent, 0)
         handles = [_read(swapper, extent, block, priority=Priority.PREFETCH) for block in range(1, 6)]
         handles[3].promote()
@@ -149,9 +135,7 @@ def test_promotion_moves_a_request_to_the_front() -> None:
 
 
 def test_a_promoted_read_pulls_the_writes_it_waits_for() -> None:
-    backend = ManualBackend(64 * _BLOCK)
-    with _opened(backend, max_inflight=1) as swapper:
-        extent = _written(swapper, backend, 16)
+    with _opened(16, max_inflight=1) as (swapper, backend, extent):
         for block in range(8):
             _write(swapper, extent, block)
         read = _read(swapper, extent, 6, priority=Priority.PREFETCH)
@@ -164,9 +148,7 @@ def test_a_promoted_read_pulls_the_writes_it_waits_for() -> None:
 
 
 def test_a_promotion_passes_through_a_chain_of_hazards() -> None:
-    backend = ManualBackend(64 * _BLOCK)
-    with _opened(backend, max_inflight=1) as swapper:
-        extent = _written(swapper, backend, 16)
+    with _opened(16, max_inflight=1) as (swapper, backend, extent):
         for block in range(8, 14):
             _write(swapper, extent, block)
         _write(swapper, extent, 0, 2)
@@ -182,9 +164,7 @@ def test_a_promotion_passes_through_a_chain_of_hazards() -> None:
 @pytest.mark.parametrize("second", ["read", "write"])
 @pytest.mark.parametrize("shift", [0, 1, 2, 3])
 def test_hazards_only_between_overlapping_requests_of_which_one_writes(first: str, second: str, shift: int) -> None:
-    backend = ManualBackend(64 * _BLOCK)
-    with _opened(backend) as swapper:
-        extent = _written(swapper, backend, 8)
+    with _opened(8) as (swapper, backend, extent):
         (_read if first == "read" else _write)(swapper, extent, 2, 2)
         (_read if second == "read" else _write)(swapper, extent, 1 + shift, 1)
         overlaps = shift in (1, 2)
@@ -195,9 +175,7 @@ def test_hazards_only_between_overlapping_requests_of_which_one_writes(first: st
 
 
 def test_all_that_wait_for_each_other_behind_what_hangs_end_at_once() -> None:
-    backend = ManualBackend(64 * _BLOCK)
-    with _opened(backend) as swapper:
-        extent = _written(swapper, backend, 8)
+    with _opened(8) as (swapper, backend, extent):
         handles = [_write(swapper, extent, 2), *(_write(swapper, extent, 1, 2 + each) for each in range(5))]
         handles.append(_read(swapper, extent, 2))
         swapper._scheduler._tick += TICKS_PER_DEADLINE
@@ -220,8 +198,8 @@ def test_nothing_at_the_backend_touches_what_is_written_there(seed: int) -> None
     """Whatever completes, fails, hangs and is given up, in whatever order."""
     chance = random.Random(seed)
     backend = ManualBackend(64 * _BLOCK, block_bytes=chance.choice([1, _BLOCK]))
-    with _opened(backend, max_inflight=chance.choice([1, 4, 64])) as swapper:
-        scheduler, extent = swapper._scheduler, _written(swapper, backend, 8)
+    with _opened(8, backend, max_inflight=chance.choice([1, 4, 64])) as (swapper, _, extent):
+        scheduler = swapper._scheduler
         chances = {"ask": 8, "complete": 5, "fail": 1, "hang": chance.choice([0, 1])}
         for action in chance.choices([*chances], [*chances.values()], k=400):
             with contextlib.suppress(SwapperError):  # of bytes whose write has failed, or of what hangs
@@ -244,19 +222,15 @@ def test_nothing_at_the_backend_touches_what_is_written_there(seed: int) -> None
 
 
 def test_hazards_do_not_reach_into_other_extents() -> None:
-    backend = ManualBackend(64 * _BLOCK)
-    with _opened(backend) as swapper:
-        extents = [_written(swapper, backend, 1, str(i)) for i in range(2)]
-        for extent in extents:
-            _write(swapper, extent)
+    with _opened(1) as (swapper, backend, extent):
+        for each in (extent, swapper.allocate(_BLOCK, "y")):
+            _write(swapper, each)
         assert len(backend.open) == 2
 
 
 def test_neighbours_in_one_block_are_a_hazard_where_blocks_are_written_whole() -> None:
     for block_bytes, num_open in ((1, 2), (_BLOCK, 1)):
-        backend = ManualBackend(64 * _BLOCK, block_bytes=block_bytes)
-        with _opened(backend) as swapper:
-            extent = _written(swapper, backend, 2)
+        with _opened(2, ManualBackend(64 * _BLOCK, block_bytes=block_bytes)) as (swapper, backend, extent):
             swapper.write(extent, np.ones(100, dtype=np.uint8), offset=0)
             swapper.write(extent, np.ones(100, dtype=np.uint8), offset=100)
             assert len(backend.open) == num_open

@@ -51,18 +51,8 @@ def test_tmpfs_is_no_drive(small_tmpfs) -> None:
 @pytest.mark.parametrize(
     ("kind", "is_network", "is_tmpfs"),
     [
-        ("nfs", True, False),
-        ("nfs4", True, False),
-        ("cifs", True, False),
-        ("smb3", True, False),
-        ("fuse", True, False),
-        ("fuse.sshfs", True, False),
-        ("9p", True, False),
-        ("ceph", True, False),
-        ("fuseblk", False, False),  # a local NTFS drive
-        ("xfs", False, False),
-        ("btrfs", False, False),
-        ("overlay", False, False),
+        *((kind, True, False) for kind in ("nfs", "nfs4", "cifs", "smb3", "fuse", "fuse.sshfs", "9p", "ceph")),
+        *((kind, False, False) for kind in ("fuseblk", "xfs", "btrfs", "overlay")),  # the first is a local NTFS drive
         ("ramfs", False, True),
     ],
 )

@@ -24,14 +24,6 @@ _MIB = 1 << 20
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> list[Path]:
-    found = [tmp_path / name for name in "abc"]
-    for path in found:
-        path.mkdir()
-    return found
-
-
-@pytest.fixture
 def on_drives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function that makes each directory look as if it lay on another file system, with so much free space."""
 
@@ -135,20 +127,23 @@ def test_a_single_directory_keeps_to_its_capacity(tmp_path: Path) -> None:
         assert volume.files[0].num_bytes == 8192
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_what_cannot_be_reserved_after_all_goes_to_the_others(
-    paths: list[Path], monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    """A quota, another writer, or what the file system needs for itself: free space is not always for the taking."""
+def _limit(monkeypatch: pytest.MonkeyPatch, path: Path, largest: int, code: int = errno.ENOSPC) -> None:
+    """As a quota, another writer, or what the file system needs for itself: free space is not always for the taking."""
     real = scratch_module.fallocate
-    largest = 4 * _STRIPE + 100
 
     def limited(fd: int, num_bytes: int, *more: int) -> None:
-        if str(paths[1]) in os.readlink(f"/proc/self/fd/{fd}") and num_bytes > largest:
+        if str(path) in os.readlink(f"/proc/self/fd/{fd}") and num_bytes > largest:
             raise OSError(code, os.strerror(code))
         real(fd, num_bytes)
 
     monkeypatch.setattr(scratch_module, "fallocate", limited)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_what_cannot_be_reserved_after_all_goes_to_the_others(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    _limit(monkeypatch, paths[1], 4 * _STRIPE + 100, code)
     with _opened(list(paths), 30) as volume:
         assert _shares(volume)[1] == 4
     limits = [Directory(path, capacity_bytes=10 * _STRIPE) for path in paths]
@@ -192,15 +187,8 @@ def test_what_outlives_the_process_stays_where_it_is_whatever_is_free_now(
 
 def test_files_that_cannot_grow_keep_their_lengths(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """These tell what lies where."""
-    real = scratch_module.fallocate
-
-    def limited(fd: int, num_bytes: int, *more: int) -> None:
-        if str(paths[2]) in os.readlink(f"/proc/self/fd/{fd}") and num_bytes > 4 * _STRIPE:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(fd, num_bytes)
-
     before = _kept(paths, 12, is_there=False)
-    monkeypatch.setattr(scratch_module, "fallocate", limited)
+    _limit(monkeypatch, paths[2], 4 * _STRIPE)
     wanted = [Directory(path, capacity_bytes=8 * _STRIPE) for path in paths]
     with pytest.raises(VolumeTooSmallError, match="found when reserving"):
         Volume(wanted, 24 * _STRIPE, stripe_bytes=_STRIPE, file_name="states", is_there=True)

@@ -18,9 +18,12 @@ class FakeDrive:
         speed: bytes per second with a setting.
         errors: what a backend raises, by its name.
         problem: what fails before anything is measured.
+        fill_share: how much of the file is filled in time.
+        opened: what was opened; measured: with what.
     """
 
     num_bytes = 1 << 30
+    fill_share = 1.0
     is_direct = True
 
     def __init__(self, speed: Speed = lambda setting: 1e9, errors: dict[str, Exception] | None = None) -> None:
@@ -32,6 +35,7 @@ class FakeDrive:
 
     def __call__(self, directories: list[Directory], file_bytes: int, **options: Any) -> FakeDrive:
         self.opened.append((directories, file_bytes, options))
+        self.num_bytes = file_bytes
         return self
 
     def __enter__(self) -> FakeDrive:
@@ -45,6 +49,7 @@ class FakeDrive:
         assert max_seconds > 0
         if self.problem is not None:
             raise self.problem
+        self.num_bytes = int(self.fill_share * self.num_bytes)
 
     def measure(self, setting: IOSetting, workload: Workload, seconds: float, **_: object) -> Sample:
         self.measured.append((setting, workload))
