@@ -33,6 +33,8 @@ _FORMAT: Literal[2] = 2
 # The newest entries are kept.
 _MAX_ENTRIES = 64
 _MACHINE_ID = Path("/etc/machine-id")
+_BUDGET_SHARE = 8
+"""At most one part in so many of the host memory budget is in flight."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +137,6 @@ def _read() -> Mapping[str, BandwidthCache]:
     except (OSError, RuntimeError, ValueError) as error:
         logger.info("the file of measured I/O settings is not used: %s", " ".join(str(error).split())[:200])
         return {}
-
-
-_BUDGET_SHARE = 8
-"""At most one part in so many of the host memory budget is in flight."""
 
 
 def with_measured_io(config: InfinityConfig) -> InfinityConfig:

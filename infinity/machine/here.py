@@ -27,6 +27,11 @@ from swapper.volumes.run_directory import bytes_of_run
 
 # For `infinity plan` without a profile: short, because it should answer at once.
 _SECONDS = 0.3
+_DISTRIBUTIONS = ("infinity-offload", "torch", "numpy", "numba", "transformers")
+# Trades precision for the time that `infinity plan` takes.
+_MEASURED_SECONDS = 0.2
+# Weight, gradient and two states, 16 bytes each: 64 MB, more than most caches hold.
+_UPDATED_NUMEL = 1 << 22
 
 
 def this_machine(directories: Sequence[Path], *, asks_gpu: bool = True) -> Machine:
@@ -96,13 +101,6 @@ def glance(directories: Sequence[Path]) -> Bandwidth | None:
     except SwapperError:
         return None
     return None if mixed is None else Bandwidth(mixed, mixed, mixed, now())
-
-
-_DISTRIBUTIONS = ("infinity-offload", "torch", "numpy", "numba", "transformers")
-# Trades precision for the time that `infinity plan` takes.
-_MEASURED_SECONDS = 0.2
-# Weight, gradient and two states, 16 bytes each: 64 MB, more than most caches hold.
-_UPDATED_NUMEL = 1 << 22
 
 
 def describe_machine(directory: Path) -> dict[str, Any]:

@@ -58,6 +58,15 @@ _LEAST_DEVIATION = 0.005
 """As a share of the loss: where losses hardly vary, a change in the third digit is none."""
 # A step's line leaves out fields at their defaults; the reader's dataclass fills them in again.
 _DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(StepReport) if each.default is not MISSING}
+# A log may be damaged or edited, so records are validated before they become figures and dates on a page.
+_REPORT = TypeAdapter(StepReport)
+_STEP: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=0, lt=1 << 63)])
+# `datetime.fromtimestamp` raises beyond year 9999.
+_LAST_TIME = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
+_TIME: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=_LAST_TIME)])
+# Records with a "to": the step that the run has gone back to.
+_GOES_BACK = ("rollback", "load")
+_MARKS = ("lr", "spike", "note", "save", *_GOES_BACK)
 
 
 class LossSpikes:
@@ -275,15 +284,7 @@ def _numbers(values: Sequence[float]) -> str:
     return ", ".join(f"{value:g}" for value in dict.fromkeys(values)) or "none"
 
 
-# A log may be damaged or edited, so records are validated before they become figures and dates on a page.
-_REPORT = TypeAdapter(StepReport)
-_STEP: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=0, lt=1 << 63)])
-# `datetime.fromtimestamp` raises beyond year 9999.
-_LAST_TIME = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
-_TIME: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=_LAST_TIME)])
-# Records with a "to": the step that the run has gone back to.
-_GOES_BACK = ("rollback", "load")
-_MARKS = ("lr", "spike", "note", "save", *_GOES_BACK)
+# -------------------------------------------------------------------------------------------------------------- reading
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,25 @@ from infinity.config.schema.quantities import (
 from swapper.config import LEAST_DEADLINE_SECONDS, BackendName
 from swapper.volumes.directory import Directory
 
+# A silent 0 would train differently than the same file under DeepSpeed.
+DEFAULT_GRADIENT_CLIPPING = 1.0
+"""What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
+
+_TORCH_CHECKPOINT = (
+    "no effect except on checkpointing.checkpoint after checkpointing.configure(None, config); to checkpoint the model's "
+    "blocks, set infinity.activation_checkpointing, or call model.gradient_checkpointing_enable()"
+)
+_CHECKPOINTS = "no effect: it concerns checkpoints in DeepSpeed's format"
+
+_EXACT_EXCHANGE = (
+    "no effect: one process exchanges nothing. Several processes average gradients, and only communication_data_type "
+    "rounds them; with several processes, another value is an error"
+)
 _OTHER_NAMES = {"fp32": ("float32", "float"), "fp16": ("float16", "half"), "bf16": ("bfloat16",)}
 _FLOAT_TYPES = {name: kind for kind, others in _OTHER_NAMES.items() for name in (kind, *others)}
 
 
-def float_type(value: object) -> str:
+def _float_type(value: object) -> str:
     """Return "fp32", "fp16" or "bf16" for any of their names. Raises ValueError for other values."""
     # Accepts torch's own spelling as well, as in "torch.bfloat16".
     name = _FLOAT_TYPES.get(str(value).lower().removeprefix("torch."))
@@ -48,7 +62,7 @@ def float_type(value: object) -> str:
 
 
 def _half_type(value: object) -> str:
-    name = float_type(value)
+    name = _float_type(value)
     if name == "fp32":
         raise ValueError("must be bfloat16 or float16")
     return name
@@ -108,15 +122,15 @@ class DataTypesBlock(Block):
 
     grad_accum_dtype: Annotated[
         Literal["fp32", "fp16", "bf16"] | None,
-        BeforeValidator(float_type),
+        BeforeValidator(_float_type),
         NoEffect(
             'no effect: gradients are accumulated in fp32; "infinity": {"gradient_dtype": "bf16"} rounds their sums',
             silent=("fp32",),
         ),
     ] = None
-    param_dtype: Annotated[str | None, BeforeValidator(float_type)] = None
+    param_dtype: Annotated[str | None, BeforeValidator(_float_type)] = None
     """May repeat the compute dtype that `bf16` or `fp16` sets; another dtype is an error."""
-    buffer_dtype: Annotated[str | None, BeforeValidator(float_type)] = None
+    buffer_dtype: Annotated[str | None, BeforeValidator(_float_type)] = None
     """Cast floating-point buffers to this dtype. By default they keep their dtype, except buffers that torch requires
     in the dtype of the weights."""
     keep_in_fp32_modules: Annotated[
@@ -124,12 +138,6 @@ class DataTypesBlock(Block):
         BeforeValidator(parse_names),
         Refused("all parameters get the compute dtype", "Remove it", allowed=((),)),
     ] = ()
-
-
-EXACT_EXCHANGE = (
-    "no effect: one process exchanges nothing. Several processes average gradients, and only communication_data_type "
-    "rounds them; with several processes, another value is an error"
-)
 
 
 @with_deepspeed_only_keys
@@ -162,8 +170,8 @@ class ZeroBlock(Block):
     offload_param: OffloadBlock = OffloadBlock()
     offload_optimizer: OffloadBlock = OffloadBlock()
 
-    zero_quantized_weights: Annotated[Flag, NoEffect(EXACT_EXCHANGE, silent=(False,))] = False
-    zero_quantized_gradients: Annotated[Flag, NoEffect(EXACT_EXCHANGE, silent=(False,))] = False
+    zero_quantized_weights: Annotated[Flag, NoEffect(_EXACT_EXCHANGE, silent=(False,))] = False
+    zero_quantized_gradients: Annotated[Flag, NoEffect(_EXACT_EXCHANGE, silent=(False,))] = False
 
 
 @with_deepspeed_only_keys
@@ -178,17 +186,6 @@ class AioBlock(Block):
     """Threads for each direction (read, write) and each drive; at least 4 are used."""
     use_gds: Flag = False
     """`true` is an error: GPUDirect Storage is not implemented, and data goes through host memory."""
-
-
-# A silent 0 would train differently than the same file under DeepSpeed.
-DEFAULT_GRADIENT_CLIPPING = 1.0
-"""What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
-
-_TORCH_CHECKPOINT = (
-    "no effect except on checkpointing.checkpoint after checkpointing.configure(None, config); to checkpoint the model's "
-    "blocks, set infinity.activation_checkpointing, or call model.gradient_checkpointing_enable()"
-)
-_CHECKPOINTS = "no effect: it concerns checkpoints in DeepSpeed's format"
 
 
 def _steps_per_print(value: object) -> object:
@@ -477,8 +474,8 @@ class RootBlock(Block):
     activation_checkpointing: ActivationCheckpointingBlock = ActivationCheckpointingBlock()
     checkpoint: CheckpointBlock = CheckpointBlock()
     gradient_allreduce_op: Annotated[
-        Literal["mean", "sum"], BeforeValidator(parse_choice), NoEffect(EXACT_EXCHANGE, silent=("mean",))
+        Literal["mean", "sum"], BeforeValidator(parse_choice), NoEffect(_EXACT_EXCHANGE, silent=("mean",))
     ] = "mean"
-    communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(float_type)] = "fp32"
+    communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_float_type)] = "fp32"
     """Data type in which gradients are exchanged between processes. "fp16" and "bf16" halve the bytes. They round each
     process's part of the mean, and the mean; the parts are added in fp32."""
