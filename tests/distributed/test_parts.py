@@ -356,6 +356,17 @@ def test_all_may_have_the_whole_model(who: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
+def test_several_dimensions_may_divide_tensors(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        config = {"train_batch_size": 1, "optimizer": {"type": "SGD"}}
+        engine = infinity.deepspeed.initialize(model=nn.Linear(4, 4), config=config, mesh_param=_mesh("tp", "model"))[0]
+        assert (engine.dp_world_size, engine.mp_world_size, engine.get_tensor_parallel_rank()) == (1, 4, rank)
+        engine.close()
+
+    require_ranks(4, train, tmp_path)
+
+
+@pytest.mark.deep
 def test_a_step_that_overflows_in_one_part_is_skipped_by_all(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         mesh = _mesh("pp", "dp")
