@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -163,32 +162,31 @@ class VerticalSchedule:
 
         Args:
             compute_losses: one function per micro-batch, which runs the model and returns the loss.
-            options: all but the tied parameters, which are looked for here.
+            options: of the step.
 
         Returns:
             The losses, detached. Or the reason why the step must go in the ordinary order. Then the model and the
             random generators are restored.
         """
         with self._on.coordinator.lock.held("engine.train_batch()"):
-            # Looked for again in each trial: the model may have been changed since.
-            if options.keeps_bits and not self._selector.is_proven:
-                self._tied = self._find_tied()
-            tied = self._tied if options.keeps_bits else ()
-            return self._run(compute_losses, replace(options, tied=tied))
+            return self._run(compute_losses, options)
 
     def _find_tied(self) -> list[Key]:
         """Trainable parameters outside of blocks that exactly two modules share, such as a tied embedding."""
         # Their gradients are joined micro-batch by micro-batch: see [Note: parts] in `infinity.vertical.step`. One part
         # per micro-batch waits as an activation checkpoint, so two of them have to fit into host memory.
-        capacity_bytes = self._on.activation_bytes if self._on.device.uses_host_memory else None
-        found: list[Key] = []
-        for unit in self._map.units if capacity_bytes is not None else ():
-            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-                fits = _NUM_IN_MEMORY * parameter.numel() * parameter.itemsize <= (capacity_bytes or 0)
-                if slot.spec.is_trainable and fits and unit.index not in self._interception.unit_indices:
-                    found.append((unit.index, slot.index))
-        owners = self._map.num_owners()
-        return [key for key in found if owners.get(key) == 2]
+        capacity_bytes, owners = self._on.activation_bytes, self._map.num_owners()
+        if capacity_bytes is None or not self._on.device.uses_host_memory:
+            return []
+        return [
+            (unit.index, slot.index)
+            for unit in self._map.units
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+            if slot.spec.is_trainable
+            and unit.index not in self._interception.unit_indices
+            and _NUM_IN_MEMORY * parameter.numel() * parameter.itemsize <= capacity_bytes
+            and owners.get((unit.index, slot.index)) == 2
+        ]
 
     def _run(
         self, compute_losses: Sequence[Callable[[], torch.Tensor]], options: StepOptions
@@ -198,7 +196,11 @@ class VerticalSchedule:
         # Before anything of the step: from here it can be repeated.
         self._start = StepStart(self._map.model, on.device.torch_device, self._start)
         is_trial = not self._selector.is_proven
-        step = VerticalStep(on, self._interception.unit_indices, options, is_trial=is_trial)
+        # Looked for again in each trial: the model may have been changed since.
+        if options.keeps_bits and is_trial:
+            self._tied = self._find_tied()
+        tied = self._tied if options.keeps_bits else []
+        step = VerticalStep(on, self._interception.unit_indices, options, tied, is_trial=is_trial)
         resumed_bytes = on.stepper.gradients.resumed_bytes
         self._step = step
         try:

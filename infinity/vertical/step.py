@@ -73,8 +73,6 @@ class StepOptions:
     keeps_bits: bool = False
     """Whether results must have the bits of one micro-batch after the other. What changes them stops vertical steps, or
     is a warning if the config asks for vertical steps."""
-    tied: Collection[Key] = ()
-    """Parameters whose gradients come in two parts: see [Note: parts]."""
 
 
 @dataclass(eq=False)
@@ -196,6 +194,8 @@ class VerticalStep:
     unit_indices: InitVar[Container[int]]
     """Of the units of blocks."""
     _options: StepOptions
+    tied: InitVar[Collection[Key]]
+    """Parameters whose gradients come in two parts: see [Note: parts]."""
     is_trial: bool
     """Check everything, and update nothing before the end, so that the step can be repeated in the ordinary order."""
     _batches: list[MicroBatch] = field(default_factory=list)
@@ -217,13 +217,13 @@ class VerticalStep:
     _gradient_at: dict[Key, int] = field(default_factory=dict)
     """Parameter -> the moment at which its gradient came."""
 
-    def __post_init__(self, unit_indices: Container[int]) -> None:
+    def __post_init__(self, unit_indices: Container[int], tied: Collection[Key]) -> None:
         coordinator, self._guard = self._on.coordinator, self._on.guard
         self._backwards = coordinator.backwards
         self.checkpoints = ActivationCheckpoints(
             self._on.space, coordinator.clock, coordinator.pack, coordinator.unpack, self._on.activation_bytes
         )
-        self._tied = TiedParts(self.checkpoints, self._options.tied)
+        self._tied = TiedParts(self.checkpoints, tied)
         self._updates_in_backward = self._on.stepper.updates_in_backward and self._options.updates
         self._updates_now = self._updates_in_backward and not self.is_trial
         self._vertical_forward = VerticalForward(coordinator.parameter_cache, unit_indices)

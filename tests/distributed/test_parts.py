@@ -340,6 +340,16 @@ def test_all_may_have_the_whole_model(rank: int, who: Any, tmp_path: Path) -> No
 
 @pytest.mark.deep
 @on_ranks(4)
+def test_several_dimensions_may_divide_tensors(rank: int, tmp_path: Path) -> None:
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD"}}
+    with infinity.deepspeed.initialize(model=nn.Linear(4, 4), config=config, mesh_param=_mesh("tp", "model"))[
+        0
+    ] as engine:
+        assert (engine.dp_world_size, engine.mp_world_size, engine.get_tensor_parallel_rank()) == (1, 4, rank)
+
+
+@pytest.mark.deep
+@on_ranks(4)
 def test_a_step_that_overflows_in_one_part_is_skipped_by_all(rank: int, tmp_path: Path) -> None:
     mesh = _mesh("pp", "dp")
     fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
