@@ -198,15 +198,7 @@ class ExportCalls(CheckpointCalls):
             ValueError: ``save_dir`` is empty, or an address ("s3://..."); or ``max_shard_size`` is no size.
         """
 
-        def save(max_shard_bytes: int) -> None:
-            save_units(
-                self._weights(),
-                Path(save_dir),
-                save_filename,
-                trained_only=exclude_frozen_parameters,
-                max_shard_bytes=max_shard_bytes,
-            )
-
+        save = functools.partial(save_units, filename=save_filename, trained_only=exclude_frozen_parameters)
         what, needs_all = "engine.save_16bit_model", self._parts.exchange.is_divided
         self._write(what, save_dir, max_shard_size, save, needs_all=needs_all)
         if self._mesh.data.index == 0 and is_adapted(self.module) and not self._has_warned_of_adapters:
@@ -267,10 +259,7 @@ class ExportCalls(CheckpointCalls):
     def _save_pretrained(self, directory: str | Path, max_shard_size: int | str, dtype: torch.dtype | None) -> None:
         # Main weights of divided states, and in stage 3 model weights, need every rank's shard.
         needs_all = self._parts.exchange.is_divided or (dtype is not None and self._parts.access.is_divided)
-
-        def save(max_shard_bytes: int) -> None:
-            save_pretrained(self._weights(), Path(directory), max_shard_bytes=max_shard_bytes, dtype=dtype)
-
+        save = functools.partial(save_pretrained, dtype=dtype)
         self._write("exporting weights", directory, max_shard_size, save, needs_all=needs_all)
 
     def _write(
@@ -278,11 +267,11 @@ class ExportCalls(CheckpointCalls):
         what: str,
         directory: str | Path,
         max_shard_size: int | str,
-        save: Callable[[int], None],
+        save: Callable[..., None],
         *,
         needs_all: bool,
     ) -> None:
-        """Save on the first rank, with the bytes of a shard. ``needs_all``: the others have shards of what is saved."""
+        """Save on the first rank. ``needs_all``: the others have shards of what is saved."""
         check_directory(directory)
         try:
             max_shard_bytes = parse_bytes(max_shard_size)
@@ -291,11 +280,12 @@ class ExportCalls(CheckpointCalls):
         self._guard.check_loaded()
         self.flush()
         check_apart(self._mesh, Path(directory))
+        write = functools.partial(save, self._weights(), Path(directory), max_shard_bytes=max_shard_bytes)
         shared = self._parts.access.shared
         if needs_all and shared is not None:
-            shared.run(what, functools.partial(save, max_shard_bytes))
+            shared.run(what, write)
         elif self._mesh.data.index == 0:
-            save(max_shard_bytes)
+            write()
         self._num_saved_steps = self.global_steps
 
     def _weights(self) -> Weights:
