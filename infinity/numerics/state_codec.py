@@ -195,11 +195,6 @@ _HOST_NUMEL = 1 << 18
 _DEVICE_NUMEL = 1 << 22
 
 
-class _Scratch(threading.local):
-    def __init__(self) -> None:
-        self.tensors: dict[tuple[str, torch.device], Tensor] = {}
-
-
 class StateWindow:
     """Gives float32 states to work on in place, and stores them again. For any number of threads.
 
@@ -208,7 +203,7 @@ class StateWindow:
 
     def __init__(self, form: StateFormat) -> None:
         self._form = form
-        self._of_thread = _Scratch()
+        self._of_thread = threading.local()
 
     def parts(
         self, stored: Mapping[str, Tensor], numel: int, noise: Callable[[str, int], Noise]
@@ -247,7 +242,7 @@ class StateWindow:
                 encode(self._form, name, views[name], place, noise(name, start))
 
     def _memory(self, name: str, device: torch.device, numel: int) -> Tensor:
-        scratch = self._of_thread.tensors
+        scratch: dict[tuple[str, torch.device], Tensor] = vars(self._of_thread).setdefault("tensors", {})
         found = scratch.get((name, device))
         if found is None:
             found = scratch[name, device] = torch.empty(numel, dtype=torch.float32, device=device)

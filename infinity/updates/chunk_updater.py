@@ -67,10 +67,6 @@ class _Numbers(NamedTuple):
 _TAKES_NOT_ALL = _Numbers(np.zeros((0, 10), dtype=np.float32), np.zeros(0, dtype=np.int64), {}, frozenset())
 
 
-class _Scratch(threading.local):  # per update worker: each updates another chunk
-    memory: torch.Tensor | None = None
-
-
 @dataclass(eq=False, repr=False)
 class ChunkUpdater:
     """Applies the optimizer's rule to a chunk. For any number of threads, one chunk each.
@@ -98,7 +94,8 @@ class ChunkUpdater:
         self._window = StateWindow(self.state_format)
         is_fp32 = self.state_format is StateFormat.FP32
         self._uses_tables = self.fused is not None and self.fused.takes_tables and is_fp32
-        self._of_thread = _Scratch()
+        self._of_thread = threading.local()
+        """Each worker's ``memory``, see `_scratch`: each updates another chunk."""
         self._tables: dict[tuple[int, int], _Table] = {}
         """By unit index and chunk index."""
         self._checked_group: Mapping[str, Any] | None = None
@@ -147,9 +144,9 @@ class ChunkUpdater:
             self._update_slice(job, param_slice, workspace, gradient)
 
     def _numbers_of(self, job: UpdateJob, fused: FusedAdam) -> _Numbers:
+        """What the kernel needs to know of each parameter of a job."""
         # The kernel multiplies by a number of the host: the stream has fetched a coefficient of the GPU
         # (`fetch_coefficient`).
-        """What the kernel needs to know of each parameter of a job."""
         scale = 1.0 if job.clip_coefficient is None else float(job.clip_coefficient)
         values: list[tuple[Any, ...]] = []
         known: dict[tuple[int, float], int] = {}  # group and step count -> the row of their numbers
@@ -320,10 +317,11 @@ class ChunkUpdater:
 
     def _scratch(self, numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for a joined weight and its gradient. It is kept: an allocation per block would cost more than the rest."""
-        kept = self._of_thread
-        if kept.memory is None or kept.memory.shape[1] < numel:
-            kept.memory = torch.empty(2, max(numel, _BLOCK_NUMEL), dtype=torch.float32, device=device)
-        return kept.memory[0, :numel], kept.memory[1, :numel]
+        memory: torch.Tensor | None = getattr(self._of_thread, "memory", None)
+        if memory is None or memory.shape[1] < numel:
+            memory = torch.empty(2, max(numel, _BLOCK_NUMEL), dtype=torch.float32, device=device)
+            self._of_thread.memory = memory
+        return memory[0, :numel], memory[1, :numel]
 
     def update_empty(self, job: UpdateJob) -> None:
         """Parameters that have no elements, or none here, are in no chunk; their steps count all the same."""
