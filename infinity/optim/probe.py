@@ -46,24 +46,20 @@ _VECTOR, _MATRIX = (67,), (11, 7)
 _Shapes = tuple[tuple[tuple[int, ...], list[int]], ...]
 """Shapes of whole parameters, and where they are cut."""
 
+
+def _cut(*shape: int, at: Sequence[int] = (1,)) -> tuple[tuple[int, ...], list[int]]:
+    """A shape, cut ``at`` these multiples of `SLICE_ALIGNMENT`."""
+    return shape, [0, *(SLICE_ALIGNMENT * place for place in at), math.prod(shape)]
+
+
+_ONE = _cut(at=())
 # The first is split between threads (torch does so from 32768 elements on), and its parts end at no vector's end.
-_CUTS: _Shapes = (
-    ((263, 509), [0, *(SLICE_ALIGNMENT * place for place in (1, 10, 100, 911, 1500)), 263 * 509]),
-    ((3, 5, 7), [0, SLICE_ALIGNMENT, 3 * 5 * 7]),
-    ((1001,), [0, SLICE_ALIGNMENT * 7, 1001]),
-    ((), [0, 1]),
-)
+_CUTS: _Shapes = (_cut(263, 509, at=(1, 10, 100, 911, 1500)), _cut(3, 5, 7), _cut(1001, at=(7,)), _ONE)
 # Small ones, of every number of dimensions that layers have.
-_SMALL_CUTS: _Shapes = (
-    ((1001,), [0, SLICE_ALIGNMENT * 3, SLICE_ALIGNMENT * 7, 1001]),
-    ((13, 11), [0, SLICE_ALIGNMENT, 13 * 11]),
-    ((3, 5, 7), [0, SLICE_ALIGNMENT, 3 * 5 * 7]),
-    ((4, 3, 3, 3), [0, SLICE_ALIGNMENT, 4 * 3 * 3 * 3]),
-    ((2, 3, 2, 3, 2), [0, SLICE_ALIGNMENT, 2 * 3 * 2 * 3 * 2]),
-    ((), [0, 1]),
-)
+_TENSORS = (_cut(13, 11), _cut(3, 5, 7), _cut(4, 3, 3, 3), _cut(2, 3, 2, 3, 2))
+_SMALL_CUTS: _Shapes = (_cut(1001, at=(3, 7)), *_TENSORS, _ONE)
 # 4 MiB in fp32, in slices of 1 MiB and 3 MiB.
-_LARGE_CUTS: _Shapes = (((1 << 20,), [0, SLICE_ALIGNMENT << 12, 1 << 20]),)
+_LARGE_CUTS: _Shapes = (_cut(1 << 20, at=(1 << 12,)),)
 # Shorter than torch's vector loops, so that nearly all elements go through scalar code.
 _POSITION_CUTS: _Shapes = (
     ((4096,), [0, *takewhile(lambda cut: cut < 4096, accumulate(cycle(range(1, 30, 4)))), 4096]),
