@@ -180,17 +180,15 @@ def resolve(section: Section, device: torch.device) -> functools.partial[Optimiz
 
 
 def _class_named(name: str) -> type[Optimizer]:
-    if name.lower() in BY_NAME:
-        return BY_NAME[name.lower()]
     in_torch = {
         key: value
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
     }
     # DeepSpeed's names take precedence; torch's are found in any case of letters.
-    for key, value in in_torch.items():
-        if key.lower() == name.lower():
-            return value
+    by_name = {key.lower(): value for key, value in in_torch.items()} | BY_NAME
+    if name.lower() in by_name:
+        return by_name[name.lower()]
     for key, reason in _NOT_PAGEABLE.items():
         if key.lower() == name.lower():
             raise OptimizerNotPageableError(key, reason, cure=_ONE_BIT_CURES.get(key))

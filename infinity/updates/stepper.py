@@ -297,13 +297,14 @@ class Stepper:
         # All ranks exchange the following in one order, so the checks come before what only some ranks do. The step
         # updates nothing until the last check has passed.
         was_in_backward = bool(self.updated)
-        momenta: list[NewGradients] | None = None
+        momenta: CompressedMomenta | None = None  # exchanged in place of gradients by this step
+        new: list[NewGradients] = []
         if self.momenta is not None and self.momenta.is_active():
             # Past the warm-up of OneBitAdam no means are computed before the step, unless a parameter has yet to warm
             # up.
             new = self.gradients.new_of_all(step)
             if self.momenta.is_due(new):
-                momenta, keeps = new, False
+                momenta, keeps = self.momenta, False
             else:
                 self.gradients.average_these(new, step)
         elif keeps:
@@ -329,11 +330,11 @@ class Stepper:
         norms = self.step_groups.norms_in_order(self._norms, scale / self.scaler.scale, is_divided=self.mesh.is_divided)
         norm = norm_of_model(self.mesh, norms, scale * self._divisor, step)
         # With momenta, norms are each rank's own and may differ; the largest decides whether all skip the step.
-        if self.momenta is None or momenta is None:
+        if momenta is None:
             check_same(self.mesh.data, norm, step)
             self.grad_norm = norm
         else:
-            self.grad_norm = self.momenta.largest(norm, step)
+            self.grad_norm = momenta.largest(norm, step)
         # `bool` waits for a GPU: only where the config has overflow checked, as with fp16.
         self.is_skipped = self.config.checks_overflow and not bool(torch.isfinite(self.grad_norm))
         if self.is_skipped:
@@ -345,8 +346,8 @@ class Stepper:
         if self.config.gradient_clipping > 0:
             coefficient = clip_coefficient(norm, self.config.gradient_clipping)
             self._are_kept_unclipped = keeps  # the update clips what it reads, not what is kept
-        if self.momenta is not None and momenta is not None:
-            self.momenta.exchange(self.gradients, momenta, functools.partial(self._factor, coefficient), step)
+        if momenta is not None:
+            momenta.exchange(self.gradients, new, functools.partial(self._factor, coefficient), step)
             # Momenta hold clipped and unscaled gradients, so their update multiplies with nothing.
             coefficient, self._divisor = None, 1
             with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
