@@ -190,10 +190,10 @@ class TiledParameter:
 class TiledGroups:
     """All parameters of a model that are tiled, for its optimizer."""
 
-    def __init__(self, tiled: Sequence[TiledParameter] = ()) -> None:
-        self.tiled = list(tiled)
-        self._by_original = {id(each.original): each for each in tiled}
-        self._by_tile = {id(tile): each for each in tiled for tile in each.tiles}
+    def __init__(self) -> None:
+        self.tiled: list[TiledParameter] = []
+        self._by_original: dict[int, TiledParameter] = {}
+        self._by_tile: dict[int, TiledParameter] = {}
 
     def add(self, tiled: TiledParameter) -> None:
         """One more is tiled."""

@@ -48,7 +48,7 @@ class PagedOptimizer(Optimizer):
         updater: SliceUpdater,
         backend: Any,
         keeper: Any,
-        loose: LooseParameters | None = None,
+        loose: LooseParameters,
         mains: Any = None,
     ) -> None:
         # Not Optimizer.__init__: it would make groups of its own. The wrapped optimizer last: from then on, names that the
@@ -56,7 +56,7 @@ class PagedOptimizer(Optimizer):
         self._updater = updater
         self._backend = backend
         self._keeper = keeper  # reads and replaces the states
-        self._loose = loose or LooseParameters(wrapped_optimizer)
+        self._loose = loose
         self._mains = mains  # reads and replaces main weights; None: the parameters are the main weights
         source = wrapped_optimizer.optimizer
         self._assigned = AssignedTensors()
