@@ -12,7 +12,7 @@ import torch
 from infinity.device.compute import ComputeDevice, gradient_norm
 from infinity.device.flat_pool import FlatPool
 from infinity.distributed.collectives import Ranks
-from infinity.gradients.main_gradients import MainGradDtype
+from infinity.gradients.main_gradients import Arrivals, MainGradDtype
 from infinity.gradients.reducer import ReducedGradients
 from infinity.metrics.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
@@ -41,6 +41,7 @@ def _spilling(unit: Unit, swapper: Swapper, waiting: MainGradDtype) -> ReducedGr
         StepClock(),
         in_memory=(),
         open_swapper=lambda: swapper,
+        arrivals=Arrivals(ComputeDevice(), 0),
         pool=pool,
         main_dtype=waiting,
         ranks=Ranks(),
