@@ -48,7 +48,7 @@ class GradientStore:
         in_memory: indices of the units whose gradients stay in RAM.
         open_swapper: gives the swapper to which the others are spilled, at their first use.
         pool: memory for all of it; of a device only where no unit's are spilled.
-        arrivals: where gradients arrive from a device with a memory of its own.
+        arrivals: where gradients arrive from a device with a memory of its own; of no bytes for another one.
         main_dtype: in which dtype they wait.
     """
 
@@ -59,7 +59,7 @@ class GradientStore:
     in_memory: InitVar[Iterable[int]]
     open_swapper: Callable[[], Swapper]
     pool: FlatPool
-    arrivals: Arrivals | None = None
+    arrivals: Arrivals
     main_dtype: MainGradDtype = field(default_factory=MainGradDtype)
     scaler: LossScaler = field(default_factory=lambda: LossScaler(None))
     resumed_bytes: int = field(init=False, default=0)
@@ -69,7 +69,6 @@ class GradientStore:
         kept = set(in_memory)
         self._grads = [UnitGrads(unit, stays_in_ram=unit.index in kept) for unit in units]
         self._swapper: Swapper | None = None  # opened when the first gradients are spilled
-        self._arrivals = Arrivals(self._device, 0) if self.arrivals is None else self.arrivals
         sizes = [unit.layout.trainable_numel * FP32_BYTES for unit in units]
         # If the pool holds all units in fp32, bf16 gradients are widened when they come: later ones need no wider
         # memory.
@@ -85,7 +84,7 @@ class GradientStore:
     def _after_arrivals(self, unit: Unit) -> UnitGrads:
         """The unit's gradients, after all that were on their way have been added."""
         grads = self._grads[unit.index]
-        if self._arrivals.coming:
+        if self.arrivals.coming:
             self._wait_for_arrivals(grads)
         return grads
 
@@ -113,14 +112,14 @@ class GradientStore:
     @property
     def has_any(self) -> bool:
         """Whether any main gradient is kept."""
-        return len(self._arrivals.coming) > 0 or any(grads.present or grads.zeros for grads in self._grads)
+        return len(self.arrivals.coming) > 0 or any(grads.present or grads.zeros for grads in self._grads)
 
     def slots_with_gradient(self, unit: Unit) -> list[Slot]:
         """The parameters of the unit that have a main gradient."""
         grads = self._grads[unit.index]
         found = grads.present | grads.zeros
-        if self._arrivals.coming:
-            found |= self._arrivals.slots_of(grads)
+        if self.arrivals.coming:
+            found |= self.arrivals.slots_of(grads)
         return [slot for slot in unit.layout.slots if slot.index in found] if found else []
 
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
@@ -144,32 +143,32 @@ class GradientStore:
         """Start to copy gradients from the device into the ring of pinned memory."""
         # They are added, in the order in which they came, when the unit's are needed or the ring is full: until then
         # the training thread does not wait for the GPU. One copy for each dtype of the unit.
-        known = grads.present | self._arrivals.slots_of(grads)
+        known = grads.present | self.arrivals.slots_of(grads)
         ordered = {slot: in_slot_order(gradient.detach(), slot) for slot, gradient in gradients.items()}
         # The norm of a first gradient is taken on the GPU. It holds until others are added, or somebody looks.
         new = [slot for slot in ordered if slot.index not in known]
         of_new = gradient_norms([ordered[slot] for slot in new])
         norms = {slot.index: norm for slot, norm in zip(new, of_new, strict=True)}
-        while not self._arrivals.fits([*ordered.values()]):  # before there is a copy of them on the device
+        while not self.arrivals.fits([*ordered.values()]):  # before there is a copy of them on the device
             # Larger than the ring: block by block, and waited for.
-            if not self._arrivals.coming:
+            if not self.arrivals.coming:
                 self._add(grads, ordered, norms)
                 return
             self._add_arrival()
-        self._arrivals.start_unit(grads, ordered, norms)
+        self.arrivals.start_unit(grads, ordered, norms)
 
     def _wait_for_arrivals(self, grads: UnitGrads | None = None) -> None:
         """Return when all that is on its way for a unit has been added; None: for any."""
-        while any(grads is None or each.purpose.grads is grads for each in self._arrivals.coming):
+        while any(grads is None or each.purpose.grads is grads for each in self.arrivals.coming):
             self._add_arrival()
 
     def _add_arrival(self) -> None:
         with self._clock.waiting("gradients"):
-            self._arrivals.await_first()
+            self.arrivals.await_first()
         self._add_first()
 
     def _add_first(self) -> None:
-        delivery, gradients = self._arrivals.pop_gradients()
+        delivery, gradients = self.arrivals.pop_gradients()
         self._add(delivery.grads, gradients, delivery.norms)
 
     def send_ahead(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
@@ -178,7 +177,7 @@ class GradientStore:
         if (
             self._device.uses_host_memory
             or not grads.stays_in_ram
-            or not (grads.present or self._arrivals.slots_of(grads))
+            or not (grads.present or self.arrivals.slots_of(grads))
         ):
             return gradients
         self.add(unit, gradients)
@@ -187,8 +186,8 @@ class GradientStore:
     def have_arrived(self, unit: Unit) -> bool:
         """Whether none of the unit's is on its way. Waits for nothing."""
         grads = self._grads[unit.index]
-        while self._arrivals.slots_of(grads):
-            if not self._arrivals.is_first_done():
+        while self.arrivals.slots_of(grads):
+            if not self.arrivals.is_first_done():
                 return False
             self._add_first()
         return True
@@ -206,11 +205,11 @@ class GradientStore:
             buffer = self._memory_of(grads)
             if self.main_dtype.after(buffer.dtype, gradients, grads.present) == buffer.dtype or self._widen(grads):
                 buffer = self._memory_of(grads)
-                buffer.add(gradients, grads.present, self._arrivals)
+                buffer.add(gradients, grads.present, self.arrivals)
                 grads.update_norms(norms, gradients, buffer.dtype)
         if not grads.stays_in_ram and grads.buffer is not None:
             grads.on_change()
-            grads.buffer.add(gradients, grads.present, self._arrivals)
+            grads.buffer.add(gradients, grads.present, self.arrivals)
         elif not grads.stays_in_ram:
             buffer = self._sum(grads, gradients)
             grads.update_norms(norms, gradients, buffer.dtype)
@@ -344,7 +343,7 @@ class GradientStore:
         """The unit's gradients plus ``gradients``, in memory that the caller owns."""
         if grads.buffer is not None:
             known = grads.detach_buffer()
-            known.add(gradients, grads.present, self._arrivals)
+            known.add(gradients, grads.present, self.arrivals)
             return known
         stored = (grads.spilled_dtype if grads.present else None) or self.main_dtype.dtype
         dtype = torch.float32 if is_wide else self.main_dtype.after(stored, gradients, grads.present)
@@ -359,7 +358,7 @@ class GradientStore:
                         start, stop = grads.spilled_span
                         swapper.read(extent, buffer.values[start:stop], offset=start * stored.itemsize).wait()
                 self.resumed_bytes += buffer.flat.num_bytes
-            buffer.add(gradients, grads.present, self._arrivals)
+            buffer.add(gradients, grads.present, self.arrivals)
         except BaseException:
             self.pool.release(buffer.flat)
             raise
@@ -502,7 +501,7 @@ class GradientStore:
         grads = self._grads[unit.index]
         return (
             grads.stays_in_ram
-            and not self._arrivals.slots_of(grads)
+            and not self.arrivals.slots_of(grads)
             and grads.buffer is not None
             and grads.buffer.dtype == self.dtype_shown
             and not grads.zeros
@@ -563,7 +562,7 @@ class GradientStore:
         """Forget all main gradients but for those ``kept``, by (unit index, slot index); the memory stays reserved."""
         if kept:
             self._wait_for_arrivals()  # `forget` would drop downloads of gradients that are kept
-        self._arrivals.forget()
+        self.arrivals.forget()
         for grads in self._grads:
             gone = {index for index in grads.present | grads.zeros if (grads.unit.index, index) not in kept}
             ended = [slot for slot in grads.slots() if slot.index in gone]
@@ -578,7 +577,7 @@ class GradientStore:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._arrivals.forget()
+        self.arrivals.forget()
         for _, flat in self._memory_uses:
             if flat is not None:
                 self.pool.release(flat)

@@ -10,6 +10,7 @@ import torch
 
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
+from infinity.gradients.main_gradients import Arrivals
 from infinity.gradients.store import GradientStore
 from infinity.metrics.clock import StepClock
 from infinity.units.layout import Slot
@@ -33,7 +34,13 @@ def _make(
     units = [trainable_unit(index, _SHAPES) for index in range(4)]
     pool = FlatPool(ComputeDevice(), room_for * units[0].layout.trainable_numel * _FP32_BYTES)
     store = GradientStore(
-        units, ComputeDevice(), StepClock(), in_memory=in_memory, open_swapper=lambda: swapper, pool=pool
+        units,
+        ComputeDevice(),
+        StepClock(),
+        in_memory=in_memory,
+        open_swapper=lambda: swapper,
+        arrivals=Arrivals(ComputeDevice(), 0),
+        pool=pool,
     )
     return store, units, pool
 
@@ -63,7 +70,15 @@ def _large(swapper: Swapper, room_bytes: int) -> tuple[GradientStore, list[Unit]
     """Units whose gradients take 4, 4 and 6 huge pages."""
     units = [trainable_unit(index, [(pages << 9, 1 << 10)]) for index, pages in enumerate((4, 4, 6))]
     pool = FlatPool(ComputeDevice(), room_bytes)
-    store = GradientStore(units, ComputeDevice(), StepClock(), in_memory=(), open_swapper=lambda: swapper, pool=pool)
+    store = GradientStore(
+        units,
+        ComputeDevice(),
+        StepClock(),
+        in_memory=(),
+        open_swapper=lambda: swapper,
+        arrivals=Arrivals(ComputeDevice(), 0),
+        pool=pool,
+    )
     return store, units, pool
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from infinity.device.compute import ComputeDevice, gradient_norm
 from infinity.device.flat_pool import FlatPool
-from infinity.gradients.main_gradients import FP32_BYTES, GradientSource, MainGradDtype
+from infinity.gradients.main_gradients import FP32_BYTES, Arrivals, GradientSource, MainGradDtype
 from infinity.gradients.store import GradientStore
 from infinity.metrics.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
@@ -36,6 +36,7 @@ class _Twin:
             StepClock(),
             in_memory=range(num_kept),
             open_swapper=lambda: swapper,
+            arrivals=Arrivals(ComputeDevice(), 0),
             pool=self.pool,
             main_dtype=waiting,
         )

@@ -12,7 +12,7 @@ import torch
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
 from infinity.distributed.collectives import Ranks
-from infinity.gradients.main_gradients import MainGradDtype
+from infinity.gradients.main_gradients import Arrivals, MainGradDtype
 from infinity.gradients.reducer import ReducedGradients
 from infinity.metrics.clock import StepClock
 from infinity.units.layout import Slot
@@ -40,6 +40,7 @@ def _spilling(unit: Unit, swapper: Swapper) -> ReducedGradients:
         StepClock(),
         in_memory=(),
         open_swapper=lambda: swapper,
+        arrivals=Arrivals(ComputeDevice(), 0),
         pool=FlatPool(ComputeDevice(), unit.layout.trainable_numel * 4),
         main_dtype=MainGradDtype(),
         ranks=Ranks(),
