@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from infinity.errors import EngineClosedError
 from tests.children import run_python
 from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
 from tests.exactness.shapes.blocks import LENGTH, VOCABULARY
@@ -89,15 +90,17 @@ def test_loader_workers_that_fork(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 def test_a_forked_child_neither_hangs_nor_harms(tmp_path: Path) -> None:
-    """A child that ends, or drops its copy of the engine, leaves the parent's files and threads alone."""
+    """A child that ends, or tries to close its copy of the engine, leaves the parent's files and threads alone."""
     with Lockstep.start(tmp_path) as both:
         both.engine_step(0)
-        require_in_child(both.engine.close)
+
+        def close() -> None:
+            with pytest.raises(EngineClosedError, match="forked"):
+                both.engine.close()
+
+        require_in_child(close)
         both.engine_step(1)
         both.require_equal()
-
-
-# ------------------------------------------------------------------------------------ hooks
 
 
 # --------------------------------------------------------------------------------------- process exits
