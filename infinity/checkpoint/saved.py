@@ -17,10 +17,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from infinity.checkpoint.arrays import (
     CHUNK_BYTES,
@@ -58,6 +58,10 @@ _PLAIN_DATA = (
     "Give client_state (and schedulers and modules as their state) numbers, texts, bytes, tensors, NumPy arrays, lists, tuples, "
     "sets and dicts of these, without references to themselves. For an object, give its state_dict() or vars()"
 )
+T = TypeVar("T")
+# Attempts to read a checkpoint that another process replaces meanwhile. A process that saves faster than this one reads
+# would otherwise keep it here forever.
+_MOST_READS = 5
 # File systems allow names of 255 bytes. Until it is complete, a checkpoint has 25 more: ".", ".saving-", 16 digits.
 _MOST_TAG_BYTES = 255 - 26
 
@@ -211,6 +215,28 @@ def _latest(directory: Path) -> str | None:
     """The tag in the file ``latest``; None if there is no such file."""
     latest = directory / LATEST
     return latest.read_bytes()[:4096].decode(errors="replace").strip() if latest.is_file() else None
+
+
+def reading_again(folder: Path, read: Callable[[], T]) -> T:
+    """Call ``read``, which reads a checkpoint: again if another process has replaced the checkpoint meanwhile."""
+    for _ in range(_MOST_READS - 1):
+        version = _version_of(folder)
+        try:
+            return read()
+        except CheckpointError:
+            if _version_of(folder) == version:
+                raise
+            logger.warning("'%s' was replaced by another process while it was read: it is read again", folder)
+    return read()
+
+
+def _version_of(folder: Path) -> tuple[int, int] | None:
+    """Inode and time of the manifest, which differ for another checkpoint of the same name."""
+    try:
+        manifest = (folder / MANIFEST).stat()
+    except OSError:
+        return None
+    return manifest.st_ino, manifest.st_mtime_ns
 
 
 def _is_foreign(folder: Path) -> bool:

@@ -24,7 +24,7 @@ from infinity.checkpoint.arrays import reading_from
 from infinity.checkpoint.checkpoint_loading import Wanted, load
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.part_folders import check_parts, common_tag, folder_of
-from infinity.checkpoint.saved import find, tags
+from infinity.checkpoint.saved import find, reading_again, tags
 from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving, Training
 from infinity.distributed.agreement import agree, gather_results, on_rank_0
 from infinity.distributed.collectives import Ranks
@@ -304,20 +304,25 @@ class CheckpointCalls(LoopSettings):
             return None, None
         before = self.global_steps
 
-        changing = _Changing(self._guard, folder, ranks, what)
-        try:
-            training_state = load(
-                self._training(),
-                folder,
-                wanted,
-                shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
-                is_first_rank=self.global_rank <= 0,
-                begin=changing.agree,
-                changing=changing,
-            )
-        except Exception as error:
-            changing.agree(error)
-            raise
+        def read() -> dict[str, Any]:
+            changing = _Changing(self._guard, folder, ranks, what)
+            try:
+                return load(
+                    self._training(),
+                    folder,
+                    wanted,
+                    shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
+                    is_first_rank=self.global_rank <= 0,
+                    begin=changing.agree,
+                    changing=changing,
+                )
+            except Exception as error:
+                changing.agree(error)
+                raise
+
+        # Another process may replace the checkpoint while it is read. A single process then reads once more. Of several
+        # ranks, some may have read the old one and some the new one, so all raise.
+        training_state = reading_again(folder, read) if ranks.num == 1 else read()
         if self._parts.access.shared is not None:
             # Each rank has read the main weights of its own shard. The model weights of the other shards come from
             # their ranks.

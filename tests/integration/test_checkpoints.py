@@ -16,7 +16,7 @@ from torch import nn
 import infinity
 from infinity.errors import CheckpointError, ModelError
 from tests.exactness.lockstep import BF16, IN_MEMORY, engine_on_nvme, everything_on_nvme
-from tests.internals import main
+from tests.internals import checkpoint_loading, main
 from tests.internals import saved as saved_files
 from tests.states import everything, require_equal, state_of
 
@@ -318,6 +318,29 @@ def test_what_is_frozen_is_left_out_if_asked_and_stays_as_it_is(
         missing,
     ):
         engine.load_checkpoint(tmp_path / "saved")
+
+
+@pytest.mark.deep
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training(tmp_path / "one", {}) as saving, training(tmp_path / "two", {}, seed=1) as loading:
+        steps_of(saving, 0)
+        saving.save_checkpoint(tmp_path / "saved", tag="same", client_state={"number": 1})
+        buffers, replaced = checkpoint_loading.Loading.buffers, []
+
+        def replace(self: Any, *args: Any) -> None:
+            if not replaced:
+                replaced.append(True)
+                steps_of(saving, 1)
+                saving.save_checkpoint(tmp_path / "saved", tag="same", client_state={"number": 2})
+            buffers(self, *args)
+
+        monkeypatch.setattr(checkpoint_loading.Loading, "buffers", replace)
+        assert loading.load_checkpoint(tmp_path / "saved")[1] == {"number": 2}
+        assert "was replaced by another process" in caplog.text
+        require_equal(everything(loading), everything(saving))
+        assert steps_of(loading, 2, 3) == steps_of(saving, 2, 3)
 
 
 @pytest.mark.deep
