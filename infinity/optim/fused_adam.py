@@ -287,6 +287,13 @@ class FusedAdam:
         return True
 
 
+class _LastStepCount(threading.local):
+    """The last step count of a thread: each has a stream of its own."""
+
+    scalars: Mapping[str, Any] | None = None
+    step: Tensor | None = None
+
+
 class GpuAdam(FusedAdam):
     """One Adam step on a slice of a parameter, on a GPU, with the bits that torch's own fused kernel gives there.
 
@@ -307,7 +314,7 @@ class GpuAdam(FusedAdam):
         return True
 
     def _prepare(self) -> bool:
-        self._of_thread = threading.local()  # each thread's ``last`` step count: each has a stream of its own
+        self._of_thread = _LastStepCount()
         self._launch: Launch | None = compiled_for(self._device, ADAM, "adam_on_split_weights", THREADS)
         return self._launch is not None
 
@@ -358,13 +365,11 @@ class GpuAdam(FusedAdam):
         """The step count after the step. Slices of a parameter, which follow each other, share it."""
         if not scalars:  # the first step: no state yet
             return torch.ones((), dtype=torch.float32, device=self._device)
-        known, step = getattr(self._of_thread, "last", (None, None))
-        if step is None or known is not scalars:
+        last = self._of_thread
+        if last.step is None or last.scalars is not scalars:
             # By identity: slices of a parameter get the very same mapping, and a new step gives a new one.
-            step = scalars["step"].to(self._device) + 1
-            self._of_thread.last = scalars, step
-        found: Tensor = step
-        return found
+            last.scalars, last.step = scalars, scalars["step"].to(self._device) + 1
+        return last.step
 
 
 def _draw(generator: torch.Generator, num_decades: int) -> Tensor:
