@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,7 +164,7 @@ def _unpacked(folder: Path, site: Path) -> str:
             for packages in (*site.glob("*.data/purelib"), *site.glob("*.data/platlib")):
                 shutil.copytree(packages, site, dirs_exist_ok=True)
                 shutil.rmtree(packages)
-    except shutil.ReadError as error:
+    except (shutil.ReadError, zipfile.BadZipFile) as error:
         return str(error)
     return "" if archives else f"no wheels and no ds_site.zip in {folder}"
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,7 +97,7 @@ class RecordStream:
         return [WEIGHT, *self.records.names_of(unit)]
 
     def parts(
-        self, units: Iterable[Unit], ahead_bytes: int = AHEAD_BYTES, only: Container[tuple[int, str]] | None = None
+        self, units: Iterable[Unit], ahead_bytes: int = AHEAD_BYTES, only: Collection[tuple[int, str]] | None = None
     ) -> Generator[Part, None, None]:
         """Yield main weights and states of these units. Each kind of each parameter comes in the order of memory.
 
@@ -107,10 +107,13 @@ class RecordStream:
             only: the wanted ones, as (slot index, kind); None: all.
         """
         waiting = ((unit, chunk) for unit in units for chunk in self.chunks[unit.index])
+        slots = None if only is None else {index for index, _ in only}
         opened: deque[_Opened] = deque()
         try:
             for unit, chunk in waiting:
-                wanted = [each for each in self._contents(unit, chunk) if only is None or each.key in only]
+                # By parameter first: reading one of a unit with many, such as experts, must not ask for states of all.
+                slices = [each for each in chunk.slices if slots is None or each.slot.index in slots]
+                wanted = [each for each in self._contents(unit, slices) if only is None or each.key in only]
                 if not wanted:
                     continue
                 # Updates take buffers of the same pool. Whoever holds some and waits for more may wait forever. So this
@@ -127,9 +130,9 @@ class RecordStream:
             for left in opened:
                 left.lease.discard()
 
-    def _contents(self, unit: Unit, chunk: Chunk) -> Iterator[_Content]:
-        """What the chunk's record holds."""
-        for param_slice in chunk.slices:
+    def _contents(self, unit: Unit, slices: Iterable[ParameterSlice]) -> Iterator[_Content]:
+        """What a chunk's record holds of these slices."""
+        for param_slice in slices:
             yield from (_Content(param_slice, kind) for kind in (WEIGHT, *self.names_of(unit, param_slice.slot)))
 
     def _open(self, unit: Unit, chunk: Chunk, wanted: Sequence[_Content], *, is_blocking: bool) -> _Opened | None:
@@ -220,7 +223,7 @@ class RecordStream:
         # goes on with the next tile, is left where that begins.
         begun = dict.fromkeys(sources, 0)
         for chunk in self.chunks[unit.index]:
-            contents = list(self._contents(unit, chunk))
+            contents = list(self._contents(unit, chunk.slices))
             wanted = [each for each in contents if each.key in sources]
             for each in wanted:
                 _skip(sources[each.key], each.param_slice.start - begun[each.key])

@@ -254,9 +254,8 @@ class PagedStateStore:
         try:
             workspace = self._layouts.get(layout)
             if workspace is None:
-                workspace = self._layouts[layout] = self._format.lay_out(
-                    staging_buffer.tensor, chunk.numel, records.names
-                )
+                memory = self._staging_pool.memory_of(staging_buffer.index)
+                workspace = self._layouts[layout] = self._format.lay_out(memory, chunk.numel, records.names)
             record = workspace.raw_record
             valid_bytes = records.valid_bytes[chunk.index] if reads else 0
             # The read brings only what was stored. Everything behind it, states that are still blank, has to be zeros.

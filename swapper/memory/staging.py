@@ -284,13 +284,14 @@ class StagingPool(Closable):
             return
         # The last view of a leased buffer is gone, and with it every way to release the buffer. It may be in another
         # table already, if an interrupt came within its lease or its release.
-        for index, entry in tuple(self._leased.items()):
+        # Copies are one step. While `tuple` makes pairs, the collector may run, and another thread may release.
+        for index, entry in self._leased.copy().items():
             array, _ = entry
             if array() is None and self._leased.get(index) is entry:  # else its release has just ended
                 if index not in self.free and index not in self._released.values():
                     self._released[object()] = index
                 del self._leased[index]
-        for key, index in tuple(self._released.items()):
+        for key, index in self._released.copy().items():
             if index not in self._leased and not tenants(self._address + index * self.buffer_bytes, self.buffer_bytes):
                 with contextlib.suppress(KeyError):  # its release, on another thread, was faster
                     self.free.extend(map(self._released.pop, (key,)))
@@ -318,10 +319,15 @@ class StagingPool(Closable):
             self._num_waiting -= 1
 
     def _owners(self) -> list[tuple[str, int]]:
-        owners = Counter(owner for _, owner in tuple(self._leased.values()))
+        owners = Counter(owner for _, owner in self._leased.copy().values())
         if self._released:
             owners["transfers that have not ended, although nobody waits for them any more"] = len(self._released)
         return owners.most_common()
+
+    def memory_of(self, index: int) -> torch.Tensor:
+        """The bytes of a buffer, 1-D uint8, for views that outlive its leases."""
+        # A view of `StagingBuffer.tensor` would keep alive what tells that a lease was dropped without a release.
+        return torch.from_numpy(self._whole[index * self.buffer_bytes : (index + 1) * self.buffer_bytes])
 
     @property
     def num_leased(self) -> int:

@@ -81,8 +81,10 @@ def sleep(operation: Operation, timeout_seconds: float | None, *, observes: bool
             _thread.waiter = waiter
         if not is_over:
             for functions in (operation.observers, operation.callbacks):
-                with contextlib.suppress(ValueError):
+                try:  # noqa: SIM105 (`suppress` is Python: an interrupt in it would leave `wake` there)
                     functions.remove(wake)
+                except ValueError:
+                    pass
             if observes and operation.done() and operation.failure is not None:
                 scheduler.pending.add(operation)  # it failed when the only one who wanted to know had gone
     return is_over
