@@ -165,6 +165,8 @@ class Causes:
 
         It takes no longer than ten seconds, whatever has become of the other ranks and of the network.
         """
+        if self._store is None:  # nobody can have said it
+            return None
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while not self._look() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)

@@ -10,13 +10,12 @@ gradient on all of them. State dicts, exports and checkpoints of the model have 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from infinity.distributed.meshes import Mesh
 from infinity.distributed.process_groups import num_processes
@@ -110,10 +109,16 @@ class LocalParameters:
     def of(self, parameters: Iterable[Any]) -> list[Any]:
         """Parameters, pairs of name and parameter, or groups of them, with parts in place of DTensors."""
 
-        def replaced(leaf: Any) -> Any:  # a group may have an iterator, which is no tree to torch
-            return list(map(replaced, leaf)) if isinstance(leaf, Iterator) else self._parts.get(id(leaf), leaf)
+        def replaced(each: Any) -> Any:
+            if isinstance(each, Mapping):
+                inside = each["params"]
+                return {**each, "params": self.of([inside] if isinstance(inside, torch.Tensor) else inside)}
+            if isinstance(each, tuple):
+                return each[0], self._parts.get(id(each[1]), each[1])
+            return self._parts.get(id(each), each)
 
-        return tree_map(replaced, list(parameters))  # type: ignore[no-any-return]
+        # No tree of torch's, to which iterators and views of dicts are leaves: groups may have those.
+        return list(map(replaced, parameters))
 
     def replace_in(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's groups hold parts from now on.

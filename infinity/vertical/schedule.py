@@ -81,12 +81,21 @@ class Interception:
                     self._undo.callback(attributes.pop, "forward", None)
                 # Without the engine's own activation checkpointing: blocks are recomputed anyway.
                 computing = forward.forward if isinstance(forward, RecomputedForward) else forward
-                attributes["forward"] = functools.wraps(computing)(functools.partial(handler, block, computing))
+                attributes["forward"] = _in_place_of(computing, handler, block)
             yield
 
     def restore(self) -> None:
         """Restore the modules, however `active` was left. May be called again."""
         self._undo.close()
+
+
+def _in_place_of(forward: Callable[..., Any], handler: Callable[..., Any], block: Block) -> Callable[..., Any]:
+    # A function: a copy of the module has the same one, where a partial would be copied too, with all of the step.
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return handler(block, forward, *args, **kwargs)
+
+    return call
 
 
 def _unit_of_block(parameter_map: ParameterMap, block: nn.Module) -> Unit | None:

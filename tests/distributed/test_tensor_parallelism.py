@@ -188,7 +188,7 @@ def test_an_optimizer_and_groups_of_dtensors(rank: int, tmp_path: Path) -> None:
         own: Any = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
         wanted: dict[str, Any] = {"optimizer": own}
         if how == "model_parameters":
-            groups = [{"params": [parameter]} for parameter in model.parameters()]
+            groups = [{"params": {"one": parameter}.values()} for parameter in model.parameters()]
             wanted = {"model_parameters": groups, "optimizer": lambda each: torch.optim.AdamW(each, lr=0.01)}
         with infinity.initialize(model=model, config=config, mesh_param=mesh, **wanted)[0] as engine:
             assert [_step(engine, number, 0) for number in range(_STEPS)] == losses

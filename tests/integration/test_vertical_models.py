@@ -3,7 +3,9 @@ families of transformers that go vertically, frozen as a list: none leaves it.""
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,15 @@ class Bare(Block):
         return torch.tanh(self.up(x)) @ self.down.weight.T
 
 
+class CopiesForward(Block):
+    """As a copy of one of its modules does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        copied = copy.deepcopy(self.up.__dict__.get("forward"))
+        assert copied is None or inspect.isfunction(copied)
+        return super().forward(x)
+
+
 class FansOut(Net):
     """One result goes into two blocks, and past both: of the three parts of its gradient, the last one comes first."""
 
@@ -104,8 +115,12 @@ class FansOut(Net):
         return self.blocks[1](x) + self.blocks[2](x) + x
 
 
-@pytest.mark.parametrize("make", [lambda: AutocastInside("none"), FansOut], ids=["autocast", "fans out"])
-def test_blocks_within_autocast_or_with_a_result_that_goes_several_ways(make: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [lambda: AutocastInside("none"), FansOut, lambda: Net("none", make_block=CopiesForward)],
+    ids=["within autocast", "a result that goes several ways", "that copy a forward"],
+)
+def test_blocks(make: Any, tmp_path: Path) -> None:
     case = Case("blocks", lambda _: make(), token_batch)
     with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
         _train(both)
