@@ -105,15 +105,16 @@ class DurableRun:
             with self._reading():
                 self._header = None if found is None else _header_of(found[1][1])
             self._common = self._agreed()
+            infinity = dataclasses.replace(config.infinity, durable=section)
+            if self._header is not None and infinity.staging_buffer_bytes is None:
+                # Otherwise another budget would give another buffer size, and the records another layout.
+                infinity = dataclasses.replace(infinity, staging_buffer_bytes=self._header["page_bytes"])
+            self.config = dataclasses.replace(config, infinity=infinity)
+            """The config, for this rank. If it leaves the staging buffers' size open, it has that of the newest
+            commit."""
         except BaseException:
             self.directory.close()
             raise
-        infinity = dataclasses.replace(config.infinity, durable=section)
-        if self._header is not None and infinity.staging_buffer_bytes is None:
-            # Otherwise another budget would give another buffer size, and the records another layout.
-            infinity = dataclasses.replace(infinity, staging_buffer_bytes=self._header["page_bytes"])
-        self.config = dataclasses.replace(config, infinity=infinity)
-        """The config, for this rank. If it leaves the staging buffers' size open, it has that of the newest commit."""
 
     def _check_kind(self) -> None:
         """Raise if the directory is of a run with several processes and this is a single one, or the other way

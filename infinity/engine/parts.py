@@ -114,9 +114,11 @@ class Parts:
             self.durable = DurableRun(config, config.infinity.durable)
             undo.callback(self.durable.directory.close)
             config = self.durable.config
-        self.timeline = None if config.infinity.timeline is None else Timeline(config.infinity.timeline)
+        self.timeline: Timeline | None = None
         if before is not None:
             self.timeline = before.timeline  # the file has all of the run
+        elif config.infinity.timeline is not None:
+            self.timeline = Timeline(config.infinity.timeline)
         self.plan = make_plan(model, config, wrapped_optimizer, device, mesh)
         self.config, self.updater = self.plan.config, self.plan.updater
         if self.durable is not None:

@@ -116,6 +116,12 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
                 cure="Pass that one; what is done around its steps can be done in the training loop, to weights inside "
                 "`with infinity.GatheredParameters(...)`",
             )
+    if not {"param_groups", "state"} <= vars(optimizer).keys():
+        raise OptimizerNotPageableError(
+            name,
+            "it holds no parameter groups of its own, so it seems to wrap another optimizer",
+            cure="Pass the wrapped optimizer itself",
+        )
     step = vars(optimizer).get("step")
     # A learning rate scheduler wraps the method to see whether it is called.
     wrapped = getattr(step, "__wrapped__", None) if hasattr(step, "_wrapped_by_lr_sched") else step

@@ -169,7 +169,7 @@ class WrappedOptimizer:
         executor = self.executor()
         groups = self.read()
         for param in list(self.params()):
-            state, main = without_main_weight(self.optimizer.state.pop(param, None) or {})
+            state, main = without_main_weight(self.optimizer.state.get(param) or {})
             if main is not None or not self._is_untouched(state):
                 large = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
                 # Small entries go through the class's own load_state_dict, with one element in place of each large
@@ -177,12 +177,16 @@ class WrappedOptimizer:
                 small = {name: one_element() if name in large else value for name, value in state.items()}
                 # Step counts may have to move to where updates run.
                 loaded = executor.load(groups.of(param) or {}, small, one_element(self.device))
-                # The main weight is kept for `restore_states`: the caller's may have been freed.
-                self._moved[param] = {name: value.dtype for name, value in large.items()}, main
                 with_main = {} if main is None else {MAIN_WEIGHT: main}
                 yield param, {name: _as_main(large.get(name, value)) for name, value in loaded.items()} | with_main
+                # Only now that the caller has stored it: until then, an undo leaves it where it is. The main weight is
+                # kept for `restore_states`: the caller's may have been freed.
+                self._moved[param] = {name: value.dtype for name, value in large.items()}, main
+                del large, small, loaded
             elif state:
                 self._untouched[param] = state
+            self.optimizer.state.pop(param, None)
+            del state
         self.optimizer.state.clear()  # keys that are no parameters of the groups: torch's step would ignore them
 
     def _is_untouched(self, state: Mapping[str, Any]) -> bool:

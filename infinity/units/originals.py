@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from infinity.device.drive_tensors import DriveTensors, drives_of, is_dense, on_drive
+from infinity.device.drive_tensors import DriveTensors, drives_of, is_dense, on_drive, write_out
 from infinity.errors import StorageError
 from infinity.numerics.raw_bytes import raw_bytes
 from infinity.units.parameter import PagedParameter, plain_grad, release_parameters, set_plain_grad
@@ -82,6 +82,8 @@ class Originals:
                     self._on_drive[id(parameter)] = self._drives.like(value).copy_(value)
                     continue
             self._in_memory[id(parameter)] = value
+        if any(id(parameter) in self._on_drive for parameter in unit.parameters):
+            write_out()  # else copies would wait in memory, beside the budget, for a window's worth of them
 
     def _survives(self, value: torch.Tensor, dtype: torch.dtype, *, is_split: bool) -> bool:
         # The sum is NaN if any element is (or if inf and -inf meet: then a copy is kept that is not needed).

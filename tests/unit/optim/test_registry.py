@@ -11,7 +11,7 @@ import torch
 from infinity.config.resolved import OptimizerSection
 from infinity.errors import ConfigError, OptimizerNotPageableError
 from infinity.optim.classes import Lion, Muon, OneBitAdam, UncorrectedAdam
-from infinity.optim.registry import resolve
+from infinity.optim.registry import refuse_wrapper, resolve
 
 
 def _resolve(name: str, **params: Any) -> functools.partial[torch.optim.Optimizer]:
@@ -118,3 +118,25 @@ def test_muon_is_deepspeeds_whether_torch_has_one_or_not() -> None:
     rates = {"lr": 0.01, "muon_lr": 0.1, "adam_lr": 1e-4, "momentum": 0.9, "weight_decay": 0.1, "eps": 1e-8}
     taken = _resolve("muon", ns_method="standard", betas=[0.8, 0.9], **rates)
     assert taken.func is Muon and taken.keywords["adam_lr"] == 1e-4
+
+
+class _Hides(torch.optim.Optimizer):
+    """Shows the groups and states of an optimizer that no attribute holds directly."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._box = [[inner]]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._box[0][0].param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._box[0][0].state
+
+
+def test_a_wrapper_without_groups_of_its_own_is_refused() -> None:
+    """Else its setters would empty the optimizer inside."""
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(OptimizerNotPageableError, match=r"no parameter groups of its own.*Pass the wrapped optimizer"):
+        refuse_wrapper(_Hides(inner))
