@@ -30,6 +30,7 @@ _OFFLOAD = {
     "cpu_offload_param": "offload_param",
     "cpu_offload_params": "offload_param",
 }
+_OLD_FLAGS = frozenset(f"zero_optimization.{name}" for name in _OFFLOAD)
 _DOTTED = re.compile(r"[a-z]\w*(\.\w+)+")
 
 
@@ -216,14 +217,19 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     copy: dict[str, Any] = _copied(raw)
     if overrides:
         # An override of an old flag has to replace the flag itself, before `modernise` makes a block of it.
-        if isinstance(zero := copy.get("zero_optimization"), dict):
-            for flag in _OFFLOAD.keys() & zero.keys():
-                if f"zero_optimization.{flag}" in overrides:
-                    del zero[flag]
+        for dotted in _OLD_FLAGS.intersection(overrides):
+            _remove(copy, dotted.split("."), RootBlock)
         copy = modernise(copy, Findings())
     for dotted, value in overrides.items():
-        # "aio.block_size" becomes {"aio": {"block_size": value}}: the value then merges like any block.
-        _merge(copy, modernise({dotted: _copied(value)}, Findings()), RootBlock, dotted)
+        path = dotted.split(".")
+        if value is None:
+            _remove(copy, path, RootBlock)
+            continue
+        patch = _copied(value)
+        for name in reversed(path):
+            # "aio.block_size" becomes {"aio": {"block_size": value}}: the value then merges like any block.
+            patch = {name: patch}
+        _merge(copy, modernise(patch, Findings()), RootBlock, dotted)
     return copy
 
 
@@ -250,24 +256,28 @@ def _merge(target: dict[str, Any], patch: Mapping[str, Any], block: type[Block] 
         if not spellings or not isinstance(value, Mapping) or not _holds_block(field):
             for spelling in spellings:
                 del target[spelling]
-            if not _removes(value):
-                target[name] = value
+            target[name] = value
             continue
         for spelling in spellings:
             # The config may say null, "auto" or `true` where the override names a key inside. Null and "auto" become
-            # {}, unless there is nothing to be removed.
+            # {}.
             there = opened(target[spelling], field)
-            if _removes(value) and not isinstance(there, dict):
-                continue
             target[spelling] = there = {} if there is None or is_auto(there) else there
             if not isinstance(there, dict):
                 raise ConfigError(f"override '{dotted}': '{spelling}' holds {there!r}, not an object", key=dotted)
             _merge(there, value, child_block(field), dotted)
 
 
-def _removes(value: object) -> bool:
-    """Whether an override only removes keys: it is None, or a block of such."""
-    return value is None or (isinstance(value, Mapping) and bool(value) and all(map(_removes, value.values())))
+def _remove(target: dict[str, Any], path: list[str], block: type[Block] | None) -> None:
+    name, *rest = path
+    field = _field(block, name)
+    for spelling in _spellings(target, name, block):
+        if not rest:
+            del target[spelling]
+            continue
+        there = target[spelling] = opened(target[spelling], field)
+        if isinstance(there, dict):
+            _remove(there, rest, child_block(field))
 
 
 def _spellings(target: Mapping[str, Any], name: str, block: type[Block] | None) -> list[str]:
