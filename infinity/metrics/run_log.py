@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
-from torch.utils._pytree import tree_map_only
 
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.metrics.report import StepReport
@@ -261,13 +260,22 @@ def _line(record: Mapping[str, Any]) -> bytes:
     # `json` writes NaN and Infinity, so such a record is converted in a second pass. A text that only contains the word
     # costs that pass for nothing.
     if "NaN" in text or "Infinity" in text:  # which JSON does not have
-        finite = tree_map_only(float, lambda each: each if math.isfinite(each) else str(each), record)
-        text = json.dumps(finite, separators=(",", ":"), default=_plain)
+        text = json.dumps(_finite(record), separators=(",", ":"), default=_plain)
     return text.encode() + b"\n"
 
 
 def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set | frozenset) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
 
 
 def _without_secrets(value: Any) -> Any:
