@@ -23,7 +23,8 @@ def forked(function: Callable[[], Any]) -> int:
     if child == 0:
         status = 1
         try:
-            status = 2 if function() is False else 0
+            found = function()
+            status = 0 if found is None or found else 2
         except BaseException:
             traceback.print_exc()
         finally:

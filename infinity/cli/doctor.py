@@ -79,7 +79,7 @@ def _print(findings: list[Finding], *, is_ready: bool) -> None:
             shown.add_row("", "[bold]directory[/]", f"[bold]{escape(directory)}[/]")
         sign, style = _SIGNS[finding.verdict]
         cure = f"\n-> {finding.cure}" if finding.cure else ""
-        shown.add_row(f"[{style}]{sign}[/]", escape(finding.what), f"{escape(finding.text)}{escape(cure)}")
+        shown.add_row(f"[{style}]{sign}[/]", escape(finding.what), escape(finding.text + cure))
     console = Console(highlight=False)
     console.print(shown)
     num_cures = sum(bool(finding.cure) for finding in findings)

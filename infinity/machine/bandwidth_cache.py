@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 
 # A file of another format fails validation, and is measured and written anew.
 _FORMAT: Literal[2] = 2
-# The newest entries are kept.
+# The newest entries are kept. 1 MiB is far more than 64 entries take: a larger file is none of ours.
 _MAX_ENTRIES = 64
+_MAX_FILE_BYTES = 1 << 20
 _MACHINE_ID = Path("/etc/machine-id")
 _BUDGET_SHARE = 8
 """At most one part in so many of the host memory budget is in flight."""
@@ -132,6 +133,8 @@ def _read() -> Mapping[str, BandwidthCache]:
         path = cache_path()
         if not path.is_file():
             return {}
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
         # Strict, because the file may be damaged or edited by hand: no text becomes a number.
         return _FILE.validate_json(path.read_bytes(), strict=True).measured
     except (OSError, RuntimeError, ValueError) as error:

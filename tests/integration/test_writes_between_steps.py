@@ -217,3 +217,18 @@ def test_what_is_written_to_an_assigned_tensor_is_an_error(tmp_path: Path) -> No
         parameter.data = parameter.data + 1  # what was assigned before has nothing to do with it any more
         kept.add_(1)
         take_steps(engine, 1)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda weight: weight.add_(1), lambda weight: torch._foreach_add_([weight.data], 1.0)]
+)
+def test_a_write_that_cannot_be_stored_is_refused_and_forgotten(write: Any, tmp_path: Path) -> None:
+    with engine_on_nvme(tmp_path, PLAIN.make("none")) as engine:
+        weight = engine.module.get_parameter("blocks.0.up.weight")
+        before = weight.detach().clone()
+        cache = engine._coordinator.parameter_cache
+        stores, cache._writer = cache._writer, None
+        with torch.no_grad(), pytest.raises(ModelError, match=r"'blocks.0.up.weight' was written to where that cannot"):
+            write(weight)
+        cache._writer = stores
+        assert torch.equal(weight.detach(), before)

@@ -104,6 +104,12 @@ def test_none_removes_a_key_whatever_it_holds_and_is_called(given: dict[str, Any
     assert load_config({"train_batch_size": 4, **given}, overrides={key: None}) == without
 
 
+def test_none_below_a_value_that_is_no_block_does_not_remove_the_value() -> None:
+    durable = {"infinity": {"durable": True}}
+    with pytest.raises(ConfigError, match="a durable run"):
+        load_config({"train_batch_size": 4, **durable}, overrides={"infinity.durable.keep_last": None})
+
+
 def test_they_are_checked_like_the_file() -> None:
     with pytest.raises(ConfigError, match=r"'aio.blocksize' \(did you mean 'aio.block_size'\?\)"):
         load_config(BASE, overrides={"aio.blocksize": 3})

@@ -225,6 +225,13 @@ def test_a_file_that_is_damaged_is_replaced(
     assert load([nvme]) == _MEASURED
 
 
+def test_a_file_larger_than_memory_is_not_read(nvme: Path, cache: Path) -> None:
+    cache.parent.mkdir()
+    cache.touch()
+    os.truncate(cache, 1 << 40)
+    assert load([nvme]) is None
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

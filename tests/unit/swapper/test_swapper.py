@@ -230,3 +230,16 @@ def test_close_drops_what_waits_and_finishes_what_runs(swapper: Swapper) -> None
 def test_arguments_of_other_kinds_are_refused(call: Callable[..., Any], words: str) -> None:
     with Swapper.in_memory(1 << 20) as swapper, pytest.raises(ArgumentError, match=words):
         call(swapper, swapper.allocate(8192, "x"))
+
+
+def test_bytes_that_nobody_wrote_are_not_read(swapper: Swapper) -> None:
+    extent = swapper.allocate(1000, "x")
+    memory = np.zeros(1000, dtype=np.uint8)
+    with pytest.raises(ExtentError, match="'x' was never written at bytes 0 to 1000"):
+        swapper.read(extent, memory)
+    swapper.write(extent, memory[:400])
+    swapper.write(extent, memory[:400], offset=500)
+    with pytest.raises(ExtentError, match="at bytes 400 to 500"):
+        swapper.read(extent, memory[:900])
+    swapper.read(extent, memory[:400]).wait()
+    swapper.read(extent, memory[:400], offset=500).wait()
