@@ -13,6 +13,7 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 from infinity.errors import OptimizerNotPageableError
+from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.slice_updater import SliceUpdater
 from infinity.optim.wrapped_optimizer import wrap_optimizer
@@ -505,7 +506,9 @@ def test_values_that_a_class_keeps_by_parameter_are_refused(make: Callable[[Any]
 def _paged(optimizer: Optimizer) -> Any:
     named = [(str(number), param) for number, param in enumerate(optimizer.param_groups[0]["params"])]
     wrapped_optimizer = wrap_optimizer(optimizer, named, "cpu")
-    return PagedOptimizer(wrapped_optimizer, SliceUpdater(wrapped_optimizer), backend=None, keeper=None)
+    return PagedOptimizer(
+        wrapped_optimizer, SliceUpdater(wrapped_optimizer), None, None, LooseParameters(wrapped_optimizer)
+    )
 
 
 @pytest.mark.deep(but=1)
