@@ -14,7 +14,7 @@ PICTURE = HERE / "deepspeed.svg"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 _TITLE = """\
 One optimizer step of a 374M-parameter Llama (bf16, AdamW), offloaded to a disk held to 600 MB/s each way
-2 cores of an AMD EPYC, no GPU, DeepSpeed 0.19.8. Behind Infinity stands its host_memory_budget. More: docs/benchmarks.md"""
+2 cores of an Intel Xeon, no GPU, DeepSpeed 0.19.8. Behind Infinity stands its host_memory_budget. More: docs/benchmarks.md"""
 _PANELS = ("step, seconds", "read + written per parameter, bytes", "peak host memory, GB")
 
 
