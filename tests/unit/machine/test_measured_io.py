@@ -17,7 +17,6 @@ from torch import nn
 
 import infinity
 import infinity.machine.bandwidth_cache as cache_module
-import infinity.machine.bandwidth_cache as measured_module
 import infinity.machine.drive_profile as profile_module
 from infinity.config import InfinityConfig, load_config
 from infinity.machine.bandwidth_cache import (
@@ -138,7 +137,7 @@ def test_settings_that_do_not_work_here_are_left(
     def refuse(*arguments: object) -> None:
         raise BackendUnavailableError("uring", "a seccomp filter forbids it", "allow it")
 
-    monkeypatch.setattr(measured_module.Swapper, "open", refuse)
+    monkeypatch.setattr(cache_module.Swapper, "open", refuse)
     store([nvme], replace(_MEASURED, setting=IOSetting("uring", request_bytes, 4, 8)))
     config = _config(nvme)
     with caplog.at_level(logging.INFO):
