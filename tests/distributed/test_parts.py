@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -369,19 +370,24 @@ def _tensor_engine(rank: int, directory: Path, **changes: Any) -> Any:
     return infinity.initialize(model=_model(tensor, rank), config=config, mesh_param=_tensor_mesh())[0]
 
 
+def _fill_drive(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[], bool]) -> None:
+    """Saves of this rank fail while ``is_full``."""
+    run = checkpoint.Saving.run
+
+    def save(saving: checkpoint.Saving) -> None:
+        if is_full():
+            raise OSError(28, "No space left on device")
+        run(saving)
+
+    monkeypatch.setattr(checkpoint.Saving, "run", save)
+
+
 @pytest.mark.deep
 @on_ranks(4)
 def test_what_is_loaded_is_a_checkpoint_that_all_parts_have(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = checkpoint.Saving.run
-
-    def failing(saving: checkpoint.Saving) -> None:
-        if rank == 1 and engine.global_steps == 3:
-            raise OSError(28, "No space left on device")
-        run(saving)
-
-    monkeypatch.setattr(checkpoint.Saving, "run", failing)
+    _fill_drive(monkeypatch, lambda: rank == 1 and engine.global_steps == 3)
     saved = tmp_path / "saved"
     with _tensor_engine(rank, tmp_path) as engine:
         for step in range(2):
@@ -431,14 +437,7 @@ def test_a_first_save_that_was_cut_off_is_none_and_a_lost_part_is_an_error(rank:
 def test_a_tag_that_only_some_parts_saved_again_is_none_that_all_have(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = checkpoint.Saving.run
-
-    def failing(saving: checkpoint.Saving) -> None:
-        if rank == 1 and engine.global_steps == 2:
-            raise OSError(28, "No space left on device")
-        run(saving)
-
-    monkeypatch.setattr(checkpoint.Saving, "run", failing)
+    _fill_drive(monkeypatch, lambda: rank == 1 and engine.global_steps == 2)
     saved = tmp_path / "saved"
     with _tensor_engine(rank, tmp_path) as engine:
         for step in range(2):
