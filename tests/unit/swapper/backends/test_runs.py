@@ -35,7 +35,7 @@ def _random(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("num_files", [1, 2])
-def test_an_operation_of_64_requests_takes_half_as_many_calls_again_as_one(num_files: int, tmp_path: Path) -> None:
+def test_an_operation_of_64_requests_takes_a_dozen_calls_more_than_one(num_files: int, tmp_path: Path) -> None:
     memory = AlignedRegion(_NUM_REQUESTS * _REQUEST).array()
     with call_counter() as counter, _opened(tmp_path, num_files=num_files) as opened:
         extent = opened.allocate(memory.size, "x")
@@ -50,7 +50,8 @@ def test_an_operation_of_64_requests_takes_half_as_many_calls_again_as_one(num_f
         for start in (opened.read, opened.write):
             short = min(count(start, 1) for _ in range(3))
             long = min(count(start, _NUM_REQUESTS) for _ in range(3))
-            assert long <= 1.5 * short, (long, short)
+            # A wait for what has come already is 3 calls shorter; 4 threads take 7 calls more than one, 2 files 3 more.
+            assert long - short <= 16, (long, short)
 
 
 @pytest.mark.parametrize("offset", [0, 100, 4000])
