@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import signal
 import time
@@ -15,8 +17,16 @@ import pytest
 _SECONDS = 30.0
 
 
+@functools.cache
+def _import_first() -> None:
+    # An engine's start imports them; in a child that takes one to four seconds, each time.
+    for name in ("torch._dynamo", "infinity.numerics.kernels"):
+        importlib.import_module(name)
+
+
 def forked(function: Callable[[], Any]) -> int:
     """Run a function in a forked child, which ends with it: with status 0, 1 after an error, 2 if it returned false."""
+    _import_first()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
         child = os.fork()
