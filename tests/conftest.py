@@ -127,11 +127,12 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
     """Libraries write to the environment what others in the same process then believe: a launcher's rank, a seed."""
-    before = dict(os.environ)
+    before, on_interrupt = dict(os.environ), signal.getsignal(signal.SIGINT)
     yield
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+    signal.signal(signal.SIGINT, on_interrupt)  # Lightning replaces it when it leaves a process group
 
 
 @pytest.fixture(autouse=True)
