@@ -294,10 +294,11 @@ class ReducedGradients(GradientStore):
                 source.release()
             raise
 
-    def _is_held(self, grads: UnitGrads) -> bool:
+    def _is_in_exchange(self, grads: UnitGrads) -> bool:
+        # The exchange's thread reads and writes the unit's buffer until it is done.
         return any(each.grads is grads for each in self._under_way)
 
-    def _await_holder(self) -> bool:
+    def _await_exchange(self) -> bool:
         if not self._under_way:
             return False
         first = self._under_way[0]
@@ -313,7 +314,7 @@ class ReducedGradients(GradientStore):
         self._whole.update(grads.unit.index for grads in self._due)
         while self._due or self._under_way:
             self._advance(is_in_time=False)
-            self._await_holder()
+            self._await_exchange()
             if self.exchange is not None and self.exchange.thread.error is not None:
                 raise self.exchange.thread.error
         self._whole.clear()  # all are exchanged; `_advance` reads the set again in the next step
@@ -484,7 +485,8 @@ class ReducedGradients(GradientStore):
         if self.exchange is not None:
             self.average_postponed()
             self._end_dropped()
-            if self._is_held(self._grads[unit.index]):  # until others come there, who may wait for this backward's end
+            # Not waited for here: the exchange needs the other ranks, and they may wait for this backward to end.
+            if self._is_in_exchange(self._grads[unit.index]):
                 self._late.setdefault(unit, []).append(gradients)
                 return
         super().add(unit, gradients)
@@ -495,8 +497,8 @@ class ReducedGradients(GradientStore):
         """See `GradientStore.set_gradient`. It is taken as it is: whoever sets one does so on all ranks."""
         self.average_postponed()
         self._end_dropped()
-        while self._is_held(self._grads[unit.index]):
-            self._await_holder()
+        while self._is_in_exchange(self._grads[unit.index]):
+            self._await_exchange()
         super().set_gradient(unit, slot, gradient)
         self._new.discard((unit.index, slot.index))
         self._owned.pop((unit.index, slot.index), None)
@@ -546,7 +548,7 @@ class ReducedGradients(GradientStore):
                 cure='Clip by "gradient_clipping" in the config; to look at gradients, train with Adam',
             )
         self.average_postponed()
-        if self._step is not None and (key in self._owned or self._is_held(self._grads[unit.index])):
+        if self._step is not None and (key in self._owned or self._is_in_exchange(self._grads[unit.index])):
             raise AccessError.of_gradient(
                 slot.spec.fqn,
                 reason=f"this backward averages it over {self.ranks.num} processes, of which each keeps a part of the mean",
