@@ -136,7 +136,8 @@ class Ranks:
     def torch_group(self) -> Any:
         """As ``torch.distributed`` has it, for scripts; made if there is none."""
         if self._group_reference is None and self.num == 1 < num_processes():
-            group = group_of(self.members, use_local_synchronization=True)  # of one, who knows its name
+            # Local: by default `new_group` is a collective call of all processes, also of those outside the group.
+            group = group_of(self.members, use_local_synchronization=True)
             self._group_reference = weakref.ref(group)
         return world_group() if self._group_reference is None else self._group()
 

@@ -333,6 +333,7 @@ class Parts:
             pool=storage.gradient_pool,
             arrivals=storage.arrivals,
             main_dtype=MainGradDtype(dtype, config.infinity.rounds_gradients),
+            # DeepSpeed's fp16 without ZeRO has another rule for overflows.
             scaler=LossScaler(config.loss_scaling, has_zero=config.zero_stage > 0),
             holds_back=momenta.is_active if momenta is not None else lambda: False,
             wire=config.communication_dtype,

@@ -410,9 +410,9 @@ class ParameterCache:
     def _allocate_now(self, unit: Unit) -> FlatBuffer | None:
         """A buffer for a unit that is needed now; None if a signal handler has got one for it meanwhile.
 
-        A view of another unit may live an instant longer than its reader: in an I/O thread that has just told of its
-        success, or in a cycle that only the garbage collector sees. So there is a short wait before the error; and
-        as long as it takes for requests that nobody waits for any more.
+        A view of another unit's buffer may outlive its reader for a moment: in an I/O thread that is just completing a
+        request, or in a reference cycle until the garbage collector runs. So this waits shortly before it raises, and
+        longer if abandoned requests still use buffers.
 
         Raises:
             StallError: such a request hangs.

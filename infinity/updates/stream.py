@@ -85,7 +85,7 @@ class _ExpectedUpdates:
         self._records = records
         self.are_due = False
         """Whether gradients are soon to come: set from any thread, and until `begin`."""
-        self._noted: dict[Unit, Sequence[Chunk]] = {}
+        self._updated: dict[Unit, Sequence[Chunk]] = {}
         """Chunks that were updated since the last `begin`, in order."""
         self.left: dict[Unit, deque[Chunk]] = {}
         """Chunks of the step before that have been neither updated nor read ahead since."""
@@ -93,15 +93,15 @@ class _ExpectedUpdates:
     def on_update(self, unit: Unit, chunks: Sequence[Chunk]) -> None:
         """The update of these chunks begins."""
         self.left.pop(unit, None)
-        self._noted[unit] = chunks
+        self._updated[unit] = chunks
 
     def begin(self) -> None:
-        """Expect the updates that were noted since the last call."""
+        """Expect the updates that began since the last call."""
         self.are_due = False
-        if self._noted:  # else the step between was skipped, and what was expected for it still is
+        if self._updated:  # else the step between was skipped, and what was expected for it still is
             self._records.drop_read_ahead()
-            self.left = {unit: deque(chunks) for unit, chunks in self._noted.items()}
-            self._noted = {}
+            self.left = {unit: deque(chunks) for unit, chunks in self._updated.items()}
+            self._updated = {}
 
     def read(self) -> None:
         """Read what is expected next, as far as there is room."""

@@ -444,7 +444,8 @@ class VerticalStep:
             self._sums.add(unit, self._joined(batch, unit, gradients, moment))
         for index, _ in self._tied.waiting_of(batch.index):
             unit = self._units[index]
-            if self._vertical_forward.first_moments.get(index) == moment:  # the other part has not come, and will not
+            # Backward does not reach this unit again, so no second part can come: the waiting part is the gradient.
+            if self._vertical_forward.first_moments.get(index) == moment:
                 self._sums.add(unit, self._joined(batch, unit, {}, moment))
         self._on.coordinator.pause()
 
