@@ -85,6 +85,7 @@ class InterBlockGraph:
         """Sums of the gradients that have come for an edge whose node runs later."""
         self._watched: list[weakref.ref[torch.Tensor]] = []
         self._hooked: set[Edge] = set()
+        """Edges of tensors with hooks of the user."""
         self.repeated: set[int] = set()
         """``id`` of each parameter that is used more than once between two calls."""
 
