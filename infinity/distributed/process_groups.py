@@ -94,7 +94,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Make the process group, unless there is one: as the script says, that of a launcher (torchrun), or of this one process.
+    """Make the process group if there is none: as the arguments say, as torchrun has described it, or for this process alone.
 
     `initialize` does this where a launcher has started several. With one process, RANK, LOCAL_RANK and WORLD_SIZE are set
     if they are not.

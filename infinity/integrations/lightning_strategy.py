@@ -144,7 +144,7 @@ class EngineOptimizer(Optimizer):
 
 
 class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
-    """A strategy on the engine, which holds the module from `setup` to `teardown`.
+    """Lightning's strategy for the engine, which holds the module from `setup` to `teardown`.
 
     Use ``Trainer(strategy=InfinityStrategy(config="ds_config.json"))``, or one of `NAMES`. Numbers, and what hooks,
     callbacks and loggers see, are those of Lightning without it. A checkpoint is a directory, which appears when it is

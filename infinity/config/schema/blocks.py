@@ -466,7 +466,9 @@ class RootBlock(Block):
     pipeline: PipelineBlock = PipelineBlock()
     data_efficiency: Annotated[
         Untyped,
-        Refused("the data is used in the order of the loader", "Sort the samples in the data set itself", is_by_parts=True),
+        Refused(
+            "the data is used in the order of the loader", "Sort the samples in the data set itself", is_by_parts=True
+        ),
     ] = None
 
     # ---- speed, memory, logging
