@@ -201,7 +201,7 @@ class Parts:
         buffers = BufferCast(model, self.config.compute_dtype, self.config.buffer_dtype)
         originals = Originals(
             self.plan.units,
-            cuts_nans=self.plan.has_remainder,
+            cuts_nans=self.plan.has_remainder,  # a remainder keeps one bit pattern of NaN only
             stored=self.access.stored,
             directories=self.config.nvme_paths,
         )

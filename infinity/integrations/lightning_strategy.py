@@ -193,6 +193,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         self._has_weights = False
         """Whether Lightning or a callback has loaded the weights."""
         self._agreed: InfinityConfig | None = None
+        """The config with the Trainer's values in it, once they are known."""
         self._has_trained = False
         self._has_loaded = False
         self._signals: list[int] = []

@@ -284,8 +284,8 @@ def simulate(
         prefetches: whether units are fetched ahead of need.
         num_cycles: how often.
         staying: units that never leave, in memory besides ``capacity_bytes``.
-        lasting_until: where what was fetched does not outlast these runs: the place in ``order`` from which on nothing is
-            fetched for the next one.
+        lasting_until: if fetched units do not outlast these runs: the place in ``order`` from which on nothing is fetched
+            for the next run.
     """
     length = len(order)
     persistent = frozenset(staying)
@@ -295,7 +295,7 @@ def simulate(
     per_cycle: list[tuple[int, int]] = []
     for cycle in range(num_cycles + 1):  # one more, to warm up
         begin = cycle * length
-        if cycle == 1 and lasting_until is not None:
+        if cycle == 1 and lasting_until is not None:  # the runs begin with nothing in memory
             window = _Window(order, num_bytes, capacity_bytes, persistent, begin)
         if cycle < 2 or begun_with != window.held:  # else the cycle before comes once more
             begun_with = set(window.held)
