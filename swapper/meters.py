@@ -1,4 +1,4 @@
-"""Who hears of each transfer, and the wall time in which at least one was running."""
+"""Observers of transfers, and the wall time in which at least one transfer was running."""
 
 from __future__ import annotations
 

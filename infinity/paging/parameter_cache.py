@@ -120,7 +120,7 @@ class ParameterCache:
         self._sizes = [unit.num_bytes for unit in self.units]
         self._persistent = frozenset(unit.index for unit in self.units if unit.is_persistent)
         self.room_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._persistent)
-        """Of flat buffers, for the units that come and go."""
+        """Bytes of flat buffers for units that are not persistent."""
         self.holds_all = source is None or sum(self._sizes) <= pool.capacity_bytes
         """Whether all units can be resident together, so that none has to make room for another."""
         self.fills = source is not None and prefetches

@@ -61,9 +61,9 @@ class _ChunkInHand:
     is_taken: bool = False
     """Whether a worker has taken it."""
     writes: list[Handle] = field(default_factory=list)
-    """Besides that of the record."""
+    """Writes besides that of the record."""
     upload: Fence = None
-    """Behind this point its new weights are in the flat buffer."""
+    """After this point in the device's stream, the new weights are in the flat buffer."""
     is_done: bool = False
     """Whether it is updated. Its memory is free when its writes have ended."""
 

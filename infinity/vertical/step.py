@@ -67,7 +67,7 @@ class StepOptions:
     step: int
     """The number of the step."""
     divisor: int
-    """Of each loss."""
+    """By which each loss is divided."""
     updates: bool = True
     """Whether a unit may be updated before all gradients of the step have come."""
     keeps_bits: bool = False
@@ -192,7 +192,7 @@ class VerticalStep:
 
     _on: StepContext
     unit_indices: InitVar[Container[int]]
-    """Of the units of blocks."""
+    """Indices of the units that are blocks."""
     _options: StepOptions
     tied: InitVar[Collection[Key]]
     """Parameters whose gradients come in two parts: see [Note: parts]."""
