@@ -170,7 +170,7 @@ class IOBackend(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Writes rewrite whole blocks of so many bytes, with what was there beside their own; 1 if they rewrite no other."""
+        """Size of the blocks that a write rewrites as a whole, with the bytes beside its own; 1 if it rewrites only its own."""
 
     @property
     def boundary_bytes(self) -> int:

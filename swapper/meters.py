@@ -1,4 +1,4 @@
-"""Who hears of each transfer, and the wall time in which at least one was running."""
+"""Observers of transfers, and the wall time in which at least one transfer was running."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class BusyTimes:
         self._seconds = [0.0] * (_EITHER + 1)
 
     def watch(self, direction: Direction) -> tuple[BusySpans, ...]:
-        """Return what a new worker has to write to, in all of them alike: one for each total."""
+        """Return the spans in which a new worker records its busy times: one here, and one in each total."""
         own = BusySpans(self.seconds)
         self._workers.append((direction, own))
         return (own, *(self._total.watch(direction) if self._total is not None else ()))

@@ -28,7 +28,7 @@ from swapper.wrappers.integrity import IntegrityBackend
 
 
 class Swapper(Closable):
-    """Extents, and reads and writes of them.
+    """Allocates extents, and reads and writes them.
 
     You may call all methods from any thread. Requests return at once with a :class:`Handle`. If nobody waits for a
     failed handle, the next call raises its error. In a forked child requests raise, and :meth:`close` does nothing. A

@@ -186,7 +186,7 @@ class Versions:
             raise self._failure
 
     def go_to(self, number: int, as_number: int | None = None) -> list[bytes]:
-        """Make a commit the present, and return the other bytes that were stored with it. No request may be on its way.
+        """Go back to a commit, and return the other bytes that were stored with it. No request may be on its way.
 
         Args:
             number: Of the commit.

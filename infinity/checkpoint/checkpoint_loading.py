@@ -373,8 +373,7 @@ class Loading:
         # Three ways, from little memory to much:
         #   a tile: the next rows of the whole weight's array
         #   elements in C order in memory, as in the file: streamed
-        #   other strides (channels_last, a transposed weight): the whole tensor, on a drive if it is large, then
-        #   reordered
+        #   other strides (channels_last, a transposed weight): the whole tensor, reordered; if it is large, on a drive
         if isinstance(value, SavedTensor) and value.shape != slot.spec.shape:
             return self._rows(value)
         if isinstance(value, SavedTensor) and slot.is_in_order:

@@ -103,6 +103,7 @@ def save_weights(
         entries = all_entries(weights, trained_only=trained_only, dtype=dtype)
         if filename is None:
             entries = original_entries(model, entries, weights.directories)
+            # The config names the dtype of these files, as after the model's own save_pretrained.
             dtype = dtype or _dtype_of(model)
         configs = functools.partial(save_configs, model, dtype=dtype)
         total = sum(entry.num_bytes for entry in entries)

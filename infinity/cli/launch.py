@@ -88,7 +88,7 @@ def _hosts(arguments: SimpleNamespace) -> Hosts:
             raise ConfigError(
                 f"--num_nodes {arguments.num_nodes}: without a hostfile there is only this host. Pass --hostfile"
             )
-        import torch  # here, because `--help` needs it not
+        import torch  # here, because `--help` does not need it
 
         # Without a hostfile, --include and --exclude select among the GPUs of this host: localhost:0,2.
         choice = _choice(arguments)

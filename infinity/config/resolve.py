@@ -117,7 +117,7 @@ def _resolve_tiers(decisions: _Decisions, check_storage: bool) -> dict[str, Offl
     tiers = {name: _resolve_offload(name, decisions, check_storage) for name in ("offload_param", "offload_optimizer")}
     directories = [tier.nvme_directories for tier in tiers.values()]
     check_capacities(*directories, key="zero_optimization.offload_optimizer.nvme_path")
-    # Only a config that has the block wonders about its stage.
+    # A config without the block gets no line about its stage.
     if "zero_optimization" in root.model_fields_set and zero.stage is None:
         offloads = "" if zero_stage(root) else "nothing is offloaded, as in DeepSpeed"
         decisions.decide("zero_optimization.stage", zero_stage(root), offloads or "something is offloaded")

@@ -77,7 +77,7 @@ class DeepSpeedEngine(Engine):
         return _ABSENT.get(name, "")
 
     def flops_profiler_enabled(self) -> bool:
-        """False: torch's ``FlopCounterMode`` counts operations."""
+        """Return False: torch's ``FlopCounterMode`` counts operations."""
         return False
 
     # ---------------------------------------------------------------------------------------------------- batch sizes
@@ -87,7 +87,7 @@ class DeepSpeedEngine(Engine):
         return self.counts.batch_size, self.counts.micro_batch_size, self.counts.num_micro_batches
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Micro-batches per step from now on.
+        """Set the micro-batches per step.
 
         Raises:
             ConfigError: fewer than one.
@@ -96,7 +96,7 @@ class DeepSpeedEngine(Engine):
         self.counts.set_num_micro_batches(steps)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Samples per step from now on, in micro-batches of the same size.
+        """Set the samples per step. The size of a micro-batch stays the same.
 
         Raises:
             ConfigError: it is no multiple of the micro-batch.
@@ -105,7 +105,7 @@ class DeepSpeedEngine(Engine):
         self.counts.set_batch_size(train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Samples per micro-batch from now on; the number of micro-batches stays."""
+        """Set the samples per micro-batch. The number of micro-batches stays the same."""
         self.counts.set_micro_batch_size(micro_batch_size)
 
     @contextlib.contextmanager
@@ -151,11 +151,11 @@ class DeepSpeedEngine(Engine):
         return True
 
     def zero_cpu_offload(self) -> bool:
-        """Whether optimizer states rest in host memory."""
+        """Whether optimizer states are stored in host memory."""
         return self.config.offload_optimizer.device == "cpu"
 
     def zero_nvme_offload_optimizer(self) -> bool:
-        """Whether optimizer states rest on NVMe."""
+        """Whether optimizer states are stored on NVMe."""
         return self.config.offload_optimizer.device == "nvme"
 
     def dynamic_loss_scale(self) -> bool:
@@ -340,7 +340,7 @@ class DeepSpeedEngine(Engine):
         """None: each process has whole sequences."""
 
     def get_data_parallel_rank(self) -> int:
-        """This process among those that have the same part of the model, each with its own data."""
+        """Rank of this process among those that have the same part of the model, each with its own data."""
         return self._mesh.data.index
 
     def get_tensor_parallel_rank(self) -> int:

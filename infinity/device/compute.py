@@ -289,7 +289,8 @@ class CudaDevice(ComputeDevice):
 
     def free_bytes(self, model: nn.Module) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        if self.is_unified:  # the driver tells only what nobody has, and the system gives its page cache away too
+        # Unified memory: half of the system's free memory, which counts the page cache as free. The driver does not.
+        if self.is_unified:
             free = free_bytes() // 2
         # Blocks that torch's allocator keeps can be allocated again, though the driver counts them as used.
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)

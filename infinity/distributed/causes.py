@@ -1,18 +1,18 @@
-"""Why a rank has ended, told to the others: so that each of them names the first cause, and not what followed from it.
+"""Tells the other ranks why a rank has ended, so that each of them names the first cause and not a consequence.
 
-[Note: how a rank ends] A rank that ends closes its connections, so whoever waits for it, or comes to wait for it, gets an
-error at once. What that error does not say is why:
+[Note: how a rank ends] A rank that ends closes its connections, so each rank that waits for it gets an error at once. That
+error does not say why:
   * An exception that nobody caught is written to the store before Python ends (`sys.excepthook`).
-  * A thread of each rank writes every two seconds that it is there, and at what. Of one that is stopped, or cut off, nothing is
-    heard any more, while one that computes for long goes on to write.
-  * A rank that was killed (kill -9, out of memory) or stopped writes nothing. The ranks on its machine look at its process.
-    They know all processes from the start, so this works without the store, which may have been in that process.
+  * A thread of each rank writes every two seconds that the rank lives, and what it exchanges. A rank that is stopped, or cut
+    off, writes no more. A rank that computes for long goes on to write.
+  * A rank that was killed (kill -9, out of memory) or stopped writes nothing. The ranks on its machine look at its process. All
+    ranks know all processes from the start, so this works without the store, which may have been in that process.
   * The store itself may be out of reach: its process has ended, or the network is cut. torch's client then waits as long as TCP
-    does, a quarter of an hour and more. So each question to it has a limit, and after the first one that fails none is asked.
-  * torchrun ends all others with SIGTERM within a tenth of a second, mostly before they have noticed anything. Where it is the
-    launcher, and nobody else listens to that signal, this rank says first what is known, and ends as if it had not. (Python
-    lets only the main thread listen: a script that calls `initialize` in another one goes without.) Where it is about to say
-    so anyway, by an error, that is printed first: torch keeps all output to itself while it puts a traceback together.
+    does, a quarter of an hour and more. So each request to it has a limit, and after the first failed one there are no more.
+  * torchrun ends all other ranks with SIGTERM within a tenth of a second, mostly before they have noticed anything. Under
+    torchrun, unless the script handles SIGTERM, this rank logs the cause first and then ends by the signal. (Python allows
+    signal handlers in the main thread only: without them if a script calls `initialize` in another thread.) An error that is
+    being printed is printed first: torch holds all output back while it formats a traceback.
 """
 
 from __future__ import annotations
@@ -43,33 +43,32 @@ T = TypeVar("T")
 _TIMEOUT_SECONDS = 2.0
 """How long to look for a cause: the system closes a process's connections a moment before the process is gone."""
 _STORE_SECONDS = 5.0
-"""How long the store may take for an answer."""
+"""How long to wait for an answer of the store."""
 _POLL_SECONDS = 0.05
 _BEAT_SECONDS = 2.0
-"""How often a rank says that it is there."""
+"""How often a rank writes that it lives."""
 _SILENT_SECONDS = 30.0
-"""After how long without a word a rank, or the store, is given up."""
+"""After how long without a sign of life a rank, or the store, counts as lost."""
 _NAP_SECONDS = 10.0
-"""Between two looks: this process was stopped itself, and what it has not heard meanwhile tells nothing."""
+"""A longer pause between two looks means that this process was stopped itself: the others' silence is then no sign."""
 _MOST_CHARACTERS = 2000
 
 
 class Causes:
-    """What is known of why ranks have ended: nothing, without a store.
+    """Finds out why ranks have ended, by way of the process group's store.
 
     Attributes:
-        place: What this rank exchanges, or has exchanged last.
-        places: Of each group of ranks that this one's script meets: how many meetings it has been in, how many exchanges of
-            other threads it has asked for, and what it has come to last.
+        place: label of this rank's present or last exchange.
+        places: for each set of ranks: number of meetings, number of requests to other threads, label of the last meeting.
     """
 
     def __init__(self, store: Any = None, prefix: str = "", index: int = 0, processes: Sequence[str] = ()) -> None:
         """
         Args:
             store: torch's, of the process group; None: there is none.
-            prefix: of the names in it.
+            prefix: of its keys.
             index: this rank.
-            processes: of each rank, its `own_process`.
+            processes: each rank's `own_process`.
         """
         self._store = store
         self._prefix = prefix
@@ -78,16 +77,16 @@ class Causes:
         self._pid = os.getpid()
         self._found: str | None = None
         self._is_store_lost = False
-        self._is_printing = False  # the error that ends it
-        self._is_to_end = False  # as soon as that is printed
+        self._is_printing = False  # the traceback of the error that ends this rank
+        self._is_to_end = False  # by SIGTERM, as soon as the traceback is printed
         self.place = "beginning"
         self.places: dict[tuple[int, ...], tuple[int, int, str]] = {}
         self._heard: dict[int, tuple[str, float]] = {}
-        """Of each other rank, what it has written last, and since when nothing new is known; of this one, of the store."""
+        """Rank -> what it has written last, and when that was first seen. This rank: since when the store does not answer."""
         self._looked_at = -math.inf
 
     def listen(self) -> None:
-        """From now on, tell the others what ends this rank, and say what ended them."""
+        """Publish what ends this rank, from now on; under torchrun, log what ended another one."""
         before = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -109,19 +108,19 @@ class Causes:
         start_threads(threading.Thread(target=_beat, args=arguments, name="infinity-beat", daemon=True))
 
     def on_exchange(self, what: str) -> None:
-        """This rank begins to exchange something."""
+        """An exchange with this label begins."""
         self.place = what
 
     def write_place(self, number: int) -> None:
-        """Tell the others, for the ``number``-th time, that this rank is there."""
+        """Write this rank's ``number``-th sign of life."""
         places = [[*members, *of_script] for members, of_script in self.places.copy().items()]
         text = json.dumps([number, self.place[:_MOST_CHARACTERS], places])
         self._store.set(f"{self._prefix}/at{self._index}", text)
 
     def why_absent(self, members: Collection[int], issued: tuple[int, int] | None = None) -> str | None:
-        """Why one of these ranks will not come, a sentence without its full stop; None if all may yet.
+        """Return why one of these ranks will not come, a sentence without its full stop; None if all may still come.
 
-        To be called every few seconds. ``issued``: where this rank's script has asked for what is waited for, as in `places`.
+        To be called every few seconds. ``issued``: place in the script that requested the exchange, as in `places`.
         """
         if self._look(members) or self._store is None:
             return self._found
@@ -149,7 +148,7 @@ class Causes:
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
 
     def publish(self, error: BaseException) -> None:
-        """This error ends the rank. What followed from another rank's end is no cause of its own."""
+        """Publish the error that ends this rank. A RankError only follows from another rank's end: that cause is published."""
         if os.getpid() != self._pid:  # a forked child, whose end is no rank's
             return
         text = self._found if isinstance(error, RankError) else None
@@ -161,11 +160,11 @@ class Causes:
             self._store.set(f"{self._prefix}/cause", cause)
 
     def first(self) -> str | None:
-        """What ended a rank first, a sentence without its full stop; None if nobody has said, nor can be seen to have ended.
+        """Return the cause that was published first, or a rank whose process has ended; None if there is neither.
 
-        It takes no longer than ten seconds, whatever has become of the other ranks and of the network.
+        A sentence without its full stop. Takes at most ten seconds, whatever the state of the other ranks and the network.
         """
-        if self._store is None:  # nobody can have said it
+        if self._store is None:  # nothing can have been published
             return None
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while not self._look() and time.monotonic() < deadline:
@@ -178,7 +177,7 @@ class Causes:
 
     @property
     def doubt(self) -> str:
-        """What to add to `first`: why another rank may have said more than came here; empty if it cannot."""
+        """A sentence to add to `first` if the store is lost, so that a published cause may be missing; else empty."""
         if not self._is_store_lost:
             return ""
         return (
@@ -187,7 +186,7 @@ class Causes:
         )
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """The store's answer; None if it gives none, and from then on."""
+        """Return the store's answer; None if it does not answer, and at all later calls."""
         if self._store is None or self._is_store_lost:
             return None
         try:
@@ -198,7 +197,7 @@ class Causes:
             return None
 
     def find_ended(self, members: Collection[int] | None = None) -> str | None:
-        """Which rank's process (of ``members``), on this machine, does not exist any more; a sentence without its full stop."""
+        """Return which rank (of ``members``) on this machine has lost its process; a sentence without its full stop."""
         for rank, pid, started in self._neighbours():
             if (members is None or rank in members) and _state(pid)[1] != started:
                 return (
@@ -214,7 +213,7 @@ class Causes:
         return None
 
     def _neighbours(self) -> Iterator[tuple[int, int, str]]:
-        """Of each other rank on this machine: its number, its process and when that began."""
+        """Yield rank, process id and start time of the other ranks on this machine."""
         for rank, process in enumerate(self._processes):
             pid, host, started = process.split(" ", 2)
             if rank != self._index and host == _host():
@@ -231,7 +230,7 @@ class Causes:
 
 
 def _place_beyond(at: str, members: Collection[int], issued: tuple[int, int] | None) -> str | None:
-    """Where a rank's script is, if it has come to a later meeting without asking for what was ``issued`` here."""
+    """Return the label of a rank's last meeting, if it is a later one and the rank has not requested what was ``issued`` here."""
     if not at or issued is None:
         return None
     for *group, meetings, num_issued, what in json.loads(at)[2]:
@@ -241,7 +240,7 @@ def _place_beyond(at: str, members: Collection[int], issued: tuple[int, int] | N
 
 
 def _beat(causes: weakref.ref[Causes], pid: int) -> None:
-    """Say every few seconds that this rank is there, until nobody needs to know or the store does not answer."""
+    """Write signs of life until ``causes`` is garbage-collected or the store does not answer."""
     number = 0
     while os.getpid() == pid and (present := causes()) is not None:
         try:
@@ -254,23 +253,23 @@ def _beat(causes: weakref.ref[Causes], pid: int) -> None:
 
 
 def _end_by(number: int) -> None:
-    """As if nobody listened to that signal."""
+    """End this process by the signal, without its handler."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 def own_process() -> str:
-    """This process, as other ranks know it: its number, its machine, and when it began."""
+    """Describe this process for other ranks: id, machine, and start time."""
     return f"{os.getpid()} {_host()} {_state(os.getpid())[1]}"
 
 
 def _host() -> str:
-    """Of this machine, or of the container, in which numbers of processes mean something."""
+    """Name the machine or container in which process ids are valid."""
     return f"{socket.gethostname()}:{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """The letter of a process's state, and when it began, in ticks since the machine did; empty if it has ended."""
+    """Return a process's state (a letter) and start time (in ticks since boot); empty strings if it has ended."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,41 +1,40 @@
-"""What processes that train together exchange: torch.distributed's collectives, each with a label and a place.
+"""The collectives of ranks that train together: torch.distributed's, each with a label that all ranks compare first.
 
-[Note: ranks] Every rank runs the same script on its own data, each on its own drives. From ZeRO's stage 1 on, main weights and
-states are divided (`infinity.units.shards`), in stage 3 also model weights that rest on drives. All else each rank holds whole.
-What they have in common:
-  * When `initialize` takes the model over, all ranks take the weights and buffers of rank 0, as DDP does.
-  * When a backward has ended whose gradients are to be used, ranks tell each other which parameters got gradients since the
-    last time, and average those: unit by unit in the order of units, parameter by parameter. The order follows from the
-    model alone. It must not follow from reads, updates or prefetches, which are early or late on each rank for itself. So no
-    thread but the one that trains talks to other ranks, but for two (`infinity.distributed.collective_thread`). Where states are
-    divided, one averages units beside the backward, the last one first (`infinity.gradients.gradient_exchange`). Where weights
-    are, too, one gathers units in the order in which all ranks' models use them (`infinity.tiers.divided_weights`).
-  * Before a step changes anything, ranks compare the norm of all gradients, bit for bit. Clipping and skipped steps (fp16)
-    follow from that norm, so all ranks do the same; and where one would do something else, because its script has changed
-    a gradient, all of them raise.
-  * When a step ends in which each has updated its shard, the new weights of all go to all: of units that were updated in
-    backward in the order of those updates, which all ranks have agreed on, then of the others in the order of units. Where
-    weights are divided, that is for units that stay in memory; the others are gathered when they are used.
-  * Main weights and states that are divided are put together when somebody reads them, which all ranks do together.
-  * Nothing else. With equal gradients, the engine's promise (the same bits as plain torch) makes equal weights on all.
+[Note: ranks] Every rank runs the same script on its own data and its own drives. From ZeRO stage 1 on, main weights and states
+are sharded (`infinity.units.shards`), in stage 3 also the model weights that are stored on drives. All else is replicated.
+Ranks exchange:
+  * In `initialize`: all ranks take the weights and buffers of rank 0, as in DDP.
+  * After each backward whose gradients are used: which parameters have new gradients, then the means of these gradients, unit
+    by unit in the order of the model. That order is the same on all ranks; the order of reads, updates and prefetches is not.
+    So only the training thread calls collectives, except for two threads (`infinity.distributed.collective_thread`) with
+    process groups of their own. One averages units during backward, the last unit first, if states are sharded
+    (`infinity.gradients.gradient_exchange`). The other gathers units, in the order in which the model uses them on all ranks,
+    if weights are sharded (`infinity.tiers.divided_weights`).
+  * Before a step changes anything: the norm of all gradients, which must be equal bit for bit. Clipping and skipped steps
+    (fp16) follow from it. If it differs, because a script has changed a gradient on one rank, all ranks raise.
+  * At the end of a step, if states are sharded: each rank's new weights. First those of units that were updated in backward,
+    in the order on which the ranks agreed, then the others in the order of the model. In stage 3 this is done for resident
+    units only; the others are gathered at their next use.
+  * When main weights or states are read: their shards. Reading them is a collective call.
+With equal gradients, the engine's promise (the same bits as plain torch) makes equal weights on all ranks.
 
-[Note: the order of sums] Each rank multiplies its gradients by 1 / number of ranks, as DDP does. The rank that is to have the
-mean gets the rows of all (`all_to_all_single`) and adds them in their order, ((0 + 1) + 2) + ..., in fp32. So all have the same
-bits on any device and backend, and an element's do not follow from where it lies. With two ranks DDP's sums are the same bit for
-bit; with more, DDP's order is another one in each part of its buckets, and last bits differ.
+[Note: the order of sums] Each rank multiplies its gradients by 1 / number of ranks, as DDP does. The rank that needs a mean
+receives the rows of all ranks (`all_to_all_single`) and adds them in fp32 in the order of ranks: ((0 + 1) + 2) + ... So the
+bits are the same on any device and backend, and for an element at any position. With two ranks they are DDP's. With more, DDP
+adds in another order in each part of its buckets, and last bits differ.
 
-[Note: the order of ranks] torch does not look whether ranks are in the same collective: two units of equal size that one rank
-takes in another order are added up silently, and others abort the process. So what is exchanged begins with a *meeting*: each
-rank tells its label and how many meetings it has been in. A rank that is elsewhere in its script (another number of backwards, an
-exception that it caught) is found there by all, before anything is added up, and the error names both labels. The collectives
-behind a meeting follow from what was agreed in it.
-Meetings of another thread, in a process group of its own, could wait for a rank whose script waits in one of the first group.
-So scripts count what they have asked that thread for (`Ranks.issue`), and ranks tell each other both counts
-(`infinity.distributed.causes`). A rank that has come to a later meeting with fewer requests never comes to this one.
+[Note: the order of ranks] torch does not check that all ranks call the same collective. Two units of equal size in a different
+order would be added up silently; other mismatches abort the process. So each exchange begins with a *meeting*, an all-gather of
+each rank's label and number of meetings so far. If a rank is elsewhere in its script (another number of backwards, an exception
+that it caught), all ranks raise before anything is added up, and the error names both labels. The collectives after a meeting
+follow from what was agreed in it.
+A meeting in another thread's process group could wait for a rank whose script waits in the first group. So scripts count their
+requests to that thread (`Ranks.issue`), and ranks publish both counts (`infinity.distributed.causes`). A rank that is in a
+later meeting with fewer requests never comes to this one.
 
-[Note: waiting] Whoever waits for others looks every two seconds why they do not come (`infinity.distributed.causes`). A rank
-that has ended, or of which nothing has been heard for half a minute (stopped, or cut off), ends the waiting. One that computes
-for long is waited for as long as the process group's timeout says.
+[Note: waiting] A rank that waits looks every two seconds why the others do not come (`infinity.distributed.causes`). It raises
+if one has ended, or has sent no sign of life for half a minute (stopped, or cut off). It waits for a rank that computes for as
+long as the process group's timeout.
 """
 
 from __future__ import annotations
@@ -58,26 +57,26 @@ from infinity.numerics.raw_bytes import raw_bytes
 from swapper import Latch
 
 _BLOCK_NUMEL = 1 << 20
-"""Elements that are exchanged at a time. Twice as many stay in memory for it."""
+"""Elements of one exchange. Its buffers hold twice as many, to send and to receive."""
 _STEP_NUMEL = 2048
-"""Blocks of what is gathered are multiples of so many elements, which drives can write without reading first."""
+"""Blocks of gathered tensors are multiples of this, so that writing one to a drive needs no read-modify-write."""
 _MEETING = struct.Struct("<2q192s30q")
-"""What a rank tells in a meeting: how many it has been in, the number of values, its label, and the values if they have room."""
+"""A rank's message in a meeting: number of its meetings, number of values, label, and the values if there are few."""
 _LABEL_BYTES, _NUM_BESIDE = 192, 30
 _LOOK = timedelta(seconds=2)
-"""How long to wait before looking for those who do not come."""
+"""How long to wait for the others before looking why they do not come."""
 _MEANWHILE_SECONDS = 0.005
 CallCounts = tuple[int, int]
-"""How many meetings a rank's script has been in, and how many exchanges of other threads it has asked for."""
+"""A script's number of meetings, and of its requests to other threads."""
 _CURE = (
     "All ranks must make the same calls in the same order: the same number of backwards and steps, each on its own data"
 )
 
 
 class Ranks:
-    """The processes that train together; see the module's notes. Only the thread that trains calls it, but for what says else.
+    """The processes that train together; see the module's notes. For the training thread, unless a method says otherwise.
 
-    Everything raises RankError if another process has ended, does not come, or comes with something else.
+    All methods raise RankError if another process has ended, does not come, or comes with another label.
     """
 
     def __init__(
@@ -90,59 +89,59 @@ class Ranks:
     ) -> None:
         """
         Args:
-            number: this process among all, by which messages name it.
-            members: of each of these, its number among all processes.
-            group: torch's process group of these, which takes tensors on the CPU; None: the default one.
-            causes: know why a rank has ended; None: nothing is known of that.
-            beside: the same processes, which exchange other things; what is sent is counted together.
+            number: this process's global rank, for messages.
+            members: the global ranks of these processes.
+            group: torch's process group of them, which supports tensors on the CPU; None: the default one.
+            causes: finds out why a rank has ended; None: nothing does.
+            beside: the same processes with another group; both count the bytes that they send together.
         """
         self.number = number
         self.members = tuple(members)
         self.index = self.members.index(number)
         self.num = len(self.members)
         self.services: dict[str, Any] = {}
-        """What others have made for these ranks, once for all who ask, by name."""
+        """Objects that other modules keep once per set of ranks, by name."""
         # Weak: torch has the group until the script destroys it, and `has_group` finds that out.
         self._group_reference = weakref.ref(group) if group is not None else None
         self.causes = causes or Causes()
-        """Know why a rank has ended: errors name the first cause."""
+        """Finds out why a rank has ended: errors name the first cause."""
         self._is_beside = beside is not None
         self._place = 0
-        """How many meetings this rank has been in."""
+        """Number of meetings of this rank."""
         self._label = "beginning"
-        """Of the last one."""
+        """Label of the last meeting."""
         self._num_issued = 0
-        """Exchanges of other threads that its script has asked for."""
+        """Number of exchanges that the script has requested from other threads."""
         self._staging: dict[tuple[str, torch.device], torch.Tensor] = {}
-        """Memory for one block of what is sent and received, by name and device."""
+        """Buffers for one block, by name ("sent", "received") and device."""
         self.sent_bytes: Counter[str] = Counter() if beside is None else beside.sent_bytes
-        """Bytes of tensors that this rank has sent to the others so far: "gradients", "norms" (parts of gradients for the norm of
-        a whole one), "momenta", "weights" (new ones), "fetches" (of units that are gathered), "states". Each copy counts: what
-        goes to three ranks counts three times."""
+        """Bytes of tensors that this rank has sent: "gradients", "norms" (shards of gradients, for the norm of a whole one),
+        "momenta", "weights" (new ones), "fetches" (gathered units), "states". A tensor for three ranks counts three times."""
 
     def names(self, indices: Iterable[int]) -> str:
-        """The numbers of some of them, for messages."""
+        """The global ranks of some members, for messages."""
         return ", ".join(str(self.members[index]) for index in indices)
 
     def _group(self) -> Any:
         if self._group_reference is None:
             return None
         group = self._group_reference()
-        if group is None:  # torch would take the default group
+        if group is None:  # torch would use the default group
             raise RuntimeError("the process group has been destroyed")
         return group
 
     @property
     def torch_group(self) -> Any:
-        """As ``torch.distributed`` has it, for scripts; made if there is none."""
+        """The group as ``torch.distributed`` knows it, for scripts; made if it is missing."""
         if self._group_reference is None and self.num == 1 < num_processes():
-            group = group_of(self.members, use_local_synchronization=True)  # of one, who knows its name
+            # Local: by default `new_group` is a collective call of all processes, also of those outside the group.
+            group = group_of(self.members, use_local_synchronization=True)
             self._group_reference = weakref.ref(group)
         return world_group() if self._group_reference is None else self._group()
 
     @property
     def has_group(self) -> bool:
-        """Whether what they exchange goes through has not been destroyed."""
+        """Whether the process group has not been destroyed."""
         return self._group_reference is None or self._group_reference() is not None
 
     def check_local_ranks(self) -> None:
@@ -154,7 +153,7 @@ class Ranks:
     # ---------------------------------------------------------------------------------------------------------- meetings
 
     def issue(self) -> CallCounts:
-        """The script asks another thread for an exchange. Returns where in the script that is, the same on all ranks."""
+        """Count a request of the script to another thread. Returns its place in the script, the same on all ranks."""
         self._num_issued += 1
         self._publish_place()
         return self._place, self._num_issued
@@ -170,13 +169,13 @@ class Ranks:
         meanwhile: Callable[[], None] | None = None,
         issued: CallCounts | None = None,
     ) -> list[list[int]]:
-        """Wait until all ranks come with the same ``what``, and as many ``values`` (of 64 bits). Returns those of each.
+        """Hold a meeting: all ranks must come with the same ``what`` and as many ``values`` (64 bits). Returns all values.
 
         Args:
             what: the label.
             values: of this rank.
-            meanwhile: called often until they have come.
-            issued: where the script has asked for it, in another thread.
+            meanwhile: called repeatedly until all have come.
+            issued: place in the script that requested this from another thread.
         """
         if self.num == 1:
             return [list(values)]
@@ -203,7 +202,7 @@ class Ranks:
     def _gathered(
         self, what: str, own: bytes, meanwhile: Callable[[], None] | None = None, issued: CallCounts | None = None
     ) -> list[bytes]:
-        """What each rank comes with, as many bytes on all."""
+        """All-gather bytes, equally many on all ranks."""
         sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         return [bytes(row.numpy()) for row in self._rows(what, sent, meanwhile=meanwhile, issued=issued)]
 
@@ -213,7 +212,7 @@ class Ranks:
         return found
 
     def gather(self, what: str, data: bytes) -> list[bytes]:
-        """What each rank comes with, which may be of any length: on all of them, in memory."""
+        """All-gather bytes of any length."""
         if self.num == 1:
             return [data]
         sizes = [found[0] for found in self.all_gather_ints(what, [len(data)])]
@@ -240,13 +239,13 @@ class Ranks:
     def reduce(
         self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], wire: torch.dtype = torch.float32
     ) -> None:
-        """Each rank gets the mean over all ranks of its part of ``values``; its other parts stay what they are.
+        """Reduce-scatter in place: each rank gets the mean of its part of ``values``; its other parts are unchanged.
 
         Args:
             what: for messages.
             values: 1-D, floating; as many on all ranks. They are added in fp32, see [Note: the order of sums].
             parts: of each rank, elements [start, stop). They are the same on all ranks.
-            wire: as what they are sent, and the dtype to which the mean is rounded: so all that is sent of it is exact.
+            wire: dtype in which gradients are sent, and to which the mean is rounded, so that sending it is exact.
         """
         for places, sent, received in self._blocks(parts, wire, values.device, of_all=True):
             for row, place in zip(sent, places, strict=True):
@@ -272,16 +271,16 @@ class Ranks:
         kind: str = "gradients",
         device: torch.device | str = "cpu",
     ) -> None:
-        """All ranks get the parts of all, block by block.
+        """All-gather parts, block by block.
 
         Args:
             what: for messages.
             parts: of each rank, elements [start, stop). They are the same on all ranks.
-            read: puts the elements from a start on into a tensor (1-D): some of this rank's part.
-            write: takes elements from a start on, which another rank has: it reads them, and returns when it has.
+            read: fills a tensor (1-D) with elements of this rank's part, from a start on.
+            write: copies a tensor with another rank's elements from a start on. The tensor is reused afterwards.
             dtype: of the elements.
-            kind: under which `sent_bytes` counts it.
-            device: of the tensors that ``read`` and ``write`` get, if the ranks' backends take it; else the CPU.
+            kind: key in `sent_bytes`.
+            device: of the tensors that ``read`` and ``write`` get, if the backend supports it; else the CPU.
         """
         for places, sent, received in self._blocks(parts, dtype, torch.device(device)):
             own = places[self.index]
@@ -302,7 +301,7 @@ class Ranks:
         kind: str,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """As `all_gather_parts`, where all parts lie in ``values`` (1-D). ``dtype``: sent as; None: as it is."""
+        """As `all_gather_parts`, with all parts in ``values`` (1-D). ``dtype``: in which it is sent; None: its own."""
 
         def read(start: int, target: torch.Tensor) -> None:
             target.copy_(values[start : start + target.numel()])
@@ -313,7 +312,7 @@ class Ranks:
         self.all_gather_parts(what, parts, read, write, dtype=dtype or values.dtype, kind=kind, device=values.device)
 
     def collect(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], to: int) -> None:
-        """Rank ``to`` gets the parts of all into ``values`` (1-D); on the others nothing changes."""
+        """Gather the parts of all ranks into ``values`` (1-D) on rank ``to``; on the others nothing changes."""
         others = [(start, stop) if rank != to else (start, start) for rank, (start, stop) in enumerate(parts)]
         for places, sent, received in self._blocks(others, values.dtype, values.device):
             place = places[self.index]
@@ -327,9 +326,9 @@ class Ranks:
                 values[place.start : place.start + row.numel()].copy_(row)
 
     def all_to_all(self, what: str, sent: torch.Tensor, *, kind: str) -> torch.Tensor:
-        """Row r of ``sent`` (one row for each rank, on the CPU, without gaps) goes to rank r. Returns what came, by rank.
+        """Send row r of ``sent`` (one row per rank, contiguous, on the CPU) to rank r. Returns the received rows, by rank.
 
-        ``kind``: under which `sent_bytes` counts it, here and in `all_gather`.
+        ``kind``: key in `sent_bytes`, here and in `all_gather`.
         """
         received = torch.empty_like(sent)
         self._run(what, "all_to_all_single", received.view(-1), sent.view(-1))
@@ -337,12 +336,12 @@ class Ranks:
         return received
 
     def all_gather(self, what: str, own: torch.Tensor, *, kind: str) -> torch.Tensor:
-        """All get ``own`` (1-D, on the CPU, as long on all) of each rank, as rows."""
+        """Return ``own`` (1-D, on the CPU, of equal length) of all ranks, as rows."""
         self._count(kind, own)
         return self._rows(what, own)
 
     def broadcast_from(self, what: str, source: int, tensor: torch.Tensor) -> None:
-        """``tensor``, of any dtype, strides and device, becomes that of rank ``source``; written to only where it differs."""
+        """Copy rank ``source``'s ``tensor`` (any dtype, strides, device) to all ranks. One that is equal is not written to."""
         if self.num == 1:
             return
         if not 0 <= source < self.num:
@@ -359,9 +358,9 @@ class Ranks:
     def _blocks(
         self, parts: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, *, of_all: bool = False
     ) -> Iterable[tuple[list[range], torch.Tensor, torch.Tensor]]:
-        """Of parts that are exchanged block by block: the elements of each part in a block, and memory for it.
+        """Yield for each block: its elements of each part, a buffer to send, and one to receive.
 
-        That is for what is sent, one row (``of_all``: one for each rank), and for what comes, one row for each rank.
+        The buffer to send has one row (``of_all``: one per rank), the other one row per rank.
         """
         longest = max(stop - start for start, stop in parts)
         width = min(max(_BLOCK_NUMEL // self.num // _STEP_NUMEL, 1) * _STEP_NUMEL, longest)
@@ -385,12 +384,12 @@ class Ranks:
     # -------------------------------------------------------------------------------------------------- from rank to rank
 
     def send(self, what: str, tensor: torch.Tensor, to: int) -> None:
-        """Another rank gets ``tensor`` (on the CPU, without gaps), which it asks for with `receive`; returns when it has."""
+        """Send ``tensor`` (contiguous, on the CPU) to a rank that calls `receive`. Returns when it has been sent."""
         with self._failing(what):
             call_torch("isend", tensor, self.members[to], group=self._group()).wait()
 
     def receive(self, what: str, tensor: torch.Tensor, source: int) -> None:
-        """Fill ``tensor`` (on the CPU, without gaps) with what another rank gives to `send`."""
+        """Fill ``tensor`` (contiguous, on the CPU) with the tensor that another rank passes to `send`."""
         with self._failing(what):
             call_torch("irecv", tensor, self.members[source], group=self._group()).wait()
 
@@ -404,10 +403,11 @@ class Ranks:
         meanwhile: Callable[[], None] | None = None,
         issued: CallCounts | None = None,
     ) -> None:
-        """One of torch's collectives, until its end."""
+        """Run one of torch's collectives, and wait for it."""
         with self._failing(what):
             begun = call_torch(name, *args, group=self._group(), async_op=True)
-        if args[0].device.type != "cpu":  # the others have come to the meeting before; the device's stream waits
+        # On a device, only its stream waits. All ranks come here, because they were in the meeting before.
+        if args[0].device.type != "cpu":
             begun.wait()
             return
         self.causes.on_exchange(what)
@@ -420,7 +420,7 @@ class Ranks:
                     begun.wait(_LOOK)
                     return
                 except RuntimeError as error:
-                    if "Operation timed out" not in str(error):  # else of this wait: it goes on
+                    if "Operation timed out" not in str(error):  # only this wait did, the collective still runs
                         raise
             why = self.causes.why_absent(self.members, issued)
             if why is not None:
@@ -428,7 +428,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _failing(self, what: str) -> Iterator[None]:
-        """Errors of torch say why another rank has ended. (ValueError: the default group has been destroyed.)"""
+        """Convert torch's errors, with the cause of another rank's end. (ValueError: the default group was destroyed.)"""
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -438,6 +438,6 @@ class Ranks:
 
 
 def _shown(found: Sequence[Any], label: bytes) -> str:
-    """What a rank came with, that is not this label with as many values."""
+    """Describe the label or number of values in which a rank differs."""
     text = found[2].rstrip(b"\0").decode(errors="replace")
     return f"{found[1]} values" if found[2] == label else f"'{text}'"

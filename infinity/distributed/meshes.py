@@ -40,23 +40,23 @@ class ModelPart(NamedTuple):
     """Which part of the model a process has."""
 
     stage: int = 0
-    """Of a pipeline."""
+    """Pipeline stage."""
     tensor: int = 0
-    """Among those that share the tensors of this stage."""
+    """Rank among the processes that share the tensors of this stage."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Of one engine.
+    """The process groups of one engine.
 
     Attributes:
-        data: those that have the same part of the model, each with its own data.
-        parts: one process of each part: this one, and those in the same place of the other parts' `data`.
-        tensor: those of ``parts`` that share the tensors of one stage with this one.
-        places: of each of ``parts``.
-        everyone: all processes, where they have different parts; else this one alone.
-        source: what the script gave to say so: ``mpu``.
-        groups: numbers of the processes of each part.
+        data: the processes with the same part of the model, each with its own data.
+        parts: one process of each part: this one, and the one at the same place in `data` of each other part.
+        tensor: the processes of ``parts`` that share the tensors of one stage with this one.
+        places: the part of each of ``parts``.
+        everyone: all processes if they have different parts; else this one alone.
+        source: the object from which the mesh was read: ``mpu``.
+        groups: global ranks of the processes of each part.
     """
 
     data: Ranks
@@ -69,7 +69,7 @@ class Mesh:
 
     @property
     def place(self) -> ModelPart:
-        """Of this process's part."""
+        """This process's part."""
         return self.places[self.parts.index]
 
     @property

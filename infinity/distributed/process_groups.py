@@ -94,7 +94,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Make the process group, unless there is one: as the script says, that of a launcher (torchrun), or of this one process.
+    """Make the process group if there is none: as the arguments say, as torchrun has described it, or for this process alone.
 
     `initialize` does this where a launcher has started several. With one process, RANK, LOCAL_RANK and WORLD_SIZE are set
     if they are not.
@@ -239,12 +239,12 @@ def destroy_at_exit() -> None:
 
 
 met: list[int] = []
-"""Of how many processes the default groups were in which this one has met others: they end with it."""
+"""Sizes of the default groups that this process has used. They are destroyed when it ends."""
 atexit.register(destroy_at_exit)  # from the import on, so that it comes after the engines' own hook
 
 
 _NEW_NAMES = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
-"""Since torch 2.13, which warns of the others."""
+"""Old name -> name since torch 2.13, which warns about the old ones."""
 
 
 def call_torch(name: str, *args: Any, **kwargs: Any) -> Any:

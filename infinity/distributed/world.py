@@ -31,7 +31,7 @@ _worlds: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
 
 
 def world() -> Ranks:
-    """All processes of ``torch.distributed``'s default group; this one alone without. The first call is made by all of them."""
+    """Return all processes of ``torch.distributed``'s default group, or this one alone. The first call is collective."""
     if not is_initialized() or num_processes() == 1:
         return _ALONE
     default = default_group()
@@ -39,10 +39,10 @@ def world() -> Ranks:
         takes_host_memory = "gloo" in call_torch("get_backend_config")
         group = None if takes_host_memory else group_of(None)
         place = process_rank(), range(num_processes()), group
-        ranks = Ranks(*place)  # which know of no causes yet
+        ranks = Ranks(*place)  # without causes, which are made by an exchange
         store, causes = default_store(), None
         if store is not None:
-            # A launcher's store outlives what it starts again, so each group has a part of its own.
+            # A launcher's store outlives a restart of the ranks, so the keys of each group have a random prefix.
             number = ranks.all_gather_ints("beginning", [secrets.randbits(62)])[0][0]
             processes = ranks.gather("telling of processes", own_process().encode())
             causes = Causes(store, f"infinity/{number}", ranks.index, [each.decode() for each in processes])
@@ -53,33 +53,36 @@ def world() -> Ranks:
 
 
 def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[int, ...], Ranks]:
-    """Some of all processes, by their numbers: those of ``wanted`` that this one is in. All processes come with the same.
+    """Return those of ``wanted`` (sets of ranks) that this process is in. A collective call: ``wanted`` is equal on all ranks.
 
-    ``purpose``: another one has other process groups, of all processes too, for whatever is exchanged beside the rest. What is
-    sent through them counts as sent by the same processes.
+    Each set gets a process group of its own: the script may use and destroy its groups independently.
 
-    Each gets a process group of its own, whatever the script has: what it destroys, or exchanges, is no concern of theirs.
+    ``purpose``: for exchanges in another thread, which need groups of their own, one of all processes included. Both groups
+    of a set count the bytes that they send together.
 
-    [Note: names of groups] Members of a group find each other under its name. torch's new_group gives it a number that is the
-    same on all ranks if all of them make all groups in the same order; with use_local_synchronization the name follows
-    from how many groups a rank is in, which differs where a script has given some ranks more of them than others.
+    [Note: names of groups] Members of a group find each other by its name. torch's new_group numbers the groups, so all ranks
+    have to make all groups in the same order. With use_local_synchronization the name follows from the number of groups that
+    a rank is in, which differs if a script has put some ranks into more groups than others.
     """
     everyone = world()
-    # By purpose and numbers, those that this process is in.
+    # (purpose, members) -> the sets that this process is in.
     known: dict[tuple[str, tuple[int, ...]], Ranks] = everyone.services.setdefault("subsets", {})
     most = everyone.num if purpose else everyone.num - 1
     several = sorted({each for members in wanted if 0 < len(each := tuple(sorted(members))) <= most})
     mine = {members for members in several if everyone.number in members}
     present = {members for (use, members), ranks in known.items() if use == purpose and ranks.has_group}
-    told = everyone.all_gather_ints("making process groups", [members in mine - present for members in several])
-    for members, *are_lacking in zip(several, *told, strict=True):
+    are_lacking_by_rank = everyone.all_gather_ints(
+        "making process groups", [members in mine - present for members in several]
+    )
+    for members, *are_lacking in zip(several, *are_lacking_by_rank, strict=True):
         if any(are_lacking):
             # Called while a member is waited for: raises if one on this machine has ended.
             group = group_of(members, everyone.check_local_ranks) if len(members) > 1 else None
             if members in mine:
                 same = everyone if members == everyone.members else known.get(("", members))
                 known[purpose, members] = Ranks(everyone.number, members, group, everyone.causes, same)
-    everyone.all_gather_ints("having made process groups")  # or one that ends at once ends the joining of others
+    # A rank that ends right now would make the others fail while they still join their groups.
+    everyone.all_gather_ints("having made process groups")
     return {everyone.members: everyone} | {members: known[purpose, members] for members in mine}
 
 

@@ -175,7 +175,7 @@ class Engine(Relayout):
             StepError: the step before was not finished with `step`.
         """
         self._check_optimizer("engine.backward_together()")
-        self._guard.check_whole()
+        self._guard.check_not_cut_off()
         self._backwards.collect()
         self._style.on_backward()
         options = StepOptions(self.global_steps, 1, self._style.updates_in_backward, keeps_bits=True)
@@ -281,7 +281,7 @@ class Engine(Relayout):
         """
         self._check_may_step("engine.train_batch()")
         self.counts.check_counted("engine.train_batch()")
-        self._guard.check_whole()
+        self._guard.check_not_cut_off()
         return self._train_batch(self._own_batches if data_iter is None else data_iter, loss_fn)
 
     @functools.cached_property

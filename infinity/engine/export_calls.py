@@ -100,7 +100,7 @@ class ExportCalls(CheckpointCalls):
 
     @locked
     def wake(self) -> None:
-        """Take back the memory that `sleep` released. Training goes on with the same bits. Awake, it does nothing.
+        """Allocate the memory that `sleep` released. Training goes on with the same bits. Does nothing if awake.
 
         If the memory is not there, what torch or the system raises comes through, and the engine stays asleep.
         """

@@ -201,7 +201,7 @@ class Parts:
         buffers = BufferCast(model, self.config.compute_dtype, self.config.buffer_dtype)
         originals = Originals(
             self.plan.units,
-            cuts_nans=self.plan.has_remainder,
+            cuts_nans=self.plan.has_remainder,  # a remainder keeps one bit pattern of NaN only
             stored=self.access.stored,
             directories=self.config.nvme_paths,
         )
@@ -333,6 +333,7 @@ class Parts:
             pool=storage.gradient_pool,
             arrivals=storage.arrivals,
             main_dtype=MainGradDtype(dtype, config.infinity.rounds_gradients),
+            # DeepSpeed's fp16 without ZeRO has another rule for overflows.
             scaler=LossScaler(config.loss_scaling, has_zero=config.zero_stage > 0),
             holds_back=momenta.is_active if momenta is not None else lambda: False,
             wire=config.communication_dtype,

@@ -126,7 +126,7 @@ class Relayout(ExportCalls):
                     "has a state and is in no group, and that state would be lost when groups get new parameters",
                     cure="Put it into a group before, or delete its state: del optimizer.state[parameter]",
                 )
-        self._guard.check_whole()
+        self._guard.check_not_cut_off()
         self._guard.check_consistent()
         if parts.coordinator.is_computing or parts.coordinator.num_gathered:
             raise StepError.order(

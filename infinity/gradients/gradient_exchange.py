@@ -70,7 +70,7 @@ class ShardUpdates:
 
 @dataclass(eq=False)
 class UnitExchange:
-    """Of one unit. The exchange's thread has its memory from `CollectiveThread.put` until it is ``done``.
+    """The exchange of one unit's gradients. Its thread uses their memory from `CollectiveThread.put` until ``done``.
 
     Attributes:
         by: who averages it.

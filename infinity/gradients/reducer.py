@@ -1,4 +1,4 @@
-"""Main gradients that several ranks average: on all of them, or each rank the mean of the shard that it updates.
+"""Main gradients that are averaged over ranks: as an all-reduce, or as a reduce-scatter of the shards that ranks update.
 
 See [Note: ranks] in ``infinity.distributed.collectives``.
 """
@@ -35,7 +35,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class NewGradients:
-    """Gradients of a unit that came on any rank since they were last averaged.
+    """A unit's gradients that are new on any rank since the last average.
 
     Attributes:
         unit: whose.
@@ -50,13 +50,13 @@ class NewGradients:
 
 @dataclass(eq=False, repr=False)
 class ReducedGradients(GradientStore):
-    """A `GradientStore` that knows which gradients are this rank's alone, and averages them.
+    """A `GradientStore` that averages gradients over ranks, and knows which are not averaged yet.
 
-    As with DDP, all that a parameter has accumulated is averaged, so a mean of an earlier backward stays what it is. A
-    parameter that got a gradient on some ranks has one on all of them afterwards, to which the others gave zeros.
+    As with DDP, the whole accumulated gradient is averaged; averaging a mean of an earlier backward again does not change
+    it. A parameter with a gradient on some ranks has one on all ranks afterwards: the others contribute zeros.
 
-    Where `holds_back` says so, no mean is computed before the step either: that begins with `new_of_all`, and goes on with
-    `average_these`, or `replacing`.
+    If `holds_back` is true, no mean is computed before the step. The step then calls `new_of_all`, and `average_these` or
+    `replacing`.
 
     [Note: means for owners] Where each rank updates its shard of a unit, it needs the mean of that alone. That takes
     half of the exchange, and the other half is then free for the new weights. The mean must be of all that the step has
@@ -77,7 +77,7 @@ class ReducedGradients(GradientStore):
 
     _: KW_ONLY
     ranks: Ranks
-    """All that have the same part of the model."""
+    """The processes with the same part of the model."""
     holds_back: Callable[[], bool]
     """Whether no mean is computed before the step."""
     wire: torch.dtype
@@ -93,7 +93,7 @@ class ReducedGradients(GradientStore):
         self._is_deferred = False
         """Whether a mean that would have been computed was not: from then until the step."""
         self._new: set[tuple[int, int]] = set()
-        """(unit index, slot index) of what was added since the last `average`."""
+        """(unit index, slot index) of gradients that were added since the last `average`."""
         self.agreed_norms: dict[tuple[int, int], torch.Tensor] = {}
         """(unit index, slot index) -> 2-norm of the whole mean, the same on all ranks. This rank may have only its
         shard of the mean, or none after an update. From `average_for_update` until the next step's, or `clear`."""
@@ -102,15 +102,15 @@ class ReducedGradients(GradientStore):
         self._is_last_over = False
         """Whether its last backward has ended."""
         self._updates: ShardUpdates | None = None
-        """Who updates units as their means come: from `begin_means`, until all ranks have them."""
+        """Updates units as their means arrive: set from `begin_means`, until all ranks have them."""
         self._dropped_step: int | None = None
-        """One whose gradients were dropped while they were exchanged: from then until the exchange has been ended."""
+        """The step whose gradients were dropped during their exchange; set until that exchange has ended."""
         self._due: deque[UnitGrads] = deque()
         """Units that are yet to be exchanged, in the order of all ranks."""
         self._whole: set[int] = set()
         """Indices of units that have all gradients of the step, and so may be exchanged."""
         self._under_way: deque[UnitExchange] = deque()
-        """Units that the exchange's thread has, in the same order."""
+        """Units that were given to the exchange's thread, in the same order."""
         self._timeout_seconds = 0.0
         """How long the present backward may yet wait for room."""
         self._owned: dict[Key, tuple[UnitGrads, Slot, int]] = {}
@@ -122,7 +122,7 @@ class ReducedGradients(GradientStore):
     # ------------------------------------------------------------------------------------------- beside a backward
 
     def begin_means(self, step: int, updates: ShardUpdates | None = None) -> bool:
-        """The last ``engine.backward`` of a step begins: `offer` tells of units that have all of its gradients.
+        """The last ``engine.backward`` of a step begins. `offer` then announces each unit whose gradients are complete.
 
         Returns whether ``updates`` will hear of means before the step.
         """
@@ -137,7 +137,7 @@ class ReducedGradients(GradientStore):
         return updates is not None
 
     def expect_whole(self, unit: Unit) -> None:
-        """Prepare for the unit's last gradients of the step, which the next `add` brings: have memory for their sum."""
+        """Allocate memory for the unit's sum: the next `add` brings its last gradients of the step."""
         if self._step is not None:
             self.open_sum(unit)
 
@@ -183,7 +183,7 @@ class ReducedGradients(GradientStore):
         return self._step is not None and self._is_last_over
 
     def _advance(self, *, is_in_time: bool = True) -> None:
-        """Begin to exchange what may be, and take back what has been. ``is_in_time``: only if nobody has to wait."""
+        """Start the exchanges that may start, and take finished ones back. ``is_in_time``: only if nothing has to wait."""
         while self._under_way and self._under_way[0].done.is_set():
             self._on_exchanged(self._under_way.popleft())
         exchange = self.exchange
@@ -223,7 +223,7 @@ class ReducedGradients(GradientStore):
             given.by.thread.put(given)
 
     def _has_room_beside(self, grads: UnitGrads) -> bool:
-        """Whether the exchange may have the unit's memory for as long as it likes."""
+        """Whether the exchange may use the unit's memory for an unlimited time."""
         if grads.stays_in_ram:
             return True
         # The exchange may take as long as other ranks like. So only one unit at a time may have memory that is needed
@@ -282,7 +282,7 @@ class ReducedGradients(GradientStore):
         self.close_sum(grads.unit, None if keeps_whole else self._shards.span(grads.unit))
 
     def _update(self, grads: UnitGrads, updates: ShardUpdates) -> None:
-        """The unit's gradients, of which this rank has its shard, go into the update."""
+        """Submit the update of a unit of whose mean this rank has its shard."""
         self._detach_users_views(grads)
         slots, scale = grads.slots(), 1.0 if grads.is_unscaled else self.scaler.scale
         source = self._as_source(grads.detach_buffer(), slots)
@@ -294,10 +294,11 @@ class ReducedGradients(GradientStore):
                 source.release()
             raise
 
-    def _is_held(self, grads: UnitGrads) -> bool:
+    def _is_in_exchange(self, grads: UnitGrads) -> bool:
+        # The exchange's thread reads and writes the unit's buffer until it is done.
         return any(each.grads is grads for each in self._under_way)
 
-    def _await_holder(self) -> bool:
+    def _await_exchange(self) -> bool:
         if not self._under_way:
             return False
         first = self._under_way[0]
@@ -308,12 +309,12 @@ class ReducedGradients(GradientStore):
         return True
 
     def _finish(self, due: Iterable[UnitGrads] = ()) -> None:
-        """Exchange all that is left, and what is ``due`` besides: all ranks have come here, or will."""
+        """Exchange all remaining units, and those that are ``due``. A collective call."""
         self._due.extend(due)
         self._whole.update(grads.unit.index for grads in self._due)
         while self._due or self._under_way:
             self._advance(is_in_time=False)
-            self._await_holder()
+            self._await_exchange()
             if self.exchange is not None and self.exchange.thread.error is not None:
                 raise self.exchange.thread.error
         self._whole.clear()  # all are exchanged; `_advance` reads the set again in the next step
@@ -365,7 +366,7 @@ class ReducedGradients(GradientStore):
         self._owned.clear()
 
     def average(self, step: int) -> None:
-        """What came on any rank since the last time becomes the mean over all ranks, on all of them, and whole.
+        """All-reduce: new gradients of any rank become the whole mean over all ranks, on all of them.
 
         All ranks call it at the same point of their scripts.
 
@@ -403,7 +404,7 @@ class ReducedGradients(GradientStore):
         self.close_sum(grads.unit)
 
     def average_postponed(self) -> None:
-        """Gradients are used before the step: the mean of what is there is computed, if it has not been, and is whole."""
+        """Compute the whole mean now, if that has not been done, because gradients are used before the step."""
         if self._step is not None and self.is_in_parts:
             self.average(self._step)
 
@@ -413,7 +414,7 @@ class ReducedGradients(GradientStore):
             self._end(f"dropping gradients of step {self._dropped_step}")
 
     def _end(self, what: str, *, gives_up: bool = False) -> None:
-        """All ranks end the present exchange, and come here with the same label. ``gives_up``: with what has been announced."""
+        """End the present exchange. A collective call with the same label. ``gives_up``: with only the announced units."""
         self.ranks.all_gather_ints(what)
         # What has not been announced yet is announced as "nothing": other ranks wait for the unit in this place.
         while gives_up and self._due and self.exchange is not None:
@@ -422,13 +423,13 @@ class ReducedGradients(GradientStore):
         self._step = self._updates = self._dropped_step = None
 
     def finish_shard_updates(self) -> None:
-        """A step is given up whose last backward has begun. All ranks come here: what all have left to `ShardUpdates` has been
-        updated on all of them when this returns, and nothing else."""
+        """Give up a step whose last backward has begun. A collective call: when it returns, exactly those units are updated
+        that all ranks had passed to `ShardUpdates`."""
         if self._step is not None:
             self._end(f"giving up step {self._step}", gives_up=True)
 
     def new_of_all(self, step: int, what: str = "averaging gradients") -> list[NewGradients]:
-        """What came on any rank since the last time, which the caller goes on with: unit by unit. See `average`."""
+        """Return the new gradients of any rank, by unit, for the caller to continue with. See `average`."""
         self._is_deferred = False
         if self.ranks.num == 1:
             return []
@@ -484,7 +485,8 @@ class ReducedGradients(GradientStore):
         if self.exchange is not None:
             self.average_postponed()
             self._end_dropped()
-            if self._is_held(self._grads[unit.index]):  # until others come there, who may wait for this backward's end
+            # Not waited for here: the exchange needs the other ranks, and they may wait for this backward to end.
+            if self._is_in_exchange(self._grads[unit.index]):
                 self._late.setdefault(unit, []).append(gradients)
                 return
         super().add(unit, gradients)
@@ -495,8 +497,8 @@ class ReducedGradients(GradientStore):
         """See `GradientStore.set_gradient`. It is taken as it is: whoever sets one does so on all ranks."""
         self.average_postponed()
         self._end_dropped()
-        while self._is_held(self._grads[unit.index]):
-            self._await_holder()
+        while self._is_in_exchange(self._grads[unit.index]):
+            self._await_exchange()
         super().set_gradient(unit, slot, gradient)
         self._new.discard((unit.index, slot.index))
         self._owned.pop((unit.index, slot.index), None)
@@ -546,7 +548,7 @@ class ReducedGradients(GradientStore):
                 cure='Clip by "gradient_clipping" in the config; to look at gradients, train with Adam',
             )
         self.average_postponed()
-        if self._step is not None and (key in self._owned or self._is_held(self._grads[unit.index])):
+        if self._step is not None and (key in self._owned or self._is_in_exchange(self._grads[unit.index])):
             raise AccessError.of_gradient(
                 slot.spec.fqn,
                 reason=f"this backward averages it over {self.ranks.num} processes, of which each keeps a part of the mean",

@@ -412,12 +412,12 @@ class GradientStore:
             taken = [
                 (grads, grads.buffer)
                 for grads in self._grads
-                if grads.buffer is not None and not grads.stays_in_ram and not self._is_held(grads)
+                if grads.buffer is not None and not grads.stays_in_ram and not self._is_in_exchange(grads)
             ]
             closable = [grads for grads, buffer in taken if not buffer.is_referenced]
             if closable:
                 self.close_sum(min(closable, key=lambda grads: grads.number).unit)
-            elif self._await_holder():
+            elif self._await_exchange():
                 continue
             elif taken:
                 return self.pool.allocate_beyond(num_bytes)
@@ -425,11 +425,11 @@ class GradientStore:
             elif not self.pool.reclaim() and not self.pool.awaits_requests():
                 raise RuntimeError(f"the plan's memory for gradients has no room for {num_bytes} bytes")
 
-    def _is_held(self, grads: UnitGrads) -> bool:
-        """Whether another thread uses the unit's memory. With several ranks: `ReducedGradients`."""
+    def _is_in_exchange(self, grads: UnitGrads) -> bool:
+        """Whether the thread that averages over ranks uses the unit's memory. One rank has none: `ReducedGradients`."""
         return False
 
-    def _await_holder(self) -> bool:
+    def _await_exchange(self) -> bool:
         """Return when another thread has released some unit's memory; whether one had any."""
         return False
 
@@ -570,7 +570,7 @@ class GradientStore:
                 self.held.detach(grads.unit, ended)
             grads.drop(gone)
             buffer = grads.buffer
-            is_left = grads.present or grads.zeros or self._is_held(grads)
+            is_left = grads.present or grads.zeros or self._is_in_exchange(grads)
             # Memory of units that stay in RAM is kept for the next step, unless the user holds it.
             if buffer is not None and not is_left and (not grads.stays_in_ram or buffer.is_referenced):
                 self._release(grads.detach_buffer())

@@ -144,7 +144,7 @@ class EngineOptimizer(Optimizer):
 
 
 class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
-    """A strategy on the engine, which holds the module from `setup` to `teardown`.
+    """Lightning's strategy for the engine, which holds the module from `setup` to `teardown`.
 
     Use ``Trainer(strategy=InfinityStrategy(config="ds_config.json"))``, or one of `NAMES`. Numbers, and what hooks,
     callbacks and loggers see, are those of Lightning without it. A checkpoint is a directory, which appears when it is
@@ -193,6 +193,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         self._has_weights = False
         """Whether Lightning or a callback has loaded the weights."""
         self._agreed: InfinityConfig | None = None
+        """The config with the Trainer's values in it, once they are known."""
         self._has_trained = False
         self._has_loaded = False
         self._signals: list[int] = []

@@ -124,13 +124,12 @@ class QuantizedFiles:
         tensors = self.tensors
         try:
             # bitsandbytes stores a 4-bit weight "w" as these tensors:
-            #   w                    codes, 2 a byte, the first in the high half
-            #   w.absmax             a scale per block: fp32, or uint8 codes if the scales are quantized as well (double
-            #   quantization)
-            #   w.quant_map          the 16 levels
-            #   w.nested_absmax, w.nested_quant_map    of double quantization: a scale per nested_blocksize scales, and 256
-            #   levels
-            #   w.quant_state.bitsandbytes__nf4        JSON as bytes: shape, blocksize, dtype, nested_offset, ...
+            #   w                                  codes, 2 a byte, the first in the high half
+            #   w.quant_map                        the 16 levels
+            #   w.absmax                           a scale per block: fp32, or uint8 codes with double quantization
+            #   w.nested_absmax                    double quantization: a scale per nested_blocksize scales
+            #   w.nested_quant_map                 double quantization: the 256 levels of the codes in absmax
+            #   w.quant_state.bitsandbytes__nf4    JSON as bytes: shape, blocksize, dtype, nested_offset, ...
             state: dict[str, Any] = json.loads(bytes(tensors.pop(state_name).tolist()))
             codes, absmax = tensors[weight].reshape(-1), tensors.pop(f"{weight}.absmax")
             levels = tensors.pop(f"{weight}.quant_map")

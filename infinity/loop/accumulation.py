@@ -114,7 +114,7 @@ class Accumulation:
             self.begin_step()
 
     def set_num_micro_batches(self, num: int) -> None:
-        """Micro-batches per step from now on.
+        """Set the micro-batches per step.
 
         Raises:
             ConfigError: fewer than one.
@@ -136,7 +136,7 @@ class Accumulation:
             self.set_micro_batch_size(self.micro_batch_size)
 
     def set_batch_size(self, size: int) -> None:
-        """Samples per step from now on, in micro-batches of the same size.
+        """Set the samples per step. The size of a micro-batch stays the same.
 
         Raises:
             ConfigError: it is no multiple of the micro-batch.
@@ -152,7 +152,7 @@ class Accumulation:
         self.set_num_micro_batches(size // per_round)
 
     def set_micro_batch_size(self, size: int) -> None:
-        """Samples per micro-batch from now on; the number of micro-batches stays."""
+        """Set the samples per micro-batch. The number of micro-batches stays the same."""
         self.micro_batch_size = size
         self.batch_size = size * self.num_micro_batches * self._num_ranks
 

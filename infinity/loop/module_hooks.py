@@ -40,7 +40,7 @@ class _HooksOfModule:
     _of_model: ModuleHooks | None
     """For the model itself: all hooks."""
     _is_inside: bool
-    """Of a block."""
+    """Whether the module is inside of a block."""
     entered: dict[int, list[bool | None]] = field(default_factory=dict)
     """Thread -> for each running call of the module (it may call itself) whether it has entered the unit; None: it was
     refused."""

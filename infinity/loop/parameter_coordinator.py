@@ -485,7 +485,8 @@ class ParameterCoordinator:
             loaded: torch.Tensor = saved.load()
             return loaded
         unit = saved.unit
-        if unit.version != saved.version or (saved.count is not None and (unit.has_been_written or unit.is_bound)):
+        may_differ = saved.tensor_version is not None and (unit.has_been_written or unit.is_bound)
+        if unit.version != saved.version or may_differ:
             saved.check()
         # The usual case in backward, without lock and touch: the unit in use is saved many times (7 linears in a block
         # of Llama). The first unpack has made it resident.

@@ -114,7 +114,7 @@ class PhaseGuard:
 
     def check_sleep(self) -> None:
         """Raise if ``engine.sleep()`` makes no sense now."""
-        self.check_whole()
+        self.check_not_cut_off()
         self.check_consistent()
         if self.has_gradients:
             raise self._order(
@@ -135,7 +135,7 @@ class PhaseGuard:
                 self._part_loaded, "loading it failed midway, so the weights are a mixture of two trainings"
             )
 
-    def check_whole(self) -> None:
+    def check_not_cut_off(self) -> None:
         """Raise if a load, or a backward or step whose gradients were not dropped, was cut off."""
         self.check_loaded()
         if self.phase is Phase.BROKEN:
@@ -148,7 +148,7 @@ class PhaseGuard:
 
     def check_step(self) -> None:
         """Raise if ``engine.step()`` makes no sense now."""
-        self.check_whole()
+        self.check_not_cut_off()
         if not self.has_gradients:
             raise self._order(
                 "engine.step()",
@@ -177,7 +177,7 @@ class PhaseGuard:
 
     def check_backward(self, loss: Any) -> None:
         """Raise if ``engine.backward(loss)`` makes no sense now."""
-        self.check_whole()
+        self.check_not_cut_off()
         if self._stepper.is_between_steps:
             raise self._order(
                 "engine.backward()",
@@ -194,7 +194,7 @@ class PhaseGuard:
 
     def check_optimizer_step(self, *, is_engine_step: bool) -> None:
         """Raise if the optimizer's step makes no sense now."""
-        self.check_whole()
+        self.check_not_cut_off()
         if self._stepper.scaler.is_active and not is_engine_step:
             raise self._order(
                 "optimizer.step()",

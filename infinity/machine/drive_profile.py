@@ -52,7 +52,7 @@ _NUM_FINALISTS = 4
 _SPEED_TIE = 0.03
 _CPU_TIE = 0.1
 _FREE_SHARE = 0.5
-"""Of the free space, what test files may take."""
+"""Share of the free space that test files may take."""
 _LEAST_FILE_BYTES = 64 << 20
 """With less, nothing is measured."""
 # Long against the bursts of a drive, short against the minutes of a run. `_LEAST_SAMPLES` keeps the medians below
@@ -92,9 +92,9 @@ class DriveProfile:
 
     directories: list[Directory]
     samples: dict[IOSetting, list[Sample]] = field(default_factory=dict)
-    """Of the mix of an optimizer step, in the order of measuring."""
+    """Samples of the mix of an optimizer step, in the order of measuring."""
     alone: dict[Workload, Sample] = field(default_factory=dict)
-    """Of reads and of writes alone, with the best setting."""
+    """Samples of reads alone and of writes alone, with the best setting."""
     unusable: dict[str, str] = field(default_factory=dict)
     """Backends that cannot be used here, and why."""
     written_bytes: int = 0

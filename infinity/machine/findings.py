@@ -191,7 +191,7 @@ def _of_the_gpu(*, measures: bool) -> Iterator[Finding]:
     """Yield findings about the links and copies of GPUs, and about unified memory."""
     for device in hardware.gpu_devices():
         # An idle GPU lowers the speed of its link to save power, so only its number of lanes is judged.
-        yield link_finding(device, rests=True)
+        yield link_finding(device, is_idle=True)
     try:
         if is_unified():
             text = "unified: the GPU computes in the host's memory. Budgets count it once, and give each side half"
@@ -212,9 +212,9 @@ def _first_line(error: Exception) -> str:
 # -------------------------------------------------------------------------------------------------------------- devices
 
 
-def link_finding(device: hardware.PciDevice, *, rests: bool) -> Finding:
-    """Judge the link of a device. ``rests``: it is idle, so only its lanes count and not its speed."""
-    speed, what = device.most_gigatransfers if rests else device.gigatransfers, f"link of {device.name}"
+def link_finding(device: hardware.PciDevice, *, is_idle: bool) -> Finding:
+    """Judge the link of a device. ``is_idle``: only its lanes count, not its speed."""
+    speed, what = device.most_gigatransfers if is_idle else device.gigatransfers, f"link of {device.name}"
     now, most = (
         hardware.link_rate(speed, device.lanes),
         hardware.link_rate(device.most_gigatransfers, device.most_lanes),
@@ -324,7 +324,7 @@ def _findings(drive: Drive, *, measures: bool) -> Iterator[Finding]:
     if drive.device is not None:
         if (link := hardware.drive_device(drive.device)) is not None:
             # Links of GPUs slow down while idle. The speed of a drive's link counts as it is.
-            yield link_finding(link, rests=False)
+            yield link_finding(link, is_idle=False)
         if (health := health_finding(drive.device)) is not None:
             yield health
     yield _space(drive)

@@ -18,7 +18,7 @@ from infinity.errors import size
 
 SYS = Path("/sys")
 _BYTES_PER_TRANSFER = {2.5: 0.1, 5.0: 0.1}
-"""Of a lane, by GT/s: 8 of 10 bits are data. Faster links send 128 of 130."""
+"""Bytes per transfer of a lane, by GT/s: 8 of 10 bits are data. On faster links it is 128 of 130."""
 HOT_CELSIUS = 70.0
 """NVMe drives begin to slow down at 70 to 85."""
 # NVME_IOCTL_ADMIN_CMD of <linux/nvme_ioctl.h>: _IOWR('N', 0x41, struct nvme_admin_cmd), a struct of 72 bytes.
@@ -60,9 +60,9 @@ class Health:
 
     celsius: float | None = None
     used_percent: int | None = None
-    """Of the writes that it is rated for; may pass 100."""
+    """Share of its rated writes that is used up; may exceed 100."""
     spare_percent: int | None = None
-    """Of the spare blocks, those that are left."""
+    """Share of the spare blocks that is left."""
 
 
 def link_words(gigatransfers: float, lanes: int) -> str:

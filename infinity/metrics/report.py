@@ -48,7 +48,7 @@ class StepReport:
     compute_busy_seconds: float = 0.0
     """Seconds in forward, backward and step, without waiting and the engine's own paging. On a GPU: the GPU's time."""
     write_wait_seconds: float = 0.0
-    """Seconds of waiting for writes, which only `Engine.flush` and the like do."""
+    """Seconds of waiting for writes; only `Engine.flush` and similar calls wait for them."""
     read_busy_seconds: float = 0.0
     """Seconds with at least one read in progress; several drives at once count once."""
     write_busy_seconds: float = 0.0

@@ -61,7 +61,7 @@ def _norm(tensor: torch.Tensor, num_sums: int, add_squares: AddSquares) -> torch
 
 
 def _choose(num_sums: int) -> AddSquares:
-    """numba's loop where numba has been loaded for something else: for this alone it would be too large."""
+    """Return numba's loop if numba is loaded already: loading it for the norm alone would take too much memory."""
     if "infinity.numerics.compiling" not in sys.modules:
         return _add_squares
     from infinity.numerics import kernels  # which waits for a thread that is loading it

@@ -13,7 +13,7 @@ _NUMPY_WORDS = 624  # 32-bit words in the state of NumPy's Mersenne Twister (MT1
 
 
 def random_states() -> dict[str, Any]:
-    """Copies of their states."""
+    """Return copies of the states of the generators of Python, NumPy and torch, and of the GPUs that are in use."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -27,10 +27,10 @@ def random_states() -> dict[str, Any]:
 
 
 def check_random_states(states: Mapping[str, Any]) -> None:
-    """See that they are such: generators take some others, and then read memory that is not theirs.
+    """Check random states: generators accept some damaged ones, and then read beyond their own memory.
 
     Raises:
-        ValueError, TypeError, LookupError: they are not.
+        ValueError, TypeError, LookupError: they are damaged.
     """
     random.Random().setstate(states["python"])
     _kind, words, position, *_ = states["numpy"]

@@ -21,7 +21,7 @@ from infinity.optim.main_weights import with_main_weight, without_main_weight
 TILES = "weight_tiles"
 """The child that holds the tiles of a module's weight."""
 EXPERTS = "_by_expert"
-"""Behind a parameter's name: the child that holds the experts of a tensor."""
+"""Suffix of a parameter's name: the child module that holds the experts of that tensor."""
 
 
 class Members:

@@ -52,7 +52,7 @@ class SliceUpdater:
         """From the end of construction on others rely on `mixes_elements`."""
         if not self._is_verified:  # other classes may read what slices do not have
             refuse_attributes_of_parameters(wrapped_optimizer.optimizer, wrapped_optimizer.params())
-        self._attributes = attributes_of(wrapped_optimizer.optimizer)
+        self._initial_attributes = attributes_of(wrapped_optimizer.optimizer)
         self._has_moved = False
         tried: list[dict[str, Any]] = []
         # A class may look at `p.grad` of parameters that it holds on to: trials must not use or change it.
@@ -141,8 +141,8 @@ class SliceUpdater:
         if self._is_verified:
             return
         now = attributes_of(self._wrapped_optimizer.optimizer)
-        for name in sorted(now.keys() | self._attributes.keys()):
-            if not same_values(now.get(name), self._attributes.get(name)):
+        for name in sorted(now.keys() | self._initial_attributes.keys()):
+            if not same_values(now.get(name), self._initial_attributes.get(name)):
                 raise self._executor.unpageable(
                     f"its attribute '{name}' has changed since infinity.initialize, and updates go by what it was",
                     cure="Make it an entry of the parameter groups: those may change",

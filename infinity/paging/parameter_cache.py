@@ -120,7 +120,7 @@ class ParameterCache:
         self._sizes = [unit.num_bytes for unit in self.units]
         self._persistent = frozenset(unit.index for unit in self.units if unit.is_persistent)
         self.room_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._persistent)
-        """Of flat buffers, for the units that come and go."""
+        """Bytes of flat buffers for units that are not persistent."""
         self.holds_all = source is None or sum(self._sizes) <= pool.capacity_bytes
         """Whether all units can be resident together, so that none has to make room for another."""
         self.fills = source is not None and prefetches
@@ -410,9 +410,9 @@ class ParameterCache:
     def _allocate_now(self, unit: Unit) -> FlatBuffer | None:
         """A buffer for a unit that is needed now; None if a signal handler has got one for it meanwhile.
 
-        A view of another unit may live an instant longer than its reader: in an I/O thread that has just told of its
-        success, or in a cycle that only the garbage collector sees. So there is a short wait before the error; and
-        as long as it takes for requests that nobody waits for any more.
+        A view of another unit's buffer may outlive its reader for a moment: in an I/O thread that is just completing a
+        request, or in a reference cycle until the garbage collector runs. So this waits shortly before it raises, and
+        longer if abandoned requests still use buffers.
 
         Raises:
             StallError: such a request hangs.

@@ -71,25 +71,25 @@ class PrefetchSchedule:
         self._recomputes = False
         """Whether routers decided anew in the last backward: layers are computed once more there."""
         self.order: tuple[int, ...] = tuple(unit for unit in guess if unit not in self._groups)
-        """The forecast: unit indices in the order of need, one cycle. Where the experts of a layer are not known yet, behind
-        those that are certain: -1 - (number of the layer)."""
+        """The forecast: unit indices in the order of need, one cycle. A layer whose experts are not known yet has an entry
+        -1 - (number of the layer), behind its certain experts."""
         self._next = self.order
-        """The forecast of the next micro-batch, where there are experts: it uses other ones than this one."""
+        """The forecast of the next micro-batch; with experts it differs from that of the present one."""
         self._usual: dict[int, list[int]] = {}
-        """-1 - (number of a layer) -> the experts that its last micro-batch used, but for those that are certain."""
+        """-1 - (number of a layer) -> the experts that the last micro-batch used, without the certain ones."""
         self.backward_start = 0
         """Position in ``order`` of the first unit that backward needs."""
         self.record: tuple[tuple[int, ...], int] = tuple(guess), 0
-        """What the last micro-batch that ended normally needed, with all of its experts, and where its backward began."""
+        """Units of the last micro-batch that ended normally, experts included, and the position at which backward began."""
         self._position = 0
         self._recorded: list[int] = []
         self._recorded_backward_start: int | None = None
         self.num_commits = 0
         """How often the forecast has begun anew."""
         self._placed: tuple[int, ...] | None = None
-        """The forecast of which `next_use` knows the places."""
+        """The forecast that `next_use` has indexed."""
         self.present = -1
-        """The unit in use, of which a `touch` would change nothing; -1 if the next one changes something in any case."""
+        """The unit in use: another `touch` of it changes nothing. -1: the next `touch` does work in any case."""
 
     @property
     def has_backward(self) -> bool:
@@ -138,7 +138,7 @@ class PrefetchSchedule:
         self._position = 0
 
     def _forget_experts(self) -> None:
-        """Of the experts in the forecast only those stay that are certain to be used again."""
+        """Keep only those experts in the forecast that are certain to be used again."""
         for unit, group in self._groups.items():
             if group in self._routed:
                 self._history[unit] = (self._history[unit] << 1 | (unit in self._routed[group])) & _HISTORY
@@ -284,8 +284,8 @@ def simulate(
         prefetches: whether units are fetched ahead of need.
         num_cycles: how often.
         staying: units that never leave, in memory besides ``capacity_bytes``.
-        lasting_until: where what was fetched does not outlast these runs: the place in ``order`` from which on nothing is
-            fetched for the next one.
+        lasting_until: if fetched units do not outlast these runs: the place in ``order`` from which on nothing is fetched
+            for the next run.
     """
     length = len(order)
     persistent = frozenset(staying)
@@ -295,7 +295,7 @@ def simulate(
     per_cycle: list[tuple[int, int]] = []
     for cycle in range(num_cycles + 1):  # one more, to warm up
         begin = cycle * length
-        if cycle == 1 and lasting_until is not None:
+        if cycle == 1 and lasting_until is not None:  # the runs begin with nothing in memory
             window = _Window(order, num_bytes, capacity_bytes, persistent, begin)
         if cycle < 2 or begun_with != window.held:  # else the cycle before comes once more
             begun_with = set(window.held)
@@ -376,7 +376,7 @@ class _Window:
             heappush(self._leaving, (-next_use, unit))
 
     def _hold(self, unit: int) -> None:
-        """Of those that are not wanted, what is needed last makes room."""
+        """Add a unit; evict units outside the window for it, the one that is needed last first."""
         size = self._num_bytes[unit]
         while self._held_bytes + size > self._capacity_bytes and self._leaving:
             victim = heappop(self._leaving)[1]

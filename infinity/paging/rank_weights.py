@@ -12,9 +12,9 @@ from infinity.units.unit import Unit
 
 
 def gather_weights(cache: ParameterCache, units: Sequence[Unit]) -> None:
-    """What the ranks have updated of these units becomes the weights of all.
+    """Gather the new weights of these units, of which each rank has updated its shard. A collective call.
 
-    That is done unit by unit, beside the updates of those that follow. See `WeightExchange.gather` for what is raised.
+    Units are gathered one by one, while later ones are still updated. See `WeightExchange.gather` for errors.
     """
     exchange = cache.exchange
     kept = _unify(cache, units, keeps=cache.holds_all)
@@ -26,21 +26,21 @@ def gather_weights(cache: ParameterCache, units: Sequence[Unit]) -> None:
 
 
 def sum_over_ranks(cache: ParameterCache, what: str, counts: Sequence[int]) -> list[int]:
-    """Add up each of these numbers over all ranks, which all come here with the same label."""
+    """Add up each of these numbers over all ranks. A collective call; the label is equal on all."""
     with cache.clock.waiting("ranks"):
         return [sum(of_ranks) for of_ranks in zip(*cache.exchange.ranks.all_gather_ints(what, counts), strict=True)]
 
 
 def align_ranks(cache: ParameterCache) -> None:
-    """Have the same units in memory on all ranks: one may have fetched others, because another told it to."""
+    """Make the same units resident on all ranks. They can differ if ranks fetched units at another rank's request."""
     _unify(cache, cache.units, keeps=True)
 
 
 def _unify(cache: ParameterCache, units: Sequence[Unit], *, keeps: bool) -> list[Unit]:
-    """See to it that all ranks have the same of these units in memory, of those that are divided, and their present weights.
+    """Make the same divided units resident on all ranks, with their present weights.
 
-    If ``keeps``, those in the memory of all ranks stay as they are, and are returned: there each rank has the present weights of
-    its shard. Of the others, what is in use on some rank is gathered anew, and the rest leaves.
+    With ``keeps``, units that are resident on all ranks stay and are returned: each rank has the present weights of its own
+    shard there. Of the other units, those in use on some rank are gathered anew, and the rest is evicted.
     """
     divided = [unit for unit in units if cache.exchange.divides(unit)]
     if not divided:

@@ -39,7 +39,6 @@ class PackedSavedTensor:
 
     __slots__ = (
         "__weakref__",
-        "count",
         "dtype",
         "is_parameter",
         "kept",
@@ -47,6 +46,7 @@ class PackedSavedTensor:
         "offset",
         "shape",
         "stride",
+        "tensor_version",
         "unit",
         "version",
     )
@@ -56,12 +56,12 @@ class PackedSavedTensor:
         self.unit = unit
         self.version = unit.version
         self.is_parameter = isinstance(tensor, nn.Parameter)
-        """Whether it is one itself, so that it shows what is assigned to its ``data``."""
+        """Whether it is a parameter itself and not a view, so that it shows what is assigned to its ``data``."""
         is_counted = tensor.requires_grad or self.is_parameter or isinstance(tensor._base, nn.Parameter)
-        self.count = tensor._version if is_counted else None
-        """Of writes to the parameter, which torch would look at."""
+        self.tensor_version = tensor._version if is_counted else None
+        """torch's version counter of the tensor, as it was in forward; None if torch would not check it."""
         self.kept: tuple[torch.Tensor, int] | None = None
-        """Bytes that it goes on looking at though the parameter has got others, and where they were in the flat buffer."""
+        """Bytes that it still views after the parameter got others, and their offset in the flat buffer."""
         self.lazy_bits = tensor.is_conj(), tensor.is_neg()
         self.dtype = tensor.dtype
         self.shape = tensor.shape
@@ -77,9 +77,10 @@ class PackedSavedTensor:
                 f"backward needs the weights of unit {unit.name} as they were in forward, but they have been changed by "
                 "an optimizer step since. Run forward again"
             )
-        if (unit.has_been_written or unit.is_bound) and self.count is not None:
+        # Only a unit that is bound, or was written to while it was, can have another version.
+        if (unit.has_been_written or unit.is_bound) and self.tensor_version is not None:
             slot = unit.slot_at(int(self.offset) * self.dtype.itemsize)
-            if slot is not None and unit.parameters[slot.index]._version != self.count:
+            if slot is not None and unit.parameters[slot.index]._version != self.tensor_version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"parameter '{slot.spec.fqn}', of shape {list(slot.spec.shape)}, after forward had used it"

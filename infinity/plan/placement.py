@@ -436,7 +436,7 @@ class _Planner:
             kept_bytes += sum(units[index].stored_weight_bytes for index in packed)
             weights_bytes = min(base + left, self._total)
             left -= max(weights_bytes - base, 0)
-        elif not option.hosts_all:
+        elif not option.hosts_all:  # else `_Option.needs` has counted these weights
             kept_bytes += sum(units[index].stored_weight_bytes for index in taken)
         if not request.uses_host_memory or weights_bytes == self._total:
             # Spare memory goes to gradients: a loop with `optimizer.step()` of its own keeps all of them until then.

@@ -158,7 +158,7 @@ class Plan:
 
     @property
     def predicted_step_seconds(self) -> float | None:
-        """Drives, copies to and from a GPU, and compute work at the same time, so it is the longest of them.
+        """The longest of three times: drives, copies to and from a GPU, and compute. They overlap.
 
         Before the first steps compute is unknown and not counted, and so are copies whose speed is unknown. None if the
         speed of the drives is unknown.

@@ -45,9 +45,9 @@ class Gather(LatchedArrival):
         self.unit = unit
         self.is_demand = is_demand
         self.landing: StagingBuffer | None = None
-        """Where this rank's shard is read to, once there is one."""
+        """The buffer into which this rank's shard is read, once it is leased."""
         self.handle: Handle | None = None
-        """Of that read; None if this rank has nothing of the unit."""
+        """Handle of that read; None if this rank has no shard of the unit."""
         self._store = store
         self._issued = issued
         self._after = after  # earlier kernels may still read what was in this memory before
@@ -179,7 +179,7 @@ class DividedWeights(WeightStore):
         return sum(stop - start for start, stop in self.shards.weight_spans(unit))
 
     def _places(self, unit: Unit, start: int = 0, stop: int = sys.maxsize) -> Iterator[tuple[int, int, int]]:
-        """Of the bytes [start, stop) of the flat buffer, those that this rank keeps: from, to, and where in the extent."""
+        """Yield (start, stop, offset in the extent) of the bytes in [start, stop) of the flat buffer that this rank keeps."""
         offset = 0
         for first, last in self.shards.weight_spans(unit):
             low, high = clipped((first, last), start, stop)

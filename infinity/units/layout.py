@@ -154,8 +154,9 @@ class UnitLayout:
             state_block_numel: elements of an optimizer state that share one scale; 1 where states are not quantized.
         """
         # Worked example: bf16, two trained parameters of 100 and 5000 elements, one frozen of 10.
-        #   trainable: slot 0 starts at element 0, slot 1 at 128 (100 rounded up to 64s), ends at 5128; numel 6144 = 3 *
-        #   2048 frozen: starts at byte 12288 = 6144 * 2, has 2048 elements (4096 bytes), of which 10 are used
+        #   trainable: slot 0 starts at element 0, slot 1 at 128 (100 rounded up to 64s) and ends at 5128
+        #              numel = 6144 = 3 * 2048
+        #   frozen:    starts at byte 12288 = 6144 * 2, has 2048 elements (4096 bytes), of which 10 are used
         #   num_bytes = 12288 + 4096 = 16384
         # The key sorts False first: trainable before frozen, plain before packed. `StoredForm` relies on packed weights
         # being last, and on trainable ones having the same offsets with and without packing.

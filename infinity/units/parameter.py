@@ -289,7 +289,7 @@ class ViewPlace:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """Of the first element, in elements of ``dtype`` from the beginning of the flat buffer."""
+    """Offset of the first element in the flat buffer, in elements of ``dtype``."""
     lazy_bits: tuple[bool, bool] = (False, False)
     """See `infinity.torch_internals.names.lazy_bits`."""
 

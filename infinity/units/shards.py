@@ -41,10 +41,10 @@ class Shards:
         return [part for of_ranks in self.weight_parts(unit) if (part := of_ranks[self.index])[0] < part[1]]
 
     def weight_parts(self, unit: Unit) -> list[list[tuple[int, int]]]:
-        """Of each segment of the flat buffer, the bytes [start, stop) that each rank keeps in stage 3.
+        """Return for each segment of the flat buffer the bytes [start, stop) that each rank keeps in stage 3.
 
-        Of the trainable segment these are the elements of `span`, of each frozen segment a part of the same size. The
-        ranks together have each byte once. All numbers are multiples of SEGMENT_GRANULE_BYTES.
+        In the trainable segment these are the elements of `span`; a frozen segment is divided equally. The ranks
+        together have each byte once. All numbers are multiples of SEGMENT_GRANULE_BYTES.
         """
         found = []
         for segment in unit.layout.segments:

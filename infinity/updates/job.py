@@ -99,7 +99,7 @@ class UpdateJob:
     unit: Unit
     """What is updated."""
     chunks: Sequence[Chunk]
-    """Of the given ones, those that hold parameters which are updated."""
+    """The chunks that hold updated parameters."""
     gradients: GradientSource
     """Its gradients; the job releases them."""
     groups: Mapping[int, dict[str, Any]]

@@ -64,11 +64,11 @@ class StepGroups:
                 (self._trainable if slot.spec.is_trainable else self._frozen).append(parameter)
         self._flags: list[bool] | None = None
         self._fits: tuple[Members, list[tuple[str, ...]]] | None = None
-        """Who was in which group, and the state names of each group, when all parameters were last found to fit."""
+        """Members and state names of each group at the last check that all parameters fit."""
         self._known_names: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         """For each group its hyperparameters as last seen, and the names of the states that they lead to."""
         self._strangers: set[int] = set()
-        """Ids of parameters that a warning has named. One of a parameter that is gone may come again: then it is not
+        """Ids of parameters that a warning has named. The id of a freed parameter may be reused: then the new one is not
         named."""
 
     def read(self) -> Groups:

@@ -61,9 +61,9 @@ class _ChunkInHand:
     is_taken: bool = False
     """Whether a worker has taken it."""
     writes: list[Handle] = field(default_factory=list)
-    """Besides that of the record."""
+    """Writes besides that of the record."""
     upload: Fence = None
-    """Behind this point its new weights are in the flat buffer."""
+    """After this point in the device's stream, the new weights are in the flat buffer."""
     is_done: bool = False
     """Whether it is updated. Its memory is free when its writes have ended."""
 
@@ -85,7 +85,7 @@ class _ExpectedUpdates:
         self._records = records
         self.are_due = False
         """Whether gradients are soon to come: set from any thread, and until `begin`."""
-        self._noted: dict[Unit, Sequence[Chunk]] = {}
+        self._updated: dict[Unit, Sequence[Chunk]] = {}
         """Chunks that were updated since the last `begin`, in order."""
         self.left: dict[Unit, deque[Chunk]] = {}
         """Chunks of the step before that have been neither updated nor read ahead since."""
@@ -93,15 +93,15 @@ class _ExpectedUpdates:
     def on_update(self, unit: Unit, chunks: Sequence[Chunk]) -> None:
         """The update of these chunks begins."""
         self.left.pop(unit, None)
-        self._noted[unit] = chunks
+        self._updated[unit] = chunks
 
     def begin(self) -> None:
-        """Expect the updates that were noted since the last call."""
+        """Expect the updates that began since the last call."""
         self.are_due = False
-        if self._noted:  # else the step between was skipped, and what was expected for it still is
+        if self._updated:  # else the step between was skipped, and what was expected for it still is
             self._records.drop_read_ahead()
-            self.left = {unit: deque(chunks) for unit, chunks in self._noted.items()}
-            self._noted = {}
+            self.left = {unit: deque(chunks) for unit, chunks in self._updated.items()}
+            self._updated = {}
 
     def read(self) -> None:
         """Read what is expected next, as far as there is room."""

@@ -78,11 +78,14 @@ class InterBlockGraph:
         self._positions: list[int] = []
         """The positions of these calls, and finally that of the loss."""
         self._segment_of: dict[Any, int] = {}
+        """Autograd node -> position of the call at which its segment ends."""
         self._segments: dict[int, _GraphSegment] = {}
+        """By the same position."""
         self._waiting: dict[Edge, torch.Tensor] = {}
         """Sums of the gradients that have come for an edge whose node runs later."""
         self._watched: list[weakref.ref[torch.Tensor]] = []
         self._hooked: set[Edge] = set()
+        """Edges of tensors with hooks of the user."""
         self.repeated: set[int] = set()
         """``id`` of each parameter that is used more than once between two calls."""
 

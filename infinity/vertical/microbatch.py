@@ -32,7 +32,7 @@ from infinity.threads.denormals import flush_denormals, flushes_denormals
 from infinity.threads.openmp import end_openmp_workers
 from infinity.vertical.call import Block, BlockCall, Tree
 from infinity.vertical.inter_block_graph import InterBlockGraph
-from infinity.vertical.restoring import ThreadState, obstacle
+from infinity.vertical.restoring import ThreadState, thread_state_obstacle
 from swapper.sync.limits import start_threads
 
 # How often the waiting training thread returns to Python code, where a KeyboardInterrupt is raised.
@@ -311,7 +311,7 @@ class MicroBatch:
         """Call ``function``, on the training thread if the state of this one can be carried over."""
         # The training thread keeps its OpenMP workers, while this one has to release them at each pause: see
         # [Note: one pool] in `infinity.threads.openmp`.
-        if obstacle() is not None:
+        if thread_state_obstacle() is not None:
             return function()
         self._task = functools.partial(ThreadState(self._device).run, function)
         self._thread.pause()

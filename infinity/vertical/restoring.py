@@ -43,7 +43,7 @@ _MOST_COPIED_BYTES = 1 << 26
 T = TypeVar("T")
 
 
-def obstacle() -> str | None:
+def thread_state_obstacle() -> str | None:
     """Why the calling thread's state cannot be carried over to another thread; None if it can."""
     # A mode is an object of the user's that collects what it sees. Entered on several threads, it would see their
     # operations interleaved. `torch.device` as a context is a mode too, but has no state.

@@ -21,7 +21,7 @@ from infinity.plan.cost_model import Traffic
 from infinity.units.unit import Unit
 from infinity.vertical.call import Block
 from infinity.vertical.microbatch import Abandoned, MicroBatchThread
-from infinity.vertical.restoring import StepStart, obstacle
+from infinity.vertical.restoring import StepStart, thread_state_obstacle
 from infinity.vertical.step import Key, StepContext, StepOptions, VerticalStep
 from swapper import SwapperError
 from swapper.sync.interrupts import uninterrupted
@@ -151,7 +151,7 @@ class VerticalSchedule:
                 if is_saved_otherwise()
                 else None
             )
-            or obstacle()
+            or thread_state_obstacle()
         )
 
     def _hooks_of_the_user(self) -> str | None:

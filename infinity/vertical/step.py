@@ -67,7 +67,7 @@ class StepOptions:
     step: int
     """The number of the step."""
     divisor: int
-    """Of each loss."""
+    """By which each loss is divided."""
     updates: bool = True
     """Whether a unit may be updated before all gradients of the step have come."""
     keeps_bits: bool = False
@@ -192,7 +192,7 @@ class VerticalStep:
 
     _on: StepContext
     unit_indices: InitVar[Container[int]]
-    """Of the units of blocks."""
+    """Indices of the units that are blocks."""
     _options: StepOptions
     tied: InitVar[Collection[Key]]
     """Parameters whose gradients come in two parts: see [Note: parts]."""
@@ -444,7 +444,8 @@ class VerticalStep:
             self._sums.add(unit, self._joined(batch, unit, gradients, moment))
         for index, _ in self._tied.waiting_of(batch.index):
             unit = self._units[index]
-            if self._vertical_forward.first_moments.get(index) == moment:  # the other part has not come, and will not
+            # Backward does not reach this unit again, so no second part can come: the waiting part is the gradient.
+            if self._vertical_forward.first_moments.get(index) == moment:
                 self._sums.add(unit, self._joined(batch, unit, {}, moment))
         self._on.coordinator.pause()
 

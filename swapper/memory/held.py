@@ -28,7 +28,7 @@ def watch_requests(scheduler: Any) -> None:
 
 
 def is_held(address: int, num_bytes: int) -> bool:
-    """Return whether a request has any of these bytes, in whatever swapper of this process."""
+    """Return whether a request of any swapper of this process uses some of these bytes."""
     return bool(tenants(address, num_bytes))
 
 

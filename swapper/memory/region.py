@@ -175,5 +175,5 @@ class AlignedRegion(Uncopyable):
         return whole
 
     def release(self) -> None:
-        """Give the memory back now, or as soon as the last array over it has died. Calling it again does nothing."""
+        """Release the memory now, or as soon as the last array over it is garbage-collected. Calling it again does nothing."""
         self._bytes = None

@@ -105,7 +105,7 @@ class Handle(Uncopyable):
             raise self.failure.with_traceback(None)
 
     def promote(self, priority: Priority = Priority.DEMAND) -> None:
-        """Raise the priority of the request and of the earlier requests it waits for; never lowers one."""
+        """Raise the priority of the request, and of the earlier requests that it waits for. Never lower one."""
         self.scheduler.promote(self, as_priority(priority))
 
     def add_done_callback(self, function: Callable[[Handle], None]) -> None:

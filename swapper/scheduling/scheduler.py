@@ -163,7 +163,7 @@ class IOScheduler(Uncopyable):
                     queue.inflight_bytes += num_bytes
                     queue.num_taken += 1
             thread = self._thread
-            if to_submit is None and thread.backlog is None:  # as `_submit_all`
+            if to_submit is None and thread.backlog is None:  # `_submit_all`, by hand
                 thread.backlog = to_submit = deque()
                 try:
                     self._backend.submit(operation)
@@ -171,7 +171,7 @@ class IOScheduler(Uncopyable):
                     self._on_raised(operation, error)
                 finally:
                     thread.backlog = None
-            elif to_submit is None and thread.backlog is not None:
+            elif to_submit is None and thread.backlog is not None:  # called inside `submit`: the outer call submits it
                 thread.backlog.append(operation)
             if to_submit:
                 self._submit_all(to_submit)
@@ -334,7 +334,7 @@ class IOScheduler(Uncopyable):
         is_late = self._tick - transfer.submitted_tick >= waiting.TICKS_PER_DEADLINE
         has_attempts = transfer.num_retries < self._config.max_retries and not is_late and not self._closed_because
         if is_transient and has_attempts:
-            if isinstance(transfer, Operation):  # what is left of it is a piece
+            if isinstance(transfer, Operation):  # a retry covers only the bytes that are left: a Transfer can
                 transfer = Transfer.of(operation, 0, operation.num_bytes)
                 transfer.submitted_tick, transfer.began_seconds = operation.submitted_tick, operation.began_seconds
             num_bytes = transfer.advance(0 if error is not None else transferred_bytes)

@@ -146,7 +146,7 @@ class IntegrityBackend(BackendWrapper):
                         job.to_read.append((known[0].start, known[-1].stop))
             self._advance(job)
         except BaseException:  # a KeyboardInterrupt, say: then close must not wait for it
-            self._is_prepared(job)
+            self._end_preparation(job)
             raise
 
     def close(self, timeout_seconds: float) -> bool:
@@ -174,9 +174,9 @@ class IntegrityBackend(BackendWrapper):
                 for page in job.edges:
                     self._cut(job, page)
         self._transfer(job)
-        self._is_prepared(job)
+        self._end_preparation(job)
 
-    def _is_prepared(self, job: _Job) -> None:
+    def _end_preparation(self, job: _Job) -> None:
         with self._lock:
             self._preparing.discard(job)
             self._changed.notify_all()
@@ -188,7 +188,7 @@ class IntegrityBackend(BackendWrapper):
                 return
             except Exception as found:  # no memory for one more page, say: the waiter must get the error
                 error = as_os_error(found)
-        self._is_prepared(job)
+        self._end_preparation(job)
         job.request.complete(0, error)  # without an error this is a short transfer, to be tried again
 
     def _transfer(self, job: _Job) -> None:

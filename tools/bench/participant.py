@@ -19,7 +19,7 @@ from bench.cgroup import Cgroup
 from bench.measured.models import Workload
 
 _LOG_LINES = 25
-"""Of what a process and its libraries have printed, so many are told where it fails."""
+"""Lines of a failed process's output that are shown."""
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 """For all participants alike: torch asks for huge pages, without which a CPU spends much of a step in page faults."""
 _MEASURED = Path(__file__).resolve().parent / "measured"

@@ -162,10 +162,10 @@ class ZeroBlock(Block):
     """`zero_optimization`."""
 
     stage: Annotated[Count | None, Field(le=3)] = None
-    """What several processes divide among them. Stages 1 and 2 divide main weights, optimizer states and their updates;
-    stage 3 also divides model weights. The numbers are the same in all stages (but see `bf16.check_grad_overflow`).
-    With one process, every stage runs as 3. If you leave it out, it is 3 if `offload_param` or `offload_optimizer`
-    names a device, and 0 otherwise, as in DeepSpeed."""
+    """What several processes shard. Stages 1 and 2 shard main weights, optimizer states and their updates; stage 3 also
+    shards model weights. The numbers are the same in all stages (but see `bf16.check_grad_overflow`). With one process,
+    every stage runs as 3. If you leave it out, it is 3 if `offload_param` or `offload_optimizer` names a device, and 0
+    otherwise, as in DeepSpeed."""
     # An empty block is the same as none: its device is "none".
     offload_param: OffloadBlock = OffloadBlock()
     offload_optimizer: OffloadBlock = OffloadBlock()
@@ -271,11 +271,11 @@ class InfinityBlock(Block):
     is paged by itself, so a layer that is larger than the budget can be trained. Off by default.
     [Tiles](../guides/larger-than-ram.md#tiles) lists which last bits may differ."""
     experts: Literal["auto", "by_expert", "touched_only", "whole"] = "auto"
-    """How the experts of a layer are paged whose weights are one tensor, as in transformers 5: `"by_expert"` reads only those
-    that tokens go to, and updates all of them as torch does; `"touched_only"` updates only those that tokens went to;
-    `"whole"` pages them with their layer. `"auto"` is `"by_expert"` for frozen experts with `offload_param` on NVMe, and
-    `"whole"` for all others. In stage 3 on several processes, all of them gather the experts that any of them needs. See
-    [mixtures of experts](../guides/mixtures-of-experts.md)."""
+    """How experts are paged if a layer stores all of them in one tensor, as in transformers 5. `"by_expert"` reads only
+    those that tokens go to, and updates all of them as torch does. `"touched_only"` updates only those that tokens went
+    to. `"whole"` pages them with their layer. `"auto"` is `"by_expert"` for frozen experts with `offload_param` on NVMe,
+    and `"whole"` for all others. In stage 3 on several processes, all of them gather the experts that any of them needs.
+    See [mixtures of experts](../guides/mixtures-of-experts.md)."""
     strict: Annotated[Flag, BeforeValidator(_strictness)] = True
     """`false` turns unknown keys into a warning."""
     update: Literal["auto", "in_backward", "deferred", "step"] = "auto"
@@ -466,7 +466,9 @@ class RootBlock(Block):
     pipeline: PipelineBlock = PipelineBlock()
     data_efficiency: Annotated[
         Untyped,
-        Refused("the data is used in the order of the loader", "Order the data in the data set", is_by_parts=True),
+        Refused(
+            "the data is used in the order of the loader", "Sort the samples in the data set itself", is_by_parts=True
+        ),
     ] = None
 
     # ---- speed, memory, logging

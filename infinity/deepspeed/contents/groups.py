@@ -13,18 +13,18 @@ _Answers = tuple[Callable[[], int], Callable[[], int], Callable[[], Any]]
 
 
 def _answers(ranks_of: Callable[[Mesh], Ranks], number_of: Callable[[Mesh], int]) -> _Answers:
-    """What three functions say of some processes: ``ranks_of`` a mesh, among which this one has the number ``number_of``."""
+    """Return DeepSpeed's three functions for one dimension of the mesh: its size, this process's number in it, and its group."""
 
     def size() -> int:
-        """How many they are."""
+        """Number of processes in this dimension."""
         return ranks_of(current_mesh()).num
 
     def rank() -> int:
-        """This process's number among them."""
+        """This process's number in this dimension."""
         return number_of(current_mesh())
 
     def group() -> Any:
-        """Their process group, made if there is none. Undivided: the group of all."""
+        """The process group of this dimension, made if it is missing; all processes if the model is not divided."""
         mesh = current_mesh()
         ranks = ranks_of(mesh)
         return ranks.torch_group if ranks.num > 1 or mesh.is_divided else world_group()
@@ -33,12 +33,12 @@ def _answers(ranks_of: Callable[[Mesh], Ranks], number_of: Callable[[Mesh], int]
 
 
 def _size() -> int:
-    """1: sequences are not divided."""
+    """Return 1: sequences are not divided."""
     return 1
 
 
 def _rank() -> int:
-    """0: sequences are not divided."""
+    """Return 0: sequences are not divided."""
     return 0
 
 

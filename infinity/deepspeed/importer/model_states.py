@@ -61,6 +61,7 @@ class ModelStates:
         self.num_ranks = len(paths)
         self.num_steps = int(first["global_steps"])
         scheduler: Mapping[str, Any] | None = first.get("lr_scheduler")
+        # Without objects of classes that are not run.
         self.lr_scheduler = None if scheduler is None else without_records(dict(scheduler))[0]
         self.tied = {str(fqn): str(of) for fqn, of in (first.get("shared_params") or {}).items()}
         # Files of another save, or of another model, in the same directory.

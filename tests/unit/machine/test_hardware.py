@@ -59,11 +59,11 @@ def test_a_device_whose_link_is_not_told_has_none(sys: Path) -> None:
 
 
 def test_a_slow_link_is_told_with_what_the_device_could_do_but_a_gpu_at_rest_is_not() -> None:
-    narrow = link_finding(PciDevice("nvme0n1", None, 8.0, 2, 16.0, 4), rests=False)
+    narrow = link_finding(PciDevice("nvme0n1", None, 8.0, 2, 16.0, 4), is_idle=False)
     assert narrow.verdict is Verdict.POOR and "16 GT/s x 4" in narrow.text and "slot" in narrow.cure
-    assert link_finding(_DRIVE, rests=False).verdict is Verdict.GOOD
-    assert link_finding(_GPU, rests=True).verdict is Verdict.GOOD
-    assert link_finding(PciDevice("GPU 0", 0, 2.5, 8, 32.0, 16), rests=True).verdict is Verdict.POOR
+    assert link_finding(_DRIVE, is_idle=False).verdict is Verdict.GOOD
+    assert link_finding(_GPU, is_idle=True).verdict is Verdict.GOOD
+    assert link_finding(PciDevice("GPU 0", 0, 2.5, 8, 32.0, 16), is_idle=True).verdict is Verdict.POOR
 
 
 def test_nodes_are_compared_where_there_are_several(sys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
