@@ -55,6 +55,7 @@ _CURES = {
     errno.ENOSPC: "make room, or name a directory with more",
     errno.EISDIR: "name a file in it",
     errno.ENOTDIR: "name a directory",
+    errno.ENAMETOOLONG: "give a shorter path",
 }
 
 
