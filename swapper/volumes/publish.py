@@ -68,7 +68,7 @@ class Staging:
             with locked(self._directory):
                 _remove_abandoned(self._directory)
                 self.path.mkdir(0o700)  # until it is published, nobody else can write to what is in it
-                with closed_unless_made(shutil.rmtree, self.path, True):  # True: ignore errors
+                with closed_unless_made(_remove_hidden, self.path, None):
                     self._lock = mark(self.path)
         return self
 
@@ -157,11 +157,14 @@ def _remove_hidden(path: Path, lock: int | None) -> None:
     finally:
         if lock is not None:
             os.close(lock)
-    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(
+        OSError
+    ):  # if something could not be removed, the mark is there: the next save tries again
+        path.rmdir()
 
 
 def _empty(folder: Path) -> None:
-    """Remove the contents of a marked directory."""
+    """Remove the contents of a hidden directory."""
     with contextlib.suppress(OSError):  # the mark last: if this process is killed meanwhile, the rest is known as ours
         for entry in list(os.scandir(folder)):
             if entry.is_dir(follow_symlinks=False):
