@@ -121,6 +121,8 @@ def test_a_backward_cut_off_after_updates_is_never_silent(where: str, tmp_path: 
         for step in range(2):
             both.engine_step(step)
         _raise_in_backward(both, where, KeyboardInterrupt())
+        with pytest.raises(StepError, match="reset"):  # which is the cure, and not engine.step()
+            both.engine(**both.batch(3))
         try:
             both.engine.step()
         except StepError:
