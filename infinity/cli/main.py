@@ -56,6 +56,7 @@ _CURES = {
     errno.EISDIR: "name a file in it",
     errno.ENOTDIR: "name a directory",
     errno.ENAMETOOLONG: "give a shorter path",
+    errno.EEXIST: "name a file",
 }
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import secrets
@@ -188,9 +189,11 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     A reader sees the old file or the new one, whole, also after a crash. A link stays a link.
 
     Raises:
-        OSError: it cannot be written; ``path`` is as it was.
+        OSError: it cannot be written, or is no file; ``path`` is as it was.
     """
-    path = path.resolve()  # the target of a link is replaced, and not the link
+    path = Path(os.path.realpath(path))  # the target of a link is replaced, and not the link
+    if os.path.lexists(path) and not path.is_file():  # a rename would replace /dev/null
+        raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # beside it: a rename works in one file system
     try:
         with partial.open("xb") as file:

@@ -82,6 +82,25 @@ def test_what_cannot_be_removed_at_once_is_removed_by_the_next_save(tmp_path: Pa
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "directory", "loop"])
+def test_only_files_are_replaced(kind: str, tmp_path: Path) -> None:
+    """As root, a rename would replace /dev/null."""
+    place = path = tmp_path / "place"
+    if kind == "loop":
+        place.symlink_to(place)
+    elif kind == "directory":
+        place.mkdir()
+    else:
+        os.mkfifo(place)
+    if kind == "link to a pipe":
+        path = tmp_path / "link"
+        path.symlink_to(place)
+    before = place.lstat()
+    with pytest.raises(OSError, match=str(place)), publish.replacing(path):
+        pass
+    assert place.lstat().st_ino == before.st_ino and set(tmp_path.iterdir()) == {place, path}
+
+
 def _as_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Locks of directories stay within a machine, as those of NFS, FUSE and Lustre: a second one gets them as well."""
     real = fcntl.flock
