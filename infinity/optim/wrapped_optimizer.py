@@ -397,7 +397,7 @@ def _made(recipe: functools.partial[Optimizer], groups: list[Any]) -> Optimizer:
         return recipe(groups)
     # LookupError: AdamW with one beta. ArithmeticError: a division by an argument.
     except (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AssertionError) as error:
-        problem = f"{error or type(error).__name__}. Correct its arguments"
+        problem = f"{str(error) or type(error).__name__}. Correct its arguments"
         raise ConfigError(f"optimizer {recipe.func.__name__}: {problem}", key="optimizer") from error
 
 
