@@ -271,3 +271,8 @@ def test_shells_are_told_commands_and_options(
     monkeypatch.setenv("COMP_CWORD", "2")
     assert main([]) == 0
     assert capsys.readouterr().out == "plain,verify\n"
+    monkeypatch.delenv("COMP_CWORD")
+    for instruction in ("bash_complete", "nonsense"):
+        monkeypatch.setenv("_INFINITY_COMPLETE", instruction)
+        assert main([]) == _MISUSED
+        assert "unset it" in _told(capsys)
