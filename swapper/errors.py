@@ -352,7 +352,8 @@ def refusal(error: OSError) -> str:
     if code is None:
         return f"failed: {error}"
     name = errno_codes.errorcode.get(code, "?")
-    return f"failed: {os.strerror(code)} (errno {code}, {name}); {_CURES.get(code, _DEFAULT_CURE)}"
+    cure = _CURES.get(code) or limit_cure(error) or _DEFAULT_CURE
+    return f"failed: {os.strerror(code)} (errno {code}, {name}); {cure}"
 
 
 _DEFAULT_CURE = "look at the kernel log for this drive"

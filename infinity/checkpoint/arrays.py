@@ -462,8 +462,10 @@ def reading_from(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        limit = limit_cure(error)
         cure = "Give this process read permission, mount the drive, or load another checkpoint"
-        raise CheckpointError(path, f"it cannot be read: {error.strerror or error}", cure=cure) from error
+        problem = f"it cannot be read: {error.strerror or error}"
+        raise CheckpointError(path, problem, cure=f"To read it, {limit}" if limit else cure) from error
 
 
 @contextlib.contextmanager

@@ -474,16 +474,23 @@ def _model_of(directory: Path) -> tuple[Any, Any]:
     if not (directory / "config.json").is_file():
         cure = "Name the directory of the Hugging Face model that was trained"
         raise ModelError(f"'{directory}' has no config.json", cure=cure)
-    config = transformers.AutoConfig.from_pretrained(directory)
-    name = next(iter(getattr(config, "architectures", None) or []), None)
-    model_class: Any = getattr(transformers, name, None) if name is not None else None
-    if model_class is None:
-        problem = f"the config in '{directory}' names the class {name!r}, which transformers does not have"
-        raise ModelError(problem, cure="Set 'architectures' in it, as save_pretrained does")
-    with torch.device("meta"):
-        model = model_class(config)  # shapes and names only, no memory
-    has_generation = (directory / "generation_config.json").is_file()
-    return model, transformers.GenerationConfig.from_pretrained(directory) if has_generation else None
+    try:
+        # False: no code in the directory is run, nor is it asked for on the terminal.
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        name = next(iter(getattr(config, "architectures", None) or []), None)
+        model_class: Any = getattr(transformers, str(name), None)
+        if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+            problem = f"the config in '{directory}' names the class {name!r}, which transformers does not have"
+            raise ModelError(problem, cure="Set 'architectures' in it, as save_pretrained does")
+        with torch.device("meta"):
+            model = model_class(config)  # shapes and names only, no memory
+        has_generation = (directory / "generation_config.json").is_file()
+        return model, transformers.GenerationConfig.from_pretrained(directory) if has_generation else None
+    except ModelError:
+        raise
+    except Exception as error:  # an unusual config can make transformers raise anything
+        problem = f"no model can be built from the config in '{directory}': {' '.join(str(error).split())[:300]}"
+        raise ModelError(problem, cure="Name the directory of the Hugging Face model that was trained") from error
 
 
 def _checked(checkpoint: Checkpoint, model: Any, saved: Mapping[str, SavedTensor]) -> dict[str, str]:

@@ -77,7 +77,8 @@ def _print(runs: list[LeftRun], saves: list[LeftSave]) -> None:
         return
     shown = table("bytes", "commits", "last written", "", "directory")
     for run in runs:
-        when = datetime.fromtimestamp(run.changed_at).strftime("%Y-%m-%d %H:%M")
+        changed_at = min(max(run.changed_at, 0), 1 << 32)  # file systems store times that no calendar has
+        when = datetime.fromtimestamp(changed_at).strftime("%Y-%m-%d %H:%M")
         shown.add_row(size(run.num_bytes), str(run.num_commits), when, "in use" if run.is_in_use else "", str(run.path))
     for save in saves:
         shown.add_row(size(save.num_bytes), "", "", "a killed save", str(save.path))

@@ -39,8 +39,12 @@ _GRACE_SECONDS = 40.0
 """torchrun kills a process 30 seconds after it has sent SIGTERM to it. We kill torchrun later than that."""
 # SIGHUP comes when the terminal is closed.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Of one host. A mistyped number would fill memory with a list of slots, or start that many processes.
+_MOST_SLOTS = 9999
 _HOST = re.compile(r"([A-Za-z0-9_][\w.+-]*@)?(\[[0-9A-Fa-f:.]+(%\w+)?\]|[A-Za-z0-9_][\w.:%-]*)", re.ASCII)
 """A name or address, with a user before it or without. One that begins with a dash would be an option of ssh."""
+
+_PORT = click.IntRange(1, 65535)
 
 Hosts = dict[str, list[int]]
 """Host -> its slots (GPUs) that take part, in order."""
@@ -51,11 +55,15 @@ Hosts = dict[str, list[int]]
 @click.option("-H", "--hostfile", type=PathType(), help="File with one host per line, such as: worker-1 slots=8.")
 @click.option("-i", "--include", default="", help="Use only these hosts or slots: worker-1@worker-2:0,2.")
 @click.option("-e", "--exclude", default="", help="Do not use these hosts or slots.")
-@click.option("--num_nodes", type=int, help="Use only so many hosts of the hostfile, the first ones.")
-@click.option("--num_gpus", type=int, help="Number of processes on each host. They use its first slots.")
+@click.option("--num_nodes", type=click.IntRange(min=1), help="Use only so many hosts of the hostfile, the first ones.")
+@click.option(
+    "--num_gpus",
+    type=click.IntRange(1, _MOST_SLOTS),
+    help="Number of processes on each host. They use its first slots.",
+)
 @click.option("--master_addr", help="Address at which the processes meet. Default: the first host.")
-@click.option("--master_port", type=int, default=29500, show_default=True)
-@click.option("--ssh_port", type=int, help="Port of ssh. Default: ssh's own.")
+@click.option("--master_port", type=_PORT, default=29500, show_default=True)
+@click.option("--ssh_port", type=_PORT, help="Port of ssh. Default: ssh's own.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(**options: Any) -> None:
@@ -79,11 +87,6 @@ def _hosts(arguments: SimpleNamespace) -> Hosts:
     if arguments.hostfile is None:
         if not Path(arguments.script).is_file():
             raise ConfigError(f"{arguments.script}: there is no such script. Give the path of one")
-        if arguments.num_gpus is not None and arguments.num_gpus < 1:
-            raise ConfigError(
-                f"--num_gpus {arguments.num_gpus}: at least one process is needed. Give 1 or more, or leave the "
-                "option out"
-            )
         if (arguments.num_nodes or 1) > 1:
             raise ConfigError(
                 f"--num_nodes {arguments.num_nodes}: without a hostfile there is only this host. Pass --hostfile"
@@ -109,7 +112,7 @@ def _hosts(arguments: SimpleNamespace) -> Hosts:
 
 
 def _check_number(option: str, number: int | None, most: int, there: str) -> None:
-    if number is not None and not 0 < number <= most:
+    if number is not None and number > most:
         raise ConfigError(f"{option} {number}: {there}. Give a number from 1 to {most}")
 
 
@@ -249,7 +252,7 @@ def read_hostfile(path: Path) -> Hosts:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
+        match = re.fullmatch(r"(\S+)\s+slots=([1-9][0-9]{0,3})", text)
         if match is None:
             raise ConfigError(f"{path}, line {number}: '{text}' is not a host. Write it as: worker-1 slots=8")
         if _HOST.fullmatch(match[1]) is None:
@@ -270,7 +273,7 @@ def largest_slot(choice: str) -> int:
     """Return the largest slot that ``choice`` names; -1 if it names none."""
     # "worker-1@worker-2:0,2" -> ["", "0", "2"]; a host without slots gives "", which is no number.
     numbers = [slot for part in choice.split("@") for slot in part.partition(":")[2].split(",")]
-    return max((int(slot) for slot in numbers if slot.isdecimal()), default=-1)
+    return max((int(slot) for slot in numbers if slot.isdecimal() and len(slot) < 5), default=-1)
 
 
 def chosen(hosts: Hosts, include: str, exclude: str) -> Hosts:

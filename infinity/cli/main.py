@@ -5,6 +5,7 @@ A command is a `click.Command` in a file of this folder, and a line in `COMMANDS
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import io
@@ -55,6 +56,8 @@ _CURES = {
     errno.ENOSPC: "make room, or name a directory with more",
     errno.EISDIR: "name a file in it",
     errno.ENOTDIR: "name a directory",
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.EEXIST: "name a file",
 }
 
 
@@ -98,7 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # The shell's completion script calls us with this variable: click prints the candidates.
     if instruction := os.environ.get(COMPLETE):
-        return shell_complete(commands, {}, PROGRAM, COMPLETE, instruction)
+        with contextlib.suppress(KeyError, ValueError):  # COMP_WORDS or COMP_CWORD is missing, or no shell's
+            if not shell_complete(commands, {}, PROGRAM, COMPLETE, instruction):
+                return 0
+        return _print_error(f"{COMPLETE}={instruction} is for completion scripts of shells: unset it", MISUSED)
     return run(commands, PROGRAM, sys.argv[1:] if arguments is None else arguments)
 
 

@@ -66,7 +66,7 @@ _NUMBER = functools.partial(click.option, type=_positive, metavar="NUMBER")
 @_NUMBER("--tbw", help="Terabytes that its drives are rated to write (TBW).")
 @click.option(
     "--lora",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 1 << 20),
     metavar="RANK",
     help="Train LoRA adapters of this rank on a frozen base, instead of all weights.",
 )
@@ -133,7 +133,7 @@ def plan(
     # The ladder tries every offload choice, so it needs the JSON: it replaces the devices and loads the config anew.
     written = dict(PLAIN if config is None else config)
     if frozen_dtype is not None:
-        written["infinity"] = {**written.get("infinity", {}), "frozen_dtype": frozen_dtype}
+        written["infinity"] = {**(written.get("infinity") or {}), "frozen_dtype": frozen_dtype}
     paths = list(directories) or ([] if config is None else list(config.nvme_paths)) or [Path.cwd()]
     machine, source = _machine(paths, SimpleNamespace(**described))
     # None: the space is given by --disk. Otherwise the ladder looks at the directories of each choice.

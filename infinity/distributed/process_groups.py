@@ -63,18 +63,32 @@ def num_processes() -> int:
             f"{_LAUNCHERS_SIZES[name]} has started {os.environ[name]} processes ({name}), and WORLD_SIZE is not set, so each "
             "would train alone. Start the script with torchrun; or set WORLD_SIZE to 1 if each is to train alone"
         )
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return number_of_launcher("WORLD_SIZE", "1")
+
+
+def number_of_launcher(name: str, default: str) -> int:
+    """A whole number that a launcher has put into the environment.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    value = os.environ.get(name, default)
+    try:
+        return int(value)
+    except ValueError:
+        cure = "Start the script with torchrun, or correct the variable"
+        raise ConfigError(f"environment variable {name} = {value!r}: must be a whole number. {cure}") from None
 
 
 def untold_size() -> str | None:
     """The variable by which mpirun or srun tells that it has started several, where WORLD_SIZE does not say so."""
-    names = (name for name in _LAUNCHERS_SIZES if int(os.environ.get(name, "1")) > 1)
+    names = (name for name in _LAUNCHERS_SIZES if number_of_launcher(name, "1") > 1)
     return None if "WORLD_SIZE" in os.environ else next(names, None)
 
 
 def process_rank() -> int:
     """This process among all: of ``torch.distributed``'s group, or as a launcher says; 0 without both."""
-    return int(torch.distributed.get_rank() if is_initialized() else os.environ.get("RANK", "0"))
+    return int(torch.distributed.get_rank()) if is_initialized() else number_of_launcher("RANK", "0")
 
 
 def is_initialized() -> bool:
@@ -117,20 +131,26 @@ def init_distributed(
     backend = dist_backend or "nccl"
     if backend == "nccl" and not has_nccl:  # DeepSpeed's scripts name it also where there is nothing for it to do
         backend = "gloo"
-    rank = rank if rank >= 0 else int(os.environ.get("RANK", "-1"))
+    rank = rank if rank >= 0 else number_of_launcher("RANK", "-1")
     if init_method not in (None, "env://"):
-        num = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "-1"))
+        num = world_size if world_size > 0 else number_of_launcher("WORLD_SIZE", "-1")
         _begin_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=num)
         return
     num = world_size if world_size > 0 else num_processes()
     if num > 1:
         missing = ["RANK"] if rank < 0 else []
-        missing += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        missing += [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
             raise ConfigError(
                 f"WORLD_SIZE is {num}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. Start the "
                 "script with torchrun, or unset WORLD_SIZE for one process; or give init_distributed init_method, rank and "
                 "world_size"
+            )
+        port = number_of_launcher("MASTER_PORT", "")
+        if rank >= num or not 0 <= port < 1 << 16:
+            raise ConfigError(
+                f"RANK is {rank}, WORLD_SIZE is {num} and MASTER_PORT is {port}: ranks count from 0 to WORLD_SIZE - 1, and "
+                "ports end at 65535. Correct the variables, or start the script with torchrun"
             )
         _begin_group(backend, timeout=timeout, store=_store_of_this_start(timeout), rank=rank, world_size=num)
         return
@@ -192,7 +212,7 @@ def _store_of_this_start(timeout: timedelta | None) -> Any:
     settings = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("USE_AGENT_STORE", "RUN_ID", "RESTART_COUNT")]
     if settings[:2] != ["True", "none"] or settings[2] in (None, "0"):
         return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], number_of_launcher("MASTER_PORT", "")
     wait = timeout or _DEFAULT_TIMEOUT
     store = torch.distributed.TCPStore(address, port, is_master=False, timeout=wait)  # type: ignore[attr-defined]
     return torch.distributed.PrefixStore(f"start {settings[2]}", store)  # type: ignore[attr-defined]
@@ -255,7 +275,7 @@ def call_torch(name: str, *args: Any, **kwargs: Any) -> Any:
 
 def local_rank() -> int:
     """This process's number on its machine, as its launcher says; 0 without one."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return number_of_launcher("LOCAL_RANK", "0")
 
 
 def default_group() -> Any:

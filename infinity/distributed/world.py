@@ -22,6 +22,7 @@ from infinity.distributed.process_groups import (
     is_initialized,
     met,
     num_processes,
+    number_of_launcher,
     process_rank,
 )
 
@@ -109,4 +110,4 @@ def num_local_processes() -> int:
     """How many of those that train together are on this machine. All processes call it at the same point."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     hosts = world().gather("counting the processes of each machine", socket.gethostname().encode())
-    return int(told) if told and len(hosts) > 1 else hosts.count(hosts[world().index])
+    return number_of_launcher("LOCAL_WORLD_SIZE", "") if told and len(hosts) > 1 else hosts.count(hosts[world().index])

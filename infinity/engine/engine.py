@@ -231,17 +231,28 @@ class Engine(Relayout):
         # Bound before the update: a missing argument must raise while nothing has changed.
         scheduled = step_arguments(self.lr_scheduler, lr_kwargs or {}, self.counts.batch_size) if is_boundary else None
         with uninterrupted():  # else weights, counters and the scheduler would be of two steps
-            if is_boundary:
-                with self.counts.in_step():
-                    # Not `optimizer_step`: hooks on the optimizer run, and torch's schedulers see that it was called.
-                    self.optimizer.step()
-                    self.loose.zero_grad(set_to_none=True)
-            self.micro_steps += 1
-            self._guard.end_micro_batch()
-            self._style.on_engine_step(is_boundary=is_boundary)
-            if is_boundary:
-                self._end_step(scheduled)
+            steps_before, is_over = self.global_steps, False
+            try:
+                if is_boundary:
+                    with self.counts.in_step():
+                        # Not `optimizer_step`: hooks on the optimizer run, and torch's schedulers see that it was called.
+                        self.optimizer.step()
+                is_over = True
+            finally:
+                # If a hook behind the update raises, the step is over all the same: else the next one would begin with
+                # this one's micro-batches counted.
+                if is_over or self.global_steps > steps_before:
+                    self._end_micro_batch(scheduled, is_boundary=is_boundary)
         self._check_saving()
+
+    def _end_micro_batch(self, scheduled: BoundArguments | None, *, is_boundary: bool) -> None:
+        if is_boundary:
+            self.loose.zero_grad(set_to_none=True)
+        self.micro_steps += 1
+        self._guard.end_micro_batch()
+        self._style.on_engine_step(is_boundary=is_boundary)
+        if is_boundary:
+            self._end_step(scheduled)
 
     def _end_step(self, scheduled: BoundArguments | None) -> None:
         """After the update: count samples, step loss scale and scheduler, write curves, begin the commit.

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from infinity.errors import CheckpointError, listed
 from infinity.torch_internals.pickles import DamagedPickleError, read_pickle
+from swapper.errors import limit_cure
 from swapper.volumes.mapped_memory import map_file
 
 _SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
@@ -60,7 +61,8 @@ def open_weights(path: Path) -> dict[str, torch.Tensor]:
             tensors.update(found)
     except OSError as error:
         file = Path(error.filename) if error.filename else path
-        cure = "Give this process read permission, or mount the drive"
+        limit = limit_cure(error)
+        cure = f"To read it, {limit}" if limit else "Give this process read permission, or mount the drive"
         raise CheckpointError.of_weights(file, f"cannot be read: {error.strerror or error}", cure=cure) from error
     return tensors
 

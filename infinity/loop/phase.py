@@ -159,6 +159,8 @@ class PhaseGuard:
     def check_consistent(self) -> None:
         """Raise if weights are of two steps: units were updated in backward, and ``step`` was not called."""
         if self._stepper.is_between_steps:
+            if self.phase is Phase.BROKEN:  # then `engine.step()` is no cure
+                self.check_not_partial("it was cut off by an exception")
             raise self._order(
                 "reading weights",
                 "some of them were already updated in backward, and engine.step() has not been called",

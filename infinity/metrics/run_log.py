@@ -124,9 +124,9 @@ class RunLog:
         self._lr: tuple[float, ...] | None = None
         self._has_changed_lr = False
         """In the step before."""
-        # `abandon` removes these again, the innermost first.
-        self._made = [path for path in (directory, *directory.parents) if not path.exists()]
         try:
+            # `abandon` removes these again, the innermost first.
+            self._made = [path for path in (directory, *directory.parents) if not path.exists()]
             make_directory(directory)
             # O_APPEND and no buffer: each write is one system call to the end of the file, see [Note: one call for a
             # line].

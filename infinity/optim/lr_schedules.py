@@ -370,17 +370,17 @@ def build_scheduler(section: Section, optimizer: Optimizer) -> LRScheduler:
         if is_required and name not in params:
             cure = f"{cls.__name__} requires it: give a number, or pass lr_scheduler to initialize"
             raise ConfigError.value(f"scheduler.params.{name}", None, 'it is missing or "auto"', cure=cure)
-    if "last_batch_iteration" in params:
-        params["last_epoch"] = int(params.pop("last_batch_iteration"))
-    # torch's constructors demand "initial_lr" from groups when they continue; DeepSpeed's do not.
-    if params.get("last_epoch", -1) >= 0:
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
     try:
+        if "last_batch_iteration" in params:
+            params["last_epoch"] = int(params.pop("last_batch_iteration"))
+        # torch's constructors demand "initial_lr" from groups when they continue; DeepSpeed's do not.
+        if params.get("last_epoch", -1) >= 0:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
         return cls(optimizer, **params)
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         cure = f"{cls.__name__} takes {', '.join(known)}"
         raise ConfigError.value("scheduler.params", params, str(error), cure=cure) from error
 
@@ -396,7 +396,7 @@ def _per_group(optimizer: Optimizer, name: str, value: PerGroup) -> list[float]:
 
 
 def _whole(name: str, value: object, *, at_least: int = 0) -> int:
-    if not isinstance(value, int | float) or int(value) != value or value < at_least:
+    if not isinstance(value, int | float) or value % 1 or value < at_least:  # also inf % 1, which is NaN
         cure = f"Give a whole number of at least {at_least}"
         raise ConfigError.value(f"scheduler.params.{name}", value, "not a possible number of steps", cure=cure)
     return int(value)

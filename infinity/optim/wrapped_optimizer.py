@@ -395,8 +395,10 @@ def _construct(
 def _made(recipe: functools.partial[Optimizer], groups: list[Any]) -> Optimizer:
     try:
         return recipe(groups)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optimizer {recipe.func.__name__}: {error}", key="optimizer") from error
+    # LookupError: AdamW with one beta. ArithmeticError: a division by an argument.
+    except (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AssertionError) as error:
+        problem = f"{str(error) or type(error).__name__}. Correct its arguments"
+        raise ConfigError(f"optimizer {recipe.func.__name__}: {problem}", key="optimizer") from error
 
 
 def _recipe(source: Any, device: torch.device) -> functools.partial[Optimizer] | None:

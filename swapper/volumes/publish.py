@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import secrets
@@ -68,7 +69,7 @@ class Staging:
             with locked(self._directory):
                 _remove_abandoned(self._directory)
                 self.path.mkdir(0o700)  # until it is published, nobody else can write to what is in it
-                with closed_unless_made(shutil.rmtree, self.path, True):  # True: ignore errors
+                with closed_unless_made(_remove_hidden, self.path, None):
                     self._lock = mark(self.path)
         return self
 
@@ -157,11 +158,14 @@ def _remove_hidden(path: Path, lock: int | None) -> None:
     finally:
         if lock is not None:
             os.close(lock)
-    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(
+        OSError
+    ):  # if something could not be removed, the mark is there: the next save tries again
+        path.rmdir()
 
 
 def _empty(folder: Path) -> None:
-    """Remove the contents of a marked directory."""
+    """Remove the contents of a hidden directory."""
     with contextlib.suppress(OSError):  # the mark last: if this process is killed meanwhile, the rest is known as ours
         for entry in list(os.scandir(folder)):
             if entry.is_dir(follow_symlinks=False):
@@ -185,9 +189,11 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     A reader sees the old file or the new one, whole, also after a crash. A link stays a link.
 
     Raises:
-        OSError: it cannot be written; ``path`` is as it was.
+        OSError: it cannot be written, or is no file; ``path`` is as it was.
     """
-    path = path.resolve()  # the target of a link is replaced, and not the link
+    path = Path(os.path.realpath(path))  # the target of a link is replaced, and not the link
+    if os.path.lexists(path) and not path.is_file():  # a rename would replace /dev/null
+        raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # beside it: a rename works in one file system
     try:
         with partial.open("xb") as file:

@@ -19,6 +19,7 @@ import infinity
 from infinity.deepspeed import comm
 from infinity.deepspeed.runtime.utils import see_memory_usage
 from infinity.deepspeed.utils import log_dist, logger
+from infinity.distributed.process_groups import local_rank
 from infinity.errors import ConfigError, RankError
 from tests.internals import world
 from tests.ranks import on_ranks, run_ranks
@@ -83,6 +84,30 @@ def test_processes_of_mpirun_do_not_train_alone(name: str, launcher: str, monkey
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setenv(name, "1")
     assert infinity.deepspeed.comm.get_world_size() == 1
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "MASTER_PORT", "PMI_SIZE", "LOCAL_RANK"])
+def test_variables_that_are_no_numbers_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    infinity.deepspeed.comm.destroy_process_group()
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    told = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"} if name == "MASTER_PORT" else {}
+    for each, value in {**told, name: "4(x2)"}.items():
+        monkeypatch.setenv(each, value)
+    begin = local_rank if name == "LOCAL_RANK" else infinity.init_distributed
+    with pytest.raises(ConfigError, match=rf"{name} = '4\(x2\)': must be a whole number"):
+        begin()
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "2"), ("MASTER_PORT", "65536")])
+def test_a_rank_and_a_port_that_cannot_be_are_refused_at_once(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    infinity.deepspeed.comm.destroy_process_group()
+    told = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", name: value}
+    for each in told:
+        monkeypatch.setenv(each, told[each])
+    with pytest.raises(ConfigError, match=f"{name} is {value}"):
+        infinity.init_distributed()
 
 
 @on_ranks(2)

@@ -121,6 +121,8 @@ def test_a_backward_cut_off_after_updates_is_never_silent(where: str, tmp_path: 
         for step in range(2):
             both.engine_step(step)
         _raise_in_backward(both, where, KeyboardInterrupt())
+        with pytest.raises(StepError, match="reset"):  # which is the cure, and not engine.step()
+            both.engine(**both.batch(3))
         try:
             both.engine.step()
         except StepError:
@@ -147,6 +149,18 @@ def test_an_exception_in_a_gradient_hook_of_the_plain_loop(tmp_path: Path) -> No
         both.plain_step(1)
         both.plain_step(2)
         both.require_equal()
+
+
+def test_a_hook_that_raises_behind_the_update_ends_the_step(tmp_path: Path) -> None:
+    """Else the next step would begin with micro-batches of this one counted."""
+    with Lockstep.start(tmp_path, changes={"gradient_accumulation_steps": 2}) as both:
+        handle = both.optimizer.register_step_post_hook(Interruption(ValueError()))
+        with pytest.raises(ValueError):
+            both.engine_step(0)
+        handle.remove()
+        both.reference.step()
+        both.engine_steps((1, 2))
+        assert (both.engine.global_steps, both.engine.micro_steps, both.engine.global_samples) == (3, 6, 6)
 
 
 # ------------------------------------------------------------------------------------------------- NaN

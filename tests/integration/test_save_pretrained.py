@@ -254,6 +254,11 @@ def test_failures_are_one_sentence_and_leave_what_was_there(
     )
     transformers.LlamaConfig(architectures=["../evil"]).save_pretrained(tmp_path / "evil")
     assert "'../evil'" in fails(checkpoint, out, "--config-from", tmp_path / "evil")
+    (tmp_path / "code").mkdir()
+    for text in ('{"model_type": "x", "auto_map": {"AutoConfig": "evil.Config"}}', '{"hidden_size": 4', "[]"):
+        (tmp_path / "code" / "config.json").write_text(text)
+        told = fails(checkpoint, out, "--config-from", tmp_path / "code")
+        assert "no model can be built" in told and "Name the directory" in told
     (tmp_path / "file").write_text("")
     assert "'" + str(tmp_path / "file") + "'" in fails(checkpoint, tmp_path / "file")
     folder = next(checkpoint.glob("*/tensors.zarr/parameters/lm_head.weight/weight"))

@@ -163,7 +163,7 @@ def make_directories(directories: Iterable[Path]) -> list[Path]:
     """
     made: list[Path] = []
     for directory in directories:
-        is_new = not directory.exists()
+        is_new = not os.path.exists(directory)
         try:
             directory.mkdir(0o755, exist_ok=True)
         except FileNotFoundError as error:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from infinity.device.host_memory import free_bytes, memory_limits
+from infinity.distributed.process_groups import number_of_launcher
 
 _TENSORS = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor")
 """Constructors of tensors."""
@@ -81,8 +82,9 @@ class Accelerator:
 
     def device_count(self) -> int:
         """Number of GPUs. On a CPU, the number of processes on this machine, by the launcher's variables."""
-        on_cpu = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1
-        return torch.cuda.device_count() if self._name == "cuda" else int(on_cpu)
+        if self._name == "cuda":
+            return torch.cuda.device_count()
+        return number_of_launcher("LOCAL_SIZE" if os.environ.get("LOCAL_SIZE") else "LOCAL_WORLD_SIZE", "1")
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Dtypes of trainable weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -208,7 +209,7 @@ def _folder(directory: Path, tag: str | None) -> Path:
     for name in _LATEST:
         latest = directory / name
         if latest.is_file():
-            tag = latest.read_text().strip()
+            tag = latest.read_text(errors="replace").strip()
             return _tagged(directory, tag, f"its file '{name}' names '{tag}', which is not there")
     others = sorted(path.name for path in directory.iterdir() if path.is_dir())[:4]
     raise CheckpointError(
@@ -220,7 +221,7 @@ def _folder(directory: Path, tag: str | None) -> Path:
 
 def _tagged(directory: Path, tag: str, problem: str) -> Path:
     folder = directory / tag
-    if not tag or folder.parent != directory or tag in (".", "..") or not folder.is_dir():
+    if not tag or folder.parent != directory or tag in (".", "..") or not os.path.isdir(folder):
         raise CheckpointError(directory, problem, cure="Give the tag of an existing checkpoint (--tag)")
     return folder
 

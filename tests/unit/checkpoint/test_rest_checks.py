@@ -1,13 +1,18 @@
-"""What a commit says of states has to be possible."""
+"""What a commit says of states has to be possible; what cannot be read is told with its cure."""
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from infinity.checkpoint.arrays import reading_from
 from infinity.checkpoint.training_state_checks import check_counters, check_states
+from infinity.errors import CheckpointError
+from infinity.loading import weight_files
 
 _STEP = {"step": torch.tensor(2.0)}
 
@@ -52,3 +57,15 @@ def test_counters_of_checkpoints() -> None:
 def test_a_loss_scale_that_is_no_number_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match="something else than numbers"):
         check_counters({**_COUNTERS, "loss_scale": {**_SCALE, name: value}})
+
+
+def test_a_limit_on_open_files_is_not_told_as_a_lack_of_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with pytest.raises(CheckpointError, match="ulimit -n"), reading_from(tmp_path):
+        fail()
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(weight_files, "_open", fail)
+    with pytest.raises(CheckpointError, match="ulimit -n"):
+        weight_files.open_weights(tmp_path)

@@ -158,6 +158,9 @@ def test_an_empty_path(command: tuple[str, ...], tmp_path: Path, capsys: pytest.
             for number in ("nan", "inf", "1e999")
         ),
         *(("profile .", "--minutes", number, "is not in the range") for number in ("0", "1e9")),
+        ("plan --params 1m --no-measure", "--lora", "9" * 20, "is not in the range"),
+        *(("launch", "--num_gpus", number, "is not in the range") for number in ("-1", "0", "9" * 23)),
+        *(("launch", "--master_port", number, "is not in the range") for number in ("-1", "65536")),
     ],
 )
 def test_what_is_no_such_number(
@@ -175,11 +178,11 @@ def test_json_has_no_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str])
     assert json.loads(out) == {"a": [None, 1.5], "b": {"c": [None, name]}} and out.isascii()
 
 
-def test_a_script_that_is_not_there_and_no_process_to_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_script_or_a_slot_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").touch()
     for arguments, told in (
         (["missing.py"], "there is no such script"),
-        (["--num_gpus", "-1", "train.py"], "1 or more"),
+        (["--exclude", "localhost:" + "9" * 12, "train.py"], "has the slots"),
     ):
         assert main(["launch", *arguments]) == _FAILED
         err = capfd.readouterr().err
@@ -191,6 +194,7 @@ def test_a_script_that_is_not_there_and_no_process_to_start(tmp_path: Path, capf
     [
         ({"type": "AdamW", "params": {"weight_decya": 0.1}}, "did you mean 'weight_decay'"),
         ({"type": "AdamW", "params": {"lr": -1}}, "Invalid learning rate"),
+        ({"type": "AdamW", "params": {"betas": [0.9]}}, "Correct its arguments"),
         ({"type": "MuSGD"}, "MuSGD"),
     ],
     ids=str,
@@ -201,6 +205,12 @@ def test_an_optimizer_that_initialize_refuses(
     (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 1, "optimizer": optimizer}))
     assert main(["config", "check", "ds.json"]) == _FAILED
     assert told in _told(capsys)
+
+
+def test_a_block_that_is_null_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 1, "infinity": null}')
+    arguments = ["plan", "--params", "1m", "--no-measure", "--config", "ds.json", "--frozen-dtype", "nf4"]
+    assert main(arguments) == 0, capsys.readouterr().err
 
 
 def _raising(error: BaseException) -> Callable[..., object]:
@@ -261,3 +271,8 @@ def test_shells_are_told_commands_and_options(
     monkeypatch.setenv("COMP_CWORD", "2")
     assert main([]) == 0
     assert capsys.readouterr().out == "plain,verify\n"
+    monkeypatch.delenv("COMP_CWORD")
+    for instruction in ("bash_complete", "nonsense"):
+        monkeypatch.setenv("_INFINITY_COMPLETE", instruction)
+        assert main([]) == _MISUSED
+        assert "unset it" in _told(capsys)

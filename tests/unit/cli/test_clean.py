@@ -14,6 +14,7 @@ from torch import nn
 
 import infinity
 from infinity.cli.main import main
+from swapper.volumes.run_directory import LeftRun
 from tests.killed import left_by_a_killed_save
 
 clean_module = importlib.import_module("infinity.cli.clean")
@@ -70,6 +71,13 @@ def test_a_run_is_told_and_removed(left: Path, capsys: pytest.CaptureFixture[str
     assert _told(left, capsys)["runs"] == []
     assert main(["clean", str(left)]) == 0
     assert "Nothing is left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seconds", [-1e12, 1e15, 9e18])
+def test_a_time_that_no_calendar_has(seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = LeftRun(tmp_path, num_bytes=1, num_commits=0, changed_at=seconds, is_in_use=True)
+    monkeypatch.setattr(clean_module, "left_runs", lambda directory: [run])
+    assert main(["clean", str(tmp_path)]) == 0
 
 
 def test_files_of_others_stay_whatever_they_are_called(left: Path, capsys: pytest.CaptureFixture[str]) -> None:

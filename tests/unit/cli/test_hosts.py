@@ -27,7 +27,9 @@ def test_a_hostfile_and_a_choice_of_it(hostfile: Path) -> None:
     assert chosen(_HOSTS, "", "worker-2@worker-1:0") == {"worker-1": [1, 2, 3]}
 
 
-@pytest.mark.parametrize("text", ["worker-1", "worker-1 slots=x", "a slots=1\na slots=2", "# nobody"])
+@pytest.mark.parametrize(
+    "text", ["worker-1", "a slots=x", "a slots=0", "a slots=99999", "a slots=1\na slots=2", "# nobody"]
+)
 def test_hostfiles_that_are_refused(text: str, hostfile: Path) -> None:
     hostfile.write_text(text)
     with pytest.raises(ConfigError, match="hostfile"):

@@ -317,8 +317,9 @@ def test_directories_that_hold_none(tmp_path: Path) -> None:
         CheckpointError, match=r"no file 'latest'. Give a checkpoint by its tag \(--tag\), one of \['glob"
     ):
         convert(source, tmp_path / "others")
-    (source / "latest").write_text("gone")
-    with pytest.raises(CheckpointError, match="names 'gone', which is not there"):
-        convert(source, tmp_path / "others")
+    for tag in (b"gone", b"\xff\xfe", b"x" * 5000):
+        (source / "latest").write_bytes(tag)
+        with pytest.raises(CheckpointError, match=f"names '{tag.decode(errors='replace')}', which is not there"):
+            convert(source, tmp_path / "others")
     with pytest.raises(CheckpointError, match="none of 'zero_pp_rank_N"):
         convert(tmp_path / "ours", tmp_path / "others")

@@ -135,6 +135,8 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run" / FILE_NAME).mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"'infinity\.run_log'.*cannot be written"):
         RunLog(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"'infinity\.run_log'.*File name too long"):
+        RunLog(tmp_path / ("x" * 300))
 
 
 def test_what_never_began_leaves_nothing(log: RunLog, tmp_path: Path) -> None:

@@ -234,6 +234,8 @@ def test_what_json_cannot_describe_is_refused(name: str) -> None:
         ("WarmupLR", {"warmup_type": "cosine"}, r"warmup_type' = 'cosine'.*linear"),
         ("WarmupLR", {"warmup_num_steps": -1}, r"warmup_num_steps' = -1"),
         ("WarmupLR", {"warmup_max_lr": [1e-3]}, r"warmup_max_lr.*1 values for 2 parameter groups"),
+        ("WarmupDecayLR", {"total_num_steps": math.inf}, r"total_num_steps' = inf"),
+        ("WarmupLR", {"last_batch_iteration": "x"}, r"scheduler.params.*takes warmup_min_lr"),
         ("WarmupCosineLR", {}, r"total_num_steps.*missing.*give a number"),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "cycle_first_step_size"),
         ("WarmupLR", {"warmup": 3}, r"scheduler.params.*unexpected keyword argument 'warmup'.*takes warmup_min_lr"),

@@ -48,6 +48,10 @@ def test_every_error_number_comes_with_a_cure(code: int) -> None:
     assert len(words.split("); ")[-1]) > 20
 
 
+def test_a_transfer_that_meets_a_limit_is_told_the_limit() -> None:
+    assert "ulimit -f" in refusal(OSError(errno.EFBIG, ""))
+
+
 def test_no_room_for_a_threads_stack_is_a_limit_on_memory() -> None:
     def told() -> bool:
         threading.stack_size(64 << 20)  # none of the stacks that glibc keeps from ended threads

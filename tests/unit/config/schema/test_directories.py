@@ -98,6 +98,8 @@ def test_not_a_directory(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(StorageError, match="does not exist"):
         load_config(nvme(str(tmp_path / "link")))
+    with pytest.raises(StorageError, match="File name too long"):
+        make_directories([tmp_path / ("x" * 300)])
 
 
 def test_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

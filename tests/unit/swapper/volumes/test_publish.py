@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -61,6 +63,42 @@ def test_what_fails_leaves_no_directory_that_was_made_for_it(tmp_path: Path) -> 
         (tmp_path / "new" / "of somebody else").touch()
         raise ValueError
     assert (tmp_path / "new" / "of somebody else").exists()
+
+
+def test_what_cannot_be_removed_at_once_is_removed_by_the_next_save(tmp_path: Path) -> None:
+    """Removing takes file descriptors, of which there may be none: the mark stays until all else is gone."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for num_spare in range(8):
+        lowest = os.dup(0)
+        os.close(lowest)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + num_spare, before[1]))
+            with contextlib.suppress(OSError), publish.Staging(tmp_path, "name") as staging:
+                _tree(staging.path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    with publish.Staging(tmp_path, "name"):
+        pass
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "directory", "loop"])
+def test_only_files_are_replaced(kind: str, tmp_path: Path) -> None:
+    """As root, a rename would replace /dev/null."""
+    place = path = tmp_path / "place"
+    if kind == "loop":
+        place.symlink_to(place)
+    elif kind == "directory":
+        place.mkdir()
+    else:
+        os.mkfifo(place)
+    if kind == "link to a pipe":
+        path = tmp_path / "link"
+        path.symlink_to(place)
+    before = place.lstat()
+    with pytest.raises(OSError, match=str(place)), publish.replacing(path):
+        pass
+    assert place.lstat().st_ino == before.st_ino and set(tmp_path.iterdir()) == {place, path}
 
 
 def _as_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
