@@ -489,7 +489,8 @@ def _model_of(directory: Path) -> tuple[Any, Any]:
     except ModelError:
         raise
     except Exception as error:  # an unusual config can make transformers raise anything
-        problem = f"no model can be built from the config in '{directory}': {' '.join(str(error).split())[:300]}"
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        problem = f"no model can be built from the config in '{directory}': {reason}"
         raise ModelError(problem, cure="Name the directory of the Hugging Face model that was trained") from error
 
 
