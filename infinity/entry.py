@@ -36,7 +36,7 @@ from infinity.metrics.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer, PassedOptimizer, begin_anew
 from infinity.optim.groups import TiledGroups
 from infinity.optim.lr_schedules import build_scheduler
-from infinity.optim.scheduler_state import NOT_KEPT, can_be_kept, needs_samples
+from infinity.optim.scheduler_state import STATE_NOT_SAVED, has_state_methods, needs_samples
 from infinity.optim.wrapped_optimizer import WrappedOptimizer, no_optimizer, wrap_optimizer
 from infinity.plan.inputs import experts_of_config
 from infinity.plan.placement import DEVICE_KEY
@@ -373,8 +373,8 @@ def _scheduler(lr_scheduler: Any, config: InfinityConfig, optimizer: torch.optim
     made = lr_scheduler
     if not isinstance(made, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
         made = lr_scheduler(optimizer) if callable(lr_scheduler) else lr_scheduler
-    if made is not None and not can_be_kept(made):
-        logger.warning(NOT_KEPT, type(made).__qualname__)
+    if made is not None and not has_state_methods(made):
+        logger.warning(STATE_NOT_SAVED, type(made).__qualname__)
     if made is not None and needs_samples(made):
         logger.warning(
             "%s.step needs an argument: engine.step() passes the samples of a step (train_batch_size), as DeepSpeed does, "

@@ -152,7 +152,7 @@ class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
 
     def load(self, kept: ActivationCheckpoint) -> torch.Tensor:
         """The tensor, read from NVMe if it is not in memory."""
-        if kept.source is None:
+        if kept.source is None:  # it was spilled: its bytes are on NVMe, or in memory on their way out or in
             self._await_memory(kept)
             # Packed with the version of now, so that a write between here and its use is noticed.
             kept.source = self._pack(_view(kept))

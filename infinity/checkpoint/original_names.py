@@ -107,7 +107,10 @@ def _cannot(model: Any, name: str) -> ModelError:
 def _converted(
     model: Any, sources: Sequence[Entry], results: Mapping[str, torch.Tensor], directories: Sequence[Path]
 ) -> list[Entry]:
-    """Entries of the results of one group. All are computed when the first of them is written."""
+    """Entries of what one group's ``sources`` become when transformers' conversion is reverted.
+
+    All are computed when the first of them is written.
+    """
     made: _Dict = {}
 
     # The value of an `Entry`: a context manager with the tensor to be written.

@@ -193,6 +193,8 @@ class ReducedGradients(GradientStore):
             if is_in_time and not (self.have_arrived(grads.unit) and self._has_room_beside(grads)):
                 return
             updates = self._updates
+            # The exchange also starts the unit's update, if all ranks vote for it: not while this rank's backward may
+            # still need the present weights.
             if updates is not None and not updates.may_be_announced(grads.unit, is_over=self._is_last_over):
                 return
             # From here until it is `done`, the unit's memory is the exchange thread's.

@@ -546,6 +546,7 @@ def strategy_for(package: str, *, library: str, home: str) -> Any:
         "_pytorch": pytorch,
         "__module__": home,
     }
+    # Single methods, since DDPStrategy as a base would have Lightning shuffle a single process's loader in another way.
     as_ddp = {name: vars(pytorch.strategies.DDPStrategy)[name] for name in _AS_DDP}
     made = type("InfinityStrategy", (InfinityStrategyMixin, pytorch.strategies.ParallelStrategy), own | as_ddp)
     saving = pytorch.core.saving

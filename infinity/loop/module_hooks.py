@@ -383,6 +383,7 @@ class ModuleHooks:
         return [self._map.units[index] for index in sorted(found)]
 
     def _entered_by(self, module: nn.Module) -> list[Unit]:
+        """The unit that a call of the module enters. Empty for a module of several units: its children enter them."""
         reached = self._units_in(module)
         return reached if len(reached) == 1 else []
 

@@ -179,7 +179,7 @@ class ChunkFormat:
 
     @property
     def needs_weight(self) -> bool:
-        """See `ChunkBuffer.needs_weight`."""
+        """Whether the model weight is the main weight or a part of it, so that an update needs it."""
         return self.main is not MainWeight.FP32
 
     def main_bytes(self, numel: int) -> int:

@@ -23,12 +23,12 @@ def state_of_scheduler(scheduler: Any) -> dict[str, Any]:
     return kept | {_STATE: scheduler.state_dict()} if hasattr(scheduler, "state_dict") else kept
 
 
-def can_be_kept(scheduler: Any) -> bool:
+def has_state_methods(scheduler: Any) -> bool:
     """Whether a scheduler gives its state and takes it again."""
     return hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")
 
 
-NOT_KEPT = (
+STATE_NOT_SAVED = (
     "the lr scheduler, a %s, has no state_dict and load_state_dict: it is not saved, and starts from the beginning "
     "in a resumed run. Give its class both methods"
 )

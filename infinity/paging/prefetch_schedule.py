@@ -171,10 +171,12 @@ class PrefetchSchedule:
         self._routed.setdefault(group, set()).update(units)
         place = self._position + (1 if self.order else 0)
         self._replace(place, group, again if in_backward else units)
-        # From the end: backward begins with the last of several calls of a layer.
+        # In forward, the layer's place in backward is filled, too: there, -1 - group stands for its experts. Searched
+        # from the end: backward begins with the last of several calls of a layer.
         backward = self.order[self.backward_start :][::-1]
         if not in_backward and -1 - group in backward:
             place = len(self.order) - 1 - backward.index(-1 - group)
+            # Its certain experts come before that entry: the run begins with the first of them.
             while place > self.backward_start and self._groups.get(self.order[place - 1]) == group:
                 place -= 1
             self._replace(place, group, again if self._recomputes else again[len(units) :])

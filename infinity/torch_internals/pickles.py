@@ -514,7 +514,9 @@ class _Size:
     # = 111, c 1 + 10 * 111 = 1111. Each object is computed once, so this takes linear time.
 
     def __init__(self, most: int) -> None:
+        """``most``: `check` refuses what is larger."""
         self._most = most
+        # id() of an object -> its size, and how deep containers are nested in it.
         self._known: dict[int, tuple[int, int]] = {}
 
     def check(self, value: Any, depth: int = 0) -> tuple[int, int]:

@@ -177,7 +177,9 @@ def anchor_of(x: torch.Tensor, *, trains: bool) -> torch.Tensor:
     """
     zero = torch.zeros((), dtype=torch.float32, device=x.device)
     if torch.is_grad_enabled() and x.requires_grad:
-        begun: torch.Tensor = visit(zero, x, True, False)  # gives ``x`` no gradient
+        # A zero that depends on ``x``. `apply` takes no keywords: has_tokens=True, so ``x`` gets no gradient of it, and
+        # is_saved=False, so it is not kept for backward.
+        begun: torch.Tensor = visit(zero, x, True, False)
         return begun
     return zero.requires_grad_(trains and torch.is_grad_enabled())
 

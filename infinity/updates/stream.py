@@ -56,6 +56,7 @@ class _ChunkInHand:
     lease: Lease
     reads: list[Handle | ReadThen]
     is_last: bool
+    """Whether it is the last of its job, which ends with it."""
     is_in_place: bool
     """Whether the update works on the model weight in the flat buffer."""
     is_taken: bool = False

@@ -31,7 +31,7 @@ class Ledger:
         is_plain: Any bytes may be read or written: all are written, none is broken, the extent is not being freed.
         rows: Operations that are unfinished or stalled, in the order of the first byte that they touch: that byte,
             number, operation. Numbers differ, so that bisect never compares two operations.
-        longest: Bytes of the longest of them; only grows, until no row is left.
+        longest_bytes: Size of the longest of them; only grows, until no row is left.
         num_admitted: Operations so far.
     """
 
@@ -47,7 +47,7 @@ class Ledger:
         self.has_broken = False  # whether _broken has any bytes
         self.is_plain = self._is_written
         self.rows: list[tuple[int, int, Operation]] = []
-        self.longest = self.num_admitted = 0
+        self.longest_bytes = self.num_admitted = 0
 
     @property
     def operations(self) -> list[Operation]:
@@ -81,15 +81,15 @@ class Ledger:
             self._is_written = written.first_gap(0, self.extent.num_bytes) is None
             self.is_plain = self._is_written and not self.has_broken and self.extent.state is ExtentState.LIVE
         insort(self.rows, (operation.hazard_start, operation.number, operation))
-        self.longest = max(self.longest, operation.hazard_stop - operation.hazard_start)
+        self.longest_bytes = max(self.longest_bytes, operation.hazard_stop - operation.hazard_start)
 
     def overlaps(self, operation: Operation) -> list[Operation]:
         """Return the operations that touch the same bytes as this one, in the order of their submission."""
         rows, start = self.rows, operation.hazard_start
-        # What overlaps begins before this one's end, and less than `longest` bytes before its start. Example:
-        # rows [0, 4096), [4096, 12288) and [20480, 24576), so longest = 8192. For [8192, 16384), only rows can overlap
+        # What overlaps begins before this one's end, and less than `longest_bytes` before its start. Example: rows
+        # [0, 4096), [4096, 12288) and [20480, 24576), so longest_bytes = 8192. For [8192, 16384), only rows can overlap
         # that begin from 8192 - 8192 + 1 = 1 up to 16383: the second one.
-        near = rows[bisect_left(rows, (start - self.longest + 1,)) : bisect_left(rows, (operation.hazard_stop,))]
+        near = rows[bisect_left(rows, (start - self.longest_bytes + 1,)) : bisect_left(rows, (operation.hazard_stop,))]
         # A short row may end before `start`.
         return sorted((each for _, _, each in near if start < each.hazard_stop), key=_NUMBER)
 
@@ -99,8 +99,8 @@ class Ledger:
         index = bisect_left(rows, (operation.hazard_start, operation.number))
         if index < len(rows) and rows[index][2] is operation:
             del rows[index]
-            if not rows:
-                self.longest = 0
+            if not rows:  # only then: a maximum of those that are left would look at all of them
+                self.longest_bytes = 0
 
     def broken_error(self, operation: Operation) -> ExtentError | None:
         """Return the error of a read of bytes whose last write failed. Final only without blockers."""

@@ -141,7 +141,7 @@ class IOScheduler(Uncopyable):
                     or not 0 < num_bytes <= queue.longest_bytes - offset % ALIGNMENT
                     or (queue.boundary_bytes and offset % queue.boundary_bytes + num_bytes > queue.boundary_bytes)
                     # Others may touch the same bytes: see `Ledger.overlaps`.
-                    or bisect_left(ledger.rows, (operation.hazard_start - ledger.longest + 1,))
+                    or bisect_left(ledger.rows, (operation.hazard_start - ledger.longest_bytes + 1,))
                     != (place := bisect_left(ledger.rows, (operation.hazard_stop,)))
                 ):
                     to_submit = self._admit(operation, finished)
@@ -149,7 +149,7 @@ class IOScheduler(Uncopyable):
                     to_submit = None
                     ledger.num_admitted = operation.number = ledger.num_admitted + 1
                     ledger.rows.insert(place, (operation.hazard_start, operation.number, operation))
-                    ledger.longest = max(ledger.longest, operation.hazard_stop - operation.hazard_start)
+                    ledger.longest_bytes = max(ledger.longest_bytes, operation.hazard_stop - operation.hazard_start)
                     self._active[operation] = ledger
                     operation.state = _RUNNING
                     operation.cursor, operation.outstanding, operation.submitted_tick = num_bytes, 1, self._tick
@@ -305,7 +305,7 @@ class IOScheduler(Uncopyable):
                     operation.is_finished, operation.state = True, _DONE
                     del ledger.rows[bisect_left(ledger.rows, (operation.hazard_start, operation.number))]
                     if not ledger.rows:
-                        ledger.longest = 0
+                        ledger.longest_bytes = 0
                     finished.append(operation)
             for each in self.queues:  # both: what has ended may have blocked operations of the other direction
                 if each.num_queued:
@@ -313,7 +313,8 @@ class IOScheduler(Uncopyable):
             if not queue.inflight:
                 for spans in queue.busy_spans:
                     if spans.begun:
-                        spans.ended.append((spans.begun[0], time.perf_counter()))  # first: see `BusyTimes.seconds`
+                        # First: `BusyTimes.seconds` looks without this lock. It may find it twice, but never misses it.
+                        spans.ended.append((spans.begun[0], time.perf_counter()))
                         spans.begun.clear()
                         if len(spans.ended) > MOST_SPANS:
                             spans.add_up()
@@ -379,7 +380,7 @@ class IOScheduler(Uncopyable):
             if not operation.is_finished:
                 operation.is_finished = True
                 if operation.failure is not None or ledger.has_broken:
-                    self._fix_outcome(operation, ledger)
+                    self._record_outcome(operation, ledger)
                 finished.append(operation)
             operation.state = _DONE
             ledger.remove(operation)
@@ -392,7 +393,7 @@ class IOScheduler(Uncopyable):
                     ending[later] = None
             operation.dependents = ()
 
-    def _fix_outcome(self, operation: Operation, ledger: Ledger) -> None:
+    def _record_outcome(self, operation: Operation, ledger: Ledger) -> None:
         """Record the outcome in the ledger, and a failure in the pending errors."""
         operation.is_finished = True
         ledger.finish(operation)
@@ -417,7 +418,7 @@ class IOScheduler(Uncopyable):
         operation = transfer.operation
         queue.withdraw(operation)
         operation.failure = operation.failure or stall_error(operation, transfer, self._backend, detail)
-        self._fix_outcome(operation, self._active[operation])
+        self._record_outcome(operation, self._active[operation])
         operation.state = _STALLED  # it stays in _active, so that is_held() finds its memory
         finished.append(operation)
         self._end_behind(operation, list(operation.dependents), finished)
@@ -555,8 +556,8 @@ class IOScheduler(Uncopyable):
             for operation, ledger in list(self._active.items()):
                 if is_ended and operation in self._active:
                     self._finish(operation, finished)
-                elif not operation.is_finished:
-                    self._fix_outcome(operation, ledger)
+                elif not operation.is_finished:  # it stays in _active: a transfer that hangs may still use its memory
+                    self._record_outcome(operation, ledger)
                     finished.append(operation)
         while (error := self.pending.pop()) is not None:
             logger.error("closed with an error that nobody has seen: %s", error)

@@ -43,6 +43,7 @@ def release(holder: int) -> None:
 
 
 def _reset_in_child() -> None:
+    """A forked child cannot use its parent's swappers, so the interval of before is restored there."""
     for holder in list(_holders):
         release(holder)
 

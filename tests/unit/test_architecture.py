@@ -280,7 +280,7 @@ _ASSIGNED = {
     *("engine.lr_scheduler", "engine.training_dataloader"),
     # What `IOScheduler` changes by hand for the usual request, under the lock that guards its queues and ledgers.
     *("queue.inflight_bytes", "queue.num_taken", "queue.num_transfers"),
-    *("ledger.is_plain", "ledger.longest", "ledger.num_admitted"),
+    *("ledger.is_plain", "ledger.longest_bytes", "ledger.num_admitted"),
 }
 
 
