@@ -91,16 +91,15 @@ JOINING = frozenset(
 AS_ARRAY = frozenset({"numpy", "__array__"})
 """Names of operations that return a NumPy array over the memory."""
 
-# Special methods that write in place, without their underscores.
-_DUNDER_WRITES = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
-
 # By torch's convention, methods that end in "_" write in place. `requires_grad_` sets a flag, and `share_memory_` is
-# refused elsewhere. `__iadd__` and the like are methods of their own.
+# refused elsewhere. `__iadd__` and the like are methods of their own: those
+# without whose "i" there is another, so not `__iter__`.
 WRITING_METHODS: tuple[str, ...] = tuple(
     name
     for name in dir(torch.Tensor)
     if (name.endswith("_") and not name.startswith("_") and name not in ("requires_grad_", "share_memory_"))
-    or name.strip("_") in _DUNDER_WRITES
+    or name == "__setitem__"
+    or (name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}"))
 )
 """Methods of a tensor that write to it."""
 
