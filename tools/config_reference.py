@@ -124,7 +124,11 @@ def reference() -> str:
                 title = "`zero_optimization.offload_param` and `zero_optimization.offload_optimizer`"
             parts += [f"### {title}\n", "\n".join(items) + "\n"]
     names = ", ".join(f"`{cls.__name__}`" for cls in BY_NAME.values())
-    others = "Other element-wise classes of `torch.optim` go by their own names. Upper and lower case do not matter."
+    others = (
+        "Other element-wise classes of `torch.optim` go by their own names. Upper and lower case do not matter. torch's "
+        'fused kernel is used if there is one, whose last bits differ from those of the default; `"fused": false` in '
+        "`params` gives the default's."
+    )
     parts += ["### Optimizers by name\n", "\n".join(textwrap.wrap(f"{names}. {others}", WIDTH)) + "\n"]
     schedules = []
     for name in SCHEDULES:

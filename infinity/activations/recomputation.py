@@ -15,11 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from infinity.paging.compiled_forwards import InPlaceOfMethod
-from infinity.paging.saved_tensors import top_hooks
+from infinity.paging.saved_tensors import is_checkpointed
 from infinity.torch_internals.names import in_backward
 from infinity.units.unit import Unit
-
-_HOME = "torch.utils.checkpoint"  # module of the hooks that checkpointing pushes
 
 
 class RecomputedForward(InPlaceOfMethod):
@@ -59,9 +57,7 @@ class RecomputedForward(InPlaceOfMethod):
         module = self._module()
         if module is None or not module.training or not torch.is_grad_enabled() or in_backward():
             return False
-        # The innermost hooks for saved tensors are checkpoint's if the model checkpoints this block itself.
-        top = top_hooks()
-        return top is None or getattr(top[0], "__module__", None) != _HOME
+        return not is_checkpointed()  # by the model or the script
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         # In forward, the block's hooks enter its unit. The recomputation calls `forward` without them.

@@ -27,7 +27,7 @@ from infinity.config import ConfigSource, load_config
 from infinity.distributed.process_groups import num_processes
 from infinity.engine.engine import Engine
 from infinity.entry import initialize
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StepError
 from infinity.integrations import engine_files
 from infinity.integrations.accelerate import EngineOptimizer, InfinityAccelerator
 from infinity.integrations.micro_batches import MicroBatches
@@ -159,19 +159,21 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
         arguments, config = self.args, self.infinity_config
         if evaluates:
             config = engine_files.only_evaluating(config)
-        has_whole_gradients = num_processes() == 1 or not config.zero_stage
-        # A callback's `on_pre_optimizer_step` sees clipped gradients. So the Trainer has to clip before it, as usual,
-        # and the engine must not clip in the step. With ZeRO, no process has whole gradients before the step.
-        clips_now = has_whole_gradients and any(
-            type(each).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
-            for each in self.callback_handler.callbacks
-        )
+        clips_now = self._clips_before_step()
         if clips_now:
             config = agreed(load_config(dict(config), overrides={"gradient_clipping": 0.0}), [GRADIENTS_STAY])
         self.engine, *_ = initialize(model=self.model, optimizer=optimizer, config=config, device=arguments.device)
         self._mixed_mesh_grads = False  # else the Trainer reads all gradients to find out
         adopted: EngineOptimizer | None = self.accelerator.adopt(self.engine, defers_norms=not clips_now)
         return adopted
+
+    def _clips_before_step(self) -> bool:
+        # A callback's `on_pre_optimizer_step` sees clipped gradients. So the Trainer has to clip before it, as usual,
+        # and the engine must not clip in the step. With ZeRO, no process has whole gradients before the step.
+        return (num_processes() == 1 or not self.infinity_config.zero_stage) and any(
+            type(each).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
+            for each in self.callback_handler.callbacks
+        )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, on the engine."""
@@ -197,6 +199,9 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
             resume_from_checkpoint = newest_checkpoint(Path(self.args.output_dir)) or True
         if self._engine_of_model is not None:
             self._engine_of_model.forget_step()  # gradients of a step that an exception has ended
+            if getattr(self.optimizer, "defers_norms", False) and self._clips_before_step():
+                problem = "a callback with on_pre_optimizer_step was added when the engine was made already, without its clipping"
+                raise StepError.order("trainer.train()", problem, cure="Add it before the first train() or evaluate()")
         if self.args.gradient_accumulation_steps == 1 or self.infinity_config.infinity.schedule == "ordinary":
             return super().train(resume_from_checkpoint, *args, **kwargs)
         together, own = MicroBatches(self, self.step_records), self.__dict__

@@ -10,8 +10,9 @@ what is saved, weights as well, and what they give is saved in its place (compre
 were put up around the model. What is computed
 under hooks that a forward has put up inside it is theirs alone: a view of a weight that they keep holds the unit in memory.
 Where what they give is or holds a view of a weight, a packed saved tensor takes the view's place until it is unpacked. Of
-``torch.autograd.graph.save_on_cpu``, which changes no bits, weights are kept away: it would copy them all. Hooks of activation
-checkpointing are not called: what they would drop is dropped or kept by the checkpoint around the model alone.
+``torch.autograd.graph.save_on_cpu``, which changes no bits, weights are kept away: it would copy them all. A checkpoint around a
+call of the model, or of a part of it, counts what its function saves, and finds it in the recomputation by its number: its
+hooks get everything, in both. In the graph are packed weights all the same, so that no unit has to stay in memory.
 
 [Note: several engines] What is computed of two engines' weights is saved by the hooks of one of them, those that are the
 innermost. So each gives the other's weights to the other to pack, and to unpack.
@@ -142,6 +143,7 @@ def top_hooks() -> tuple[Any, Any] | None:
 
 
 _CHECKPOINTING = "torch.utils.checkpoint"
+"""Module of the hooks that non-reentrant activation checkpointing puts up."""
 _MOVING_ONLY = "torch.autograd.graph"
 
 
@@ -156,6 +158,15 @@ def hooks_of_the_user() -> tuple[Any, Any] | None:
         return theirs
     home = _home(pack)
     return None if home == _CHECKPOINTING or home.startswith("infinity.") else top
+
+
+def is_checkpointed() -> bool:
+    """Whether what the calling thread saves goes to activation checkpointing, perhaps through hooks of ours."""
+    top = top_hooks()
+    pack = None if top is None else top[0]
+    while isinstance(pack, functools.partial) and getattr(pack.func, "__func__", None) is SavingHooks._pack_for:
+        pack = pack.args[0]
+    return _home(pack) == _CHECKPOINTING
 
 
 def is_saved_otherwise() -> bool:
@@ -219,6 +230,9 @@ class SavingHooks:
         """Put them up in the calling thread. Where torch.func forbids hooks, what is saved keeps the flat buffers alive."""
         if hooks_are_forbidden():
             return
+        if is_checkpointed():
+            self._push_for_checkpoint()
+            return
         ours: tuple[Any, Any] = self._pack, self._unpack
         theirs = hooks_of_the_user()
         if theirs is not None:
@@ -257,14 +271,18 @@ class SavingHooks:
 
         Without any, autograd keeps a leaf itself, and what it computes with then is whatever the parameter is bound to by
         that time. Reentrant checkpointing has none: ours serve. Non-reentrant checkpointing has its own, which collect
-        what is saved and must stay; they keep a frozen parameter itself, so they get a view of it instead.
+        what is saved and must stay.
         """
         top = top_hooks()
         if top is None or top[0] == self._pack or hooks_of_the_user() is not None:
             self.push()
         else:
-            collect, give = top
-            saving_hooks._push_saved_tensors_default_hooks(functools.partial(self._pack_for, collect), give)
+            self._push_for_checkpoint()
+
+    def _push_for_checkpoint(self) -> None:
+        collect, give = saving_hooks._top_saved_tensors_default_hooks(True)
+        ours = functools.partial(self._pack_for, collect), functools.partial(self._unpack_for, give)
+        saving_hooks._push_saved_tensors_default_hooks(*ours)
 
     @contextmanager
     def in_recomputation(self) -> Iterator[None]:
@@ -276,8 +294,13 @@ class SavingHooks:
             self.pop()
 
     def _pack_for(self, collect: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+        # The checkpoint's hooks keep a frozen parameter itself, so they get a view of it instead.
         is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        return collect(tensor.detach() if is_frozen else tensor)
+        packed = collect(tensor.detach() if is_frozen else tensor)
+        return self._packed_for_any(tensor) or packed
+
+    def _unpack_for(self, give: Callable[[Any], torch.Tensor], saved: Any) -> torch.Tensor:
+        return self._unpack(saved) if isinstance(saved, PackedSavedTensor | PackedByAnother) else give(saved)
 
     def _are(self, hooks: tuple[Any, Any]) -> bool:
         pack = hooks[0]

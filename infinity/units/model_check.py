@@ -96,8 +96,9 @@ def check_model(model: nn.Module) -> None:
                 f"parameter '{fqn}' is a {kind}{' (sparse)' if parameter.is_sparse else ''}",
                 cure="Freeze it (requires_grad_(False)), or convert it to another dtype"
                 if is_trained_fp8
-                else "Only dense torch.nn.Parameter can be paged: materialise or convert it first (a quantized one, as of "
-                "torchao or bitsandbytes: dequantize the model, or load it without quantization_config)",
+                else "Only dense torch.nn.Parameter can be paged: materialise or convert it first (a lazy one: run the model "
+                "on a batch; a quantized one, as of torchao or bitsandbytes: dequantize the model, or load it without "
+                "quantization_config)",
                 fqn=fqn,
             )
         if parameter.requires_grad and parameter.is_complex():

@@ -112,6 +112,23 @@ def test_what_the_model_checkpoints_by_itself_is_computed_twice_only(how: str, t
         twins.require_equal()
 
 
+def _around_model(model: Any, tokens: Tensor) -> Tensor:
+    return model(tokens).sin()
+
+
+def _around_head(model: Any, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model.head(model.embedding(tokens).sin()).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("compute", [_around_model, _around_head])
+def test_what_a_script_computes_in_a_checkpoint_around_the_model(compute: Any, tmp_path: Path) -> None:
+    """torch finds what was saved by its number among all that the function saves, the model's own included."""
+    with _twins(_model(), _model(), tmp_path) as twins:
+        for step in range(3):
+            twins.step(lambda model, step=step: checkpoint(compute, model, _tokens(step), use_reentrant=False))
+        twins.require_equal()
+
+
 def test_evaluation_keeps_nothing_and_computes_once(tmp_path: Path) -> None:
     with _twins(_model(), _model(), tmp_path) as twins:
         engine = twins.engine

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 import infinity
-from infinity.errors import StepError
+from infinity.errors import EngineClosedError, StepError
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import BF16, Lockstep, engine_on_nvme
 from tests.twins import Twins
@@ -232,6 +232,17 @@ def test_the_passed_optimizer_does_not_begin_anew_unnoticed(
     model.zero_grad()
     _step(model, optimizer, 1)
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+
+
+def test_a_state_dict_that_outlives_its_engine_has_what_was_read(tmp_path: Path) -> None:
+    model, optimizer, engine = _passed(tmp_path, {})
+    _step(model, optimizer, 0)
+    saved = optimizer.state_dict()
+    first = saved["state"][0]["exp_avg"].clone()
+    engine.close()
+    assert torch.equal(saved["state"][0]["exp_avg"], first)
+    with pytest.raises(EngineClosedError, match=r"'0.bias' was not read before the engine was closed.*deepcopy"):
+        optimizer.load_state_dict(saved)
 
 
 def test_a_passed_optimizer_that_made_no_step_is_an_ordinary_one_again(tmp_path: Path) -> None:

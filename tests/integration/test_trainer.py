@@ -115,6 +115,17 @@ def test_a_callback_that_comes_before_the_step(max_norm: float, tmp_path: Path) 
     trainer.engine.close()
 
 
+def test_a_callback_that_comes_after_the_engine(tmp_path: Path) -> None:
+    config, data = on_nvme(tmp_path / "nvme"), rows(4, 32)
+    settings = {"train_dataset": data, "eval_dataset": data, "infinity_config": config}
+    trainer: Any = InfinityTrainer(model=models.llama(), args=arguments(tmp_path), **settings)
+    trainer.evaluate()
+    trainer.add_callback(Nudging())
+    with pytest.raises(StepError, match=r"on_pre_optimizer_step was added.*before the first train"):
+        trainer.train()
+    trainer.engine.close()
+
+
 @pytest.mark.deep
 def test_optimizer_and_scheduler_of_the_config(tmp_path: Path) -> None:
     adam = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}

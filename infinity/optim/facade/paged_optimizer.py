@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from infinity.errors import OptimizerNotPageableError, StepError
+from infinity.errors import EngineClosedError, OptimizerNotPageableError, StepError
 from infinity.optim.facade.lazy_state import AssignedTensors, LazyEntry, LazyState, ReadOnlyTensor, unprotected
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.facade.state_loader import StateLoader, check_entry
@@ -60,6 +60,8 @@ class PagedOptimizer(Optimizer):
         self._mains = mains  # reads and replaces main weights; None: the parameters are the main weights
         source = wrapped_optimizer.optimizer
         self._assigned = AssignedTensors()
+        # For entries of state dicts, which may outlive the engine: the script's own instance is no paged one then.
+        self._paged = self
         # The parameter that was looked at last, and its entry: a loop over a parameter's states reads once.
         self._last_entry: tuple[Tensor, LazyEntry] | None = None
         self._num_changes = 0
@@ -251,10 +253,10 @@ class PagedOptimizer(Optimizer):
             num_with_state = sum(map(self.has_state, parts))
             # Tiles of which only some have state cannot be one entry: such a parameter gets none.
             if num_with_state == len(parts) or (has_main and not num_with_state):
-                read = partial(self._read_whole, param, has_main=has_main)
+                read = partial(self._paged._read_whole, param, has_main=has_main)
                 tiled = self._wrapped_optimizer.tiled.of(param)
                 fqn = self._wrapped_optimizer.fqn(param) if tiled is None else tiled.fqn
-                (state if num_with_state else pending)[key] = LazyEntry(read, self._clock, fqn)
+                (state if num_with_state else pending)[key] = LazyEntry(read, self._paged._clock, fqn)
         others: Mapping[Any, Any] = self._loose.state  # whatever else a class keeps is there, too
         for other, entry in others.items():
             if not isinstance(other, Tensor) or other in keys:
@@ -303,6 +305,9 @@ class PagedOptimizer(Optimizer):
         return self._num_changes, self._keeper.num_loads  # steps here, and loads that go past this object
 
     def _read(self, param: Tensor) -> dict[str, Any]:
+        if self._backend.is_closed:
+            which = f"the state of '{self._wrapped_optimizer.fqn(param)}'"
+            raise EngineClosedError(f"{which} was not read before the engine was closed. {_CURE_OF_GONE}")
         with self._backend.optimizer_lock("optimizer.state"):  # all of one step
             self._assigned.check()  # what the script wrote after assigning is not stored: it would read other values
             return self.gather_state(param)
@@ -502,17 +507,21 @@ class PassedOptimizer:
 
 
 _GONE = "the engine that held the states of this optimizer is closed, and the states are lost"
+_CURE_OF_GONE = (
+    "Call copy.deepcopy(optimizer.state_dict()) before engine.close(), and load the result with "
+    "optimizer.load_state_dict()"
+)
+"""Without the copy, a state dict reads each state when it is first looked at."""
 
 
 class _Gone(defaultdict[Any, Any]):
     """`optimizer.state` after its engine: refuses steps and state dicts, until ``load_state_dict`` puts another in its place."""
 
     def __getitem__(self, key: Any) -> NoReturn:
-        cure = "Call optimizer.state_dict() before engine.close(), and load the result with optimizer.load_state_dict()"
-        raise StepError.order("step()", _GONE, cure=cure)
+        raise StepError.order("step()", _GONE, cure=_CURE_OF_GONE)
 
     def items(self) -> NoReturn:
-        raise StepError.order("state_dict()", _GONE, cure="Call it before engine.close()")
+        raise StepError.order("state_dict()", _GONE, cure=_CURE_OF_GONE)
 
 
 def begin_anew(optimizer: Optimizer) -> None:
@@ -521,6 +530,6 @@ def begin_anew(optimizer: Optimizer) -> None:
         optimizer.state = defaultdict(dict)
         logger.warning(
             "the optimizer was passed to an earlier engine, and its states were lost when that engine closed: it "
-            "starts without states. To keep them, call optimizer.state_dict() before engine.close() and load the "
-            "result"
+            "starts without states. To keep them, call copy.deepcopy(optimizer.state_dict()) before engine.close() and "
+            "load the result"
         )
