@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -43,6 +44,16 @@ def is_earlier(model_class: Any) -> bool:
     """Whether it is a class of transformers 4, which loads by other private functions."""
     is_of_library = str(getattr(model_class, "__module__", "")).startswith("transformers.")
     return is_of_library and importlib.metadata.version("transformers").startswith("4.")
+
+
+def dtype_of_config(path: Path, options: Mapping[str, Any]) -> Any:
+    """What ``dtype="auto"`` means: the config's dtype; None if it has none. `load_class` reports a broken config."""
+    if "model_config" in options:
+        return getattr(options["model_config"], "dtype", None)
+    with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError):
+        config = json.loads((path / "config.json").read_bytes())
+        return config.get("dtype", config.get("torch_dtype"))
+    return None
 
 
 def load_class(

@@ -90,7 +90,9 @@ def load_pretrained(
     directories = resolved.nvme_paths if resolved is not None else ()
     make_directories(directories)
     # Unpacks quantized files. What is not quantized stays a mapping of its file.
-    quantized = QuantizedFiles(place, open_weights(place), _wanted_dtype(dtype, model_or_class), directories)
+    quantized = QuantizedFiles(
+        place, open_weights(place), _wanted_dtype(dtype, model_or_class, place, options), directories
+    )
     tensors = quantized.tensors
     with large_results_on(directories):
         if not is_module:
@@ -118,10 +120,17 @@ def load_pretrained(
     return (model, info) if output_loading_info else model
 
 
-def _wanted_dtype(dtype: torch.dtype | str | None, model_or_class: Any) -> torch.dtype | None:
-    """The dtype to unpack quantized weights to; None: as the files say."""
+def _wanted_dtype(
+    dtype: torch.dtype | str | None, model_or_class: Any, path: Path, options: Mapping[str, Any]
+) -> torch.dtype | None:
+    """The dtype of the model, to unpack quantized weights to. A later cast would round again, and lose the packed bytes.
+
+    None: the files' own.
+    """
     if isinstance(model_or_class, nn.Module):
         return next((each.dtype for each in model_or_class.parameters() if each.is_floating_point()), None)
+    if dtype is None or dtype == "auto":
+        dtype = hugging_face.dtype_of_config(path, options)
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     return found if isinstance(found, torch.dtype) else None
 

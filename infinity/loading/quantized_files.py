@@ -17,7 +17,7 @@ import torch
 from infinity.device.drive_tensors import DriveTensors
 from infinity.errors import CheckpointError
 from infinity.packed.blocks import FP8_TILE, LEVELS, NF4_BLOCK, NF4_RECORD_BYTES
-from infinity.packed.formats import Fp8, packed_format
+from infinity.packed.formats import COMPUTE_DTYPES, Fp8, packed_format
 
 _STATE = ".quant_state.bitsandbytes__"
 _OTHERS = {
@@ -34,6 +34,8 @@ _CURE = (
     "dequantize them with transformers (quantization_config with dequantize=True, or model.dequantize()) and save them"
 )
 _AGAIN = "Fetch it again, or save it again"
+_NOTED = {str(dtype).removeprefix("torch."): dtype for dtype in COMPUTE_DTYPES}
+"""``dtype`` of a state of bitsandbytes -> the same."""
 
 
 def check_method(path: Path, quantization: Any) -> None:
@@ -42,12 +44,13 @@ def check_method(path: Path, quantization: Any) -> None:
     Raises:
         CheckpointError: it does.
     """
-    settings = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+    settings = quantization.to_dict() if hasattr(quantization, "to_dict") else quantization
+    settings = settings if isinstance(settings, Mapping) else {}
     method = str(settings.get("quant_method", "unknown")).lower().removeprefix("quantizationmethod.")
     if method not in _METHODS:
         raise CheckpointError.of_weights(path, f"is quantized by {method.upper()}, which is not read", cure=_CURE)
     size = settings.get("weight_block_size")
-    if method == "fp8" and size is not None and [*size] != [FP8_TILE, FP8_TILE]:
+    if method == "fp8" and size not in (None, [FP8_TILE, FP8_TILE], (FP8_TILE, FP8_TILE)):
         raise CheckpointError.of_weights(path, f"has FP8 weights with tiles of {size}, not [128, 128]", cure=_CURE)
 
 
@@ -106,14 +109,16 @@ class QuantizedFiles:
                 raise self._error(f"has '{name}', quantized by {method}, which is not read")
 
     def _check_scales(self, weight: str, scales: torch.Tensor) -> None:
-        if not bool(scales.float().isfinite().all()):
-            raise self._error(f"has scales of '{weight}' that are NaN or infinite", cure="Fetch it again")
+        if not scales.is_floating_point() or not bool(scales.float().isfinite().all()):
+            raise self._error(f"has scales of '{weight}' that are not finite numbers", cure="Fetch it again")
 
     def _unpack(
         self, name: str, form: str, shape: Sequence[int], stored: torch.Tensor, noted: torch.dtype = torch.bfloat16
     ) -> None:
         """Replace a weight's codes by its values. ``noted``: their dtype unless the caller wants another."""
-        values = self._empty(shape, self._dtype or noted)
+        wanted = self._dtype or noted
+        # Kernels write no other dtypes. Products are fp32, so the caller's cast to fp64 is exact.
+        values = self._empty(shape, wanted if wanted in COMPUTE_DTYPES else torch.float32)
         packed_format(form).unpack(stored, shape, values.view(-1))
         self.tensors[name] = values
         self.packed[name] = form, stored
@@ -131,7 +136,8 @@ class QuantizedFiles:
             #   w.nested_quant_map                 double quantization: the 256 levels of the codes in absmax
             #   w.quant_state.bitsandbytes__nf4    JSON as bytes: shape, blocksize, dtype, nested_offset, ...
             state: dict[str, Any] = json.loads(bytes(tensors.pop(state_name).tolist()))
-            codes, absmax = tensors[weight].reshape(-1), tensors.pop(f"{weight}.absmax")
+            # A view of bytes: with bnb_4bit_quant_storage, they have another dtype.
+            codes, absmax = tensors[weight].reshape(-1).view(torch.uint8), tensors.pop(f"{weight}.absmax")
             levels = tensors.pop(f"{weight}.quant_map")
             shape, block = [int(size) for size in state["shape"]], int(state["blocksize"])
             if absmax.dtype == torch.uint8:
@@ -144,13 +150,14 @@ class QuantizedFiles:
                 offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device="cpu")
                 # Rounded twice, as in bitsandbytes: the product, and the sum.
                 absmax = nested_levels[absmax.int()] * nested[block_of] + offset
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             problem = f"has '{weight}' in 4 bits without its quantization state: {error}"
             raise self._error(problem, cure=_AGAIN) from error
         if kind != "nf4" or not torch.equal(levels.float(), LEVELS):
             raise self._error(f"has '{weight}' as {kind} of bitsandbytes, not nf4")
         numel = math.prod(shape)
-        if block % NF4_BLOCK or absmax.numel() != -(-numel // block) or codes.numel() != -(-numel // 2):
+        is_sound = block >= NF4_BLOCK and min(shape, default=1) > 0
+        if not is_sound or block % NF4_BLOCK or absmax.numel() != -(-numel // block) or codes.numel() != -(-numel // 2):
             raise self._error(f"has '{weight}' in blocks of {block} that do not make {shape}", cure=_AGAIN)
         # Blocks of the file may be larger (128, 256, ...): each of ours of 64 weights in it gets the same scale. Codes are
         # in the same order, so they are copied. The last record is filled up with zeros.
@@ -163,7 +170,7 @@ class QuantizedFiles:
         if whole < num_blocks:
             records[whole, 4:] = 0
             records[whole, 4 : 4 + codes.numel() - whole * (NF4_BLOCK // 2)] = codes[whole * (NF4_BLOCK // 2) :]
-        noted = getattr(torch, str(state.get("dtype", "bfloat16")).removeprefix("torch."), torch.bfloat16)
+        noted = _NOTED.get(str(state.get("dtype")).removeprefix("torch."), torch.bfloat16)
         self._check_scales(weight, absmax)
         self._unpack(weight, "nf4", shape, stored, noted)
 
@@ -179,6 +186,7 @@ class QuantizedFiles:
             codes is None
             or codes.dtype != torch.int8
             or codes.dim() != 2
+            or not codes.numel()
             or scales.numel() != len(codes)
             or not is_by_rows
         ):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from infinity.errors import BudgetTooSmallError, format_bytes
+from infinity.errors import BudgetTooSmallError, format_bytes, listed
+from infinity.optim.groups import EXPERTS
 from infinity.units.unit import Unit
 
 
@@ -36,10 +38,22 @@ class WeightsBudget:
         ]
         lacking_bytes = used_bytes + unit.num_bytes - self.weights_bytes
         problem = (
-            f"Unit {unit.name} ({unit.num_bytes} bytes) is needed together with {'; '.join(held) or 'nothing else'}"
+            f"Unit {unit.name} ({unit.num_bytes} bytes) is needed together with {listed(held, '; ') or 'nothing else'}"
         )
         if not kept_by_user:
             return self.too_small(lacking_bytes, problem)
+        if any(EXPERTS in each.name for each in kept_by_user):
+            layers: Counter[str] = Counter()
+            for each in units:
+                if EXPERTS in each.name:
+                    layers[each.name.partition(EXPERTS)[0].rpartition(".")[0]] += each.num_bytes
+            others = sum(each.num_bytes for each in {unit, *inside} if EXPERTS not in each.name)
+            return self.too_small(
+                others + max(layers.values()) - self.weights_bytes,
+                f"{problem}. Activation checkpointing (or user code) keeps the weights of a block that is computed once more in "
+                "backward, so the experts that a layer uses have to be in memory together",
+                cure="Set it to at least {minimum}; or checkpoint with use_reentrant=True, which keeps no weights",
+            )
         # Code that keeps tensors of these units will keep those of others, too.
         lacking_bytes = max(lacking_bytes, moving_bytes_of(units) - moving_bytes)
         return self.too_small(

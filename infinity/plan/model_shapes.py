@@ -54,12 +54,13 @@ def read_model(text: str) -> tuple[str, nn.Module]:
 class _Adapted(nn.Module):
     """A linear layer under LoRA, without data."""
 
-    def __init__(self, base: nn.Linear, rank: int) -> None:
+    def __init__(self, base: nn.Module, rank: int) -> None:
         super().__init__()
         self.base_layer = base
-        dtype = base.weight.dtype
-        self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, dtype=dtype, device="meta"))
-        self.lora_b = nn.Parameter(torch.empty(base.out_features, rank, dtype=dtype, device="meta"))
+        weight = base.get_parameter("weight")
+        rows, columns = weight.shape
+        self.lora_a = nn.Parameter(torch.empty(rank, columns, dtype=weight.dtype, device="meta"))
+        self.lora_b = nn.Parameter(torch.empty(rows, rank, dtype=weight.dtype, device="meta"))
 
 
 def add_adapters(model: nn.Module, rank: int) -> nn.Module:
@@ -80,7 +81,9 @@ def add_adapters(model: nn.Module, rank: int) -> nn.Module:
     found = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and child is not head:
+            # GPT-2 has `Conv1D`, a linear layer with a transposed weight.
+            is_linear = isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D"
+            if is_linear and child is not head:
                 setattr(module, name, _Adapted(child, rank))
                 found += 1
     if not found:

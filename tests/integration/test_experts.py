@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity
-from infinity.errors import CheckpointError, ConfigError, OptimizerNotPageableError
+from infinity.errors import BudgetTooSmallError, CheckpointError, ConfigError, OptimizerNotPageableError
 from tests.exactness import mixtures
 from tests.exactness.lockstep import BF16, Lockstep, engine_on_nvme, everything_on_nvme, merged
+from tests.exactness.paged import least_budget
 from tests.internals import Checkpoint
 from tests.quantized import quantize
 from tests.twins import Twins
@@ -178,6 +179,26 @@ def test_only_routed_experts_are_read(tmp_path: Path) -> None:
             experts = {name for name in fetched if "_by_expert" in name}
             assert experts <= routed
             assert 0 < len(routed) < sum("_by_expert" in name for name in units)
+
+
+def test_checkpointing_names_the_room_that_the_experts_of_a_layer_need(tmp_path: Path) -> None:
+    """Not all weights of the model, and not as the fault of user code."""
+    changes = merged(_BY_EXPERT, {"infinity": {"activation_checkpointing": True}})
+    case = mixtures.case("qwen3_moe")
+    budget = least_budget(case.make("none"), everything_on_nvme(tmp_path, changes))
+    messages = []
+    for _ in range(3):
+        changes["infinity"]["host_memory_budget"] = budget
+        try:
+            with engine_on_nvme(tmp_path, case.make("none"), changes) as engine:
+                engine.backward(engine(**case.batch(_draw(0))).loss)
+            break
+        except BudgetTooSmallError as error:
+            budget = error.minimum_bytes
+            messages.append(str(error))
+    else:
+        pytest.fail(f"no budget sufficed: {messages}")
+    assert "experts that a layer uses" in messages[0] and "use_reentrant=True" in messages[0]
 
 
 # ------------------------------------------------------------------------------------------------------ names and files

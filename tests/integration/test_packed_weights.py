@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import infinity
 from infinity.errors import CheckpointError, ConfigError, ModelError
+from infinity.packed.formats import packed_format
+from infinity.packed.sources import source_of
 from tests.exactness.lockstep import engine_on_nvme, everything_on_nvme
 from tests.internals import saved as saved_files
 from tests.quantized import quantize
@@ -295,9 +297,9 @@ def test_experts_that_are_one_tensor(experts: str, tmp_path: Path) -> None:
 _TOKENS = torch.arange(24).view(2, 12)
 
 
-def _fp8_files(directory: Path) -> dict[str, torch.Tensor]:
-    """A base whose linear layers are in FP8, with scales that packing anew would not give; and its plain weights in bf16."""
-    model = llama(**_WIDTHS).to(torch.bfloat16)
+def _fp8_files(directory: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """A base whose linear layers are in FP8, with scales that packing anew would not give; and its plain weights."""
+    model = llama(**_WIDTHS).to(dtype)
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     plain = dict(tensors)
@@ -307,7 +309,7 @@ def _fp8_files(directory: Path) -> dict[str, torch.Tensor]:
             of_each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: value.shape[0], : value.shape[1]]
             codes = (value.float() / of_each).to(torch.float8_e4m3fn)
             tensors[name], tensors[f"{name}_scale_inv"] = codes, scales
-            plain[name] = (codes.float() * of_each).to(torch.bfloat16)
+            plain[name] = (codes.float() * of_each).to(dtype)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -349,6 +351,19 @@ def test_fp8_files_are_stored_as_they_are(tmp_path: Path) -> None:
     )  # the head is not quantized there
     for found, wanted in zip(packed, _trained(expected, tmp_path / "nvme", None), strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_files_are_unpacked_to_the_dtype_of_the_config(tmp_path: Path) -> None:
+    """Not to bf16 and then to it: the values would be rounded twice, and packed anew from that."""
+    plain = _fp8_files(tmp_path / "base", torch.float16)
+    loaded = infinity.load_pretrained(AutoModelForCausalLM, tmp_path / "base")
+    weights = loaded.state_dict()
+    assert [name for name, value in plain.items() if not torch.equal(weights[name], value)] == []
+    size = packed_format("fp8_e4m3").num_bytes
+    sources = {
+        name: source_of(parameter, "fp8_e4m3", size(parameter.shape)) for name, parameter in loaded.named_parameters()
+    }
+    assert {name for name in plain if "_proj.weight" in name} == {name for name in sources if sources[name] is not None}
 
 
 def test_other_methods_are_named(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from infinity.machine.here import room_bytes
 from infinity.plan import ladder as ladder_module
 from infinity.plan.ladder import Ladder
 from infinity.plan.machine import Bandwidth, Machine
-from infinity.plan.model_shapes import ModelRefused, read_model
+from infinity.plan.model_shapes import ModelRefused, add_adapters, read_model
 from swapper.volumes.run_directory import bytes_of_run
 from tests.small_transformers import make
 
@@ -353,6 +353,14 @@ def test_why_no_model_can_be_made_of_a_config(content: Any, told: str, tmp_path:
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ModelRefused, match=told):
         read_model(str(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # of PEFT
+def test_adapters_on_gpt2_are_those_of_peft() -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(_gpt2(), peft.LoraConfig(r=4, target_modules="all-linear", fan_in_fan_out=True))
+    found = [sum(each.numel() for each in model.parameters()) for model in (add_adapters(_gpt2(), 4), adapted)]
+    assert found[0] == found[1]
 
 
 def test_a_base_of_70b_with_adapters_fits_on_one_card_packed(capsys: pytest.CaptureFixture[str]) -> None:

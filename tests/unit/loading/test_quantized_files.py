@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from infinity.errors import CheckpointError
 from infinity.loading.quantized_files import QuantizedFiles, check_method
+from infinity.loading.weight_files import open_weights
 from infinity.packed.blocks import LEVELS
 from infinity.packed.formats import packed_format
 from tests.quantized import fp8_e4m3
@@ -52,6 +54,50 @@ def test_four_bits_of_bitsandbytes(is_nested: bool, block: int, dtype: torch.dty
     assert (name, torch.equal(again.view(expected.shape), expected)) == ("nf4", True)
 
 
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
+def test_four_bits_in_another_storage_dtype(storage: torch.dtype) -> None:
+    """As with ``bnb_4bit_quant_storage``, which FSDP needs."""
+    tensors, expected = _four_bits((48, 64), is_nested=False)
+    tensors["w"] = tensors["w"].view(-1).view(storage)[:, None]
+    assert torch.equal(QuantizedFiles(_PATH, tensors, torch.float32, ()).tensors["w"], expected)
+
+
+def test_dtypes_that_no_kernel_writes_come_from_exact_products() -> None:
+    tensors, expected = _four_bits((48, 64), is_nested=False)
+    assert torch.equal(QuantizedFiles(_PATH, tensors, torch.float64, ()).tensors["w"].double(), expected.double())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("blocksize", 0),
+        ("blocksize", -64),
+        ("shape", [-48, -64]),
+        ("shape", [float("inf"), 1]),
+        ("nested_blocksize", 0),
+        ("nested_blocksize", 1),
+        ("nested_offset", [0.5, 0.5]),
+    ],
+)
+def test_a_hostile_state_of_four_bits_is_an_error(key: str, value: object) -> None:
+    tensors, _ = _four_bits((48, 64), is_nested=True)
+    state = json.loads(bytes(tensors["w.quant_state.bitsandbytes__nf4"].tolist()))
+    written = json.dumps({**state, key: value}).encode()
+    tensors["w.quant_state.bitsandbytes__nf4"] = torch.tensor(list(written), dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match=r"'w' in (4 bits|blocks)"):
+        QuantizedFiles(_PATH, tensors, None, ())
+
+
+@pytest.mark.parametrize(
+    ("scales", "columns"),
+    [(torch.ones(5, dtype=torch.int32), 70), (torch.full((5,), float("nan")), 70), (torch.ones(5), 0)],
+)
+def test_eight_bits_that_make_no_weight_are_an_error(scales: torch.Tensor, columns: int) -> None:
+    codes = torch.ones(5, columns, dtype=torch.int8)
+    with pytest.raises(CheckpointError, match=r"m\.SCB|scales of 'm\.weight'"):
+        QuantizedFiles(_PATH, {"m.weight": codes, "m.SCB": scales}, None, ())
+
+
 def test_eight_bits_of_bitsandbytes() -> None:
     codes, scales = torch.randint(-127, 128, (5, 70), dtype=torch.int8), torch.rand(5)
     found = QuantizedFiles(_PATH, {"m.weight": codes, "m.SCB": scales}, torch.float32, ())
@@ -67,6 +113,14 @@ def test_fp8_with_tiles() -> None:
     found = QuantizedFiles(_PATH, {"m.weight": codes, "m.weight_scale_inv": scales}, torch.float32, ())
     assert torch.equal(found.tensors["m.weight"], codes.float() * of_each)
     assert not torch.equal(found.tensors["m.weight"], fp8_e4m3(weight)), "the file's own scales"
+
+
+def test_fp8_with_scales_that_are_powers_of_two(tmp_path: Path) -> None:
+    scales = torch.tensor([[0.5, 4.0]]).to(torch.float8_e8m0fnu)
+    codes = torch.randn(64, 256).to(torch.float8_e4m3fn)
+    save_file({"m.weight": codes, "m.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    found = QuantizedFiles(tmp_path, open_weights(tmp_path), torch.float32, ())
+    assert torch.equal(found.tensors["m.weight"], codes.float() * scales.float().repeat_interleave(128, 1))
 
 
 @pytest.mark.parametrize(
@@ -105,9 +159,11 @@ def test_other_levels_are_named() -> None:
         ({"quant_method": "awq"}, "AWQ"),
         ({"quant_method": "mxfp4"}, "MXFP4"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "tiles of"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "tiles of"),
+        ("fp8", "UNKNOWN"),
     ],
 )
-def test_methods_that_are_not_read(settings: dict[str, Any], words: str) -> None:
+def test_methods_that_are_not_read(settings: Any, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         check_method(_PATH, settings)
     check_method(_PATH, {"quant_method": "fp8", "weight_block_size": [128, 128]})
