@@ -15,7 +15,7 @@ import torch
 
 from infinity.device.compute import gradient_norm
 from infinity.distributed.collectives import Ranks
-from infinity.errors import AccessError
+from infinity.errors import AccessError, RankError
 from infinity.gradients.gradient_exchange import GradientExchange, ShardUpdates, UnitExchange
 from infinity.gradients.main_gradients import FP32_BYTES, GradientBuffer, UnitGrads
 from infinity.gradients.store import GradientStore
@@ -329,9 +329,14 @@ class ReducedGradients(GradientStore):
             except Exception as error:  # when all have met: the others have nothing to do with it
                 errors.append(error)
 
-        self.ranks.all_gather_ints(what, meanwhile=go_on)
+        has_begun = [found for (found,) in self.ranks.all_gather_ints(what, [self._step is not None], meanwhile=go_on)]
         if errors:
             raise errors[0]
+        if len({*has_begun}) > 1:  # those that have begun would wait for the others
+            names = self.ranks.names(rank for rank, found in enumerate(has_begun) if not found)
+            problem = f"the last backward of the step has averaged none on rank {names}, as inside engine.no_sync()"
+            cure = "Enter engine.no_sync() on all ranks, or on none"
+            raise RankError(what, problem, rank=self.ranks.number, cure=cure)
 
     def _what(self) -> str:
         step = self._step if self._dropped_step is None else self._dropped_step

@@ -171,6 +171,16 @@ def test_a_gradient_that_one_rank_changed_updates_nothing(rank: int, tmp_path: P
 
 
 @on_ranks(2)
+def test_a_last_backward_without_an_average_on_one_rank_is_an_error_on_all(rank: int, tmp_path: Path) -> None:
+    engine = _engine(zero_optimization={"stage": 2})
+    _step(engine)
+    with engine.no_sync() if rank else contextlib.nullcontext():
+        engine.backward(engine(torch.ones(1, 8)).sum())
+    with pytest.raises(RankError, match=r"has averaged none on rank 1, as inside engine\.no_sync\(\)\. Enter"):
+        engine.step()
+
+
+@on_ranks(2)
 def test_parameters_that_came_later_are_refused(rank: int, tmp_path: Path) -> None:
     engine = _engine()
     engine.module.later = nn.Linear(8, 8)
