@@ -43,6 +43,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,7 +56,6 @@ from infinity.distributed.causes import Causes
 from infinity.distributed.process_groups import call_torch, group_of, has_backend_for, num_processes, world_group
 from infinity.errors import RankError
 from infinity.numerics.raw_bytes import raw_bytes
-from swapper import Latch
 
 _BLOCK_NUMEL = 1 << 20
 """Elements that are exchanged at a time. Twice as many stay in memory for it."""
@@ -64,13 +64,17 @@ _STEP_NUMEL = 2048
 _MEETING = struct.Struct("<2q192s30q")
 """What a rank tells in a meeting: how many it has been in, the number of values, its label, and the values if they have room."""
 _LABEL_BYTES, _NUM_BESIDE = 192, 30
-_LOOK = timedelta(seconds=2)
+_LOOK_SECONDS = 2.0
 """How long to wait before looking for those who do not come."""
 _MEANWHILE_SECONDS = 0.005
 CallCounts = tuple[int, int]
 """How many meetings a rank's script has been in, and how many exchanges of other threads it has asked for."""
 _CURE = (
     "All ranks must make the same calls in the same order: the same number of backwards and steps, each on its own data"
+)
+_CURE_OF_CUT = (
+    "Start all processes again. To save after Ctrl-C, let its handler set a flag, and act on it between two steps, on all "
+    "ranks"
 )
 
 
@@ -113,6 +117,8 @@ class Ranks:
         """Of the last one."""
         self._num_issued = 0
         """Exchanges of other threads that its script has asked for."""
+        self._under_way: list[str] = []
+        """Labels of what has begun and not ended. Left behind by an error or an interrupt: others may be in the middle of it."""
         self._staging: dict[tuple[str, torch.device], torch.Tensor] = {}
         """Memory for one block of what is sent and received, by name and device."""
         self.sent_bytes: Counter[str] = Counter() if beside is None else beside.sent_bytes
@@ -180,6 +186,9 @@ class Ranks:
         """
         if self.num == 1:
             return [list(values)]
+        if self._under_way:  # else it would come to the others as the rest of that
+            cut = f"this rank has left the exchange '{self._under_way[0]}' in the middle, by an error or an interrupt"
+            raise RankError(what, cut, rank=self.number, cure=_CURE_OF_CUT)
         self._place += 1
         self._label = what
         self._publish_place()
@@ -248,7 +257,7 @@ class Ranks:
             parts: of each rank, elements [start, stop). They are the same on all ranks.
             wire: as what they are sent, and the dtype to which the mean is rounded: so all that is sent of it is exact.
         """
-        for places, sent, received in self._blocks(parts, wire, values.device, of_all=True):
+        for places, sent, received in self._blocks(what, parts, wire, values.device, of_all=True):
             for row, place in zip(sent, places, strict=True):
                 block = values[place.start : place.stop]
                 block = block if block.dtype == wire else block.float()
@@ -283,7 +292,7 @@ class Ranks:
             kind: under which `sent_bytes` counts it.
             device: of the tensors that ``read`` and ``write`` get, if the ranks' backends take it; else the CPU.
         """
-        for places, sent, received in self._blocks(parts, dtype, torch.device(device)):
+        for places, sent, received in self._blocks(what, parts, dtype, torch.device(device)):
             own = places[self.index]
             if own:
                 read(own.start, sent[0][: len(own)])
@@ -315,7 +324,7 @@ class Ranks:
     def collect(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], to: int) -> None:
         """Rank ``to`` gets the parts of all into ``values`` (1-D); on the others nothing changes."""
         others = [(start, stop) if rank != to else (start, start) for rank, (start, stop) in enumerate(parts)]
-        for places, sent, received in self._blocks(others, values.dtype, values.device):
+        for places, sent, received in self._blocks(what, others, values.dtype, values.device):
             place = places[self.index]
             own = sent[0][: len(place)].copy_(values[place.start : place.stop])
             of_all = [len(place) * (self.index == to) for place in places]
@@ -357,7 +366,13 @@ class Ranks:
                 tensor.copy_(found.view(tensor.shape))
 
     def _blocks(
-        self, parts: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, *, of_all: bool = False
+        self,
+        what: str,
+        parts: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        of_all: bool = False,
     ) -> Iterable[tuple[list[range], torch.Tensor, torch.Tensor]]:
         """Of parts that are exchanged block by block: the elements of each part in a block, and memory for it.
 
@@ -366,11 +381,13 @@ class Ranks:
         longest = max(stop - start for start, stop in parts)
         width = min(max(_BLOCK_NUMEL // self.num // _STEP_NUMEL, 1) * _STEP_NUMEL, longest)
         place = device if has_backend_for(self._group(), device) else torch.device("cpu")
+        self._under_way.append(what)
         for offset in range(0, longest, max(width, 1)):
             num = min(width, longest - offset)
             sent = self._memory("sent", (self.num if of_all else 1) * num, dtype, place).view(-1, num)
             elements = [range(start, stop)[offset : offset + num] for start, stop in parts]
             yield elements, sent, self._memory("received", self.num * num, dtype, place).view(-1, num)
+        self._under_way.pop()
 
     def _memory(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         num_bytes = numel * dtype.itemsize
@@ -405,23 +422,29 @@ class Ranks:
         issued: CallCounts | None = None,
     ) -> None:
         """One of torch's collectives, until its end."""
+        self._under_way.append(what)
         with self._failing(what):
             begun = call_torch(name, *args, group=self._group(), async_op=True)
         if args[0].device.type != "cpu":  # the others have come to the meeting before; the device's stream waits
             begun.wait()
+            self._under_way.pop()
             return
         self.causes.on_exchange(what)
-        while meanwhile is not None and not begun.is_completed():
-            meanwhile()
-            Latch().wait(_MEANWHILE_SECONDS)
+        look_at = time.monotonic() + _LOOK_SECONDS
         while True:
             with self._failing(what):
                 try:
-                    begun.wait(_LOOK)
+                    begun.wait(timedelta(seconds=_LOOK_SECONDS if meanwhile is None else _MEANWHILE_SECONDS))
+                    self._under_way.pop()
                     return
                 except RuntimeError as error:
                     if "Operation timed out" not in str(error):  # else of this wait: it goes on
                         raise
+            if meanwhile is not None:
+                meanwhile()
+            if time.monotonic() < look_at:
+                continue
+            look_at = time.monotonic() + _LOOK_SECONDS
             why = self.causes.why_absent(self.members, issued)
             if why is not None:
                 raise RankError(what, f"another rank does not reach this call: {why}", rank=self.number, cure=_CURE)

@@ -380,22 +380,23 @@ class ReducedGradients(GradientStore):
         Raises:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
-        self.agreed_norms.clear()
-        self._end_dropped()
-        if self._step is not None:
-            what = f"putting gradients together in step {self._step}"
-            self._end(what)
-            # Means of which this rank has its shard: each rank sends its own, and gets those of the others.
-            here = {key: owned for key, owned in self._owned.items() if key[1] in owned[0].present}
-            with self._clock.waiting("ranks"):
-                for grads in {grads: None for grads, _, _ in here.values()}:
-                    self._put_together(what, grads, [slot for other, slot, _ in here.values() if other is grads])
-            for key in here:
-                del self._owned[key]
-        if self.holds_back():
-            self._is_deferred = True
-        else:
-            self.average_these(self.new_of_all(step), step)
+        with uninterrupted():  # else other ranks would go on with an exchange that this one has left
+            self.agreed_norms.clear()
+            self._end_dropped()
+            if self._step is not None:
+                what = f"putting gradients together in step {self._step}"
+                self._end(what)
+                # Means of which this rank has its shard: each rank sends its own, and gets those of the others.
+                here = {key: owned for key, owned in self._owned.items() if key[1] in owned[0].present}
+                with self._clock.waiting("ranks"):
+                    for grads in {grads: None for grads, _, _ in here.values()}:
+                        self._put_together(what, grads, [slot for other, slot, _ in here.values() if other is grads])
+                for key in here:
+                    del self._owned[key]
+            if self.holds_back():
+                self._is_deferred = True
+            else:
+                self.average_these(self.new_of_all(step), step)
 
     def _put_together(self, what: str, grads: UnitGrads, slots: Sequence[Slot]) -> None:
         buffer = self.open(grads.unit)
