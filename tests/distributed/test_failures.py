@@ -303,6 +303,14 @@ def test_ranks_that_begin_with_something_else_are_refused(
 
 
 @on_ranks(2)
+def test_batch_sizes_that_differ_later_are_refused(rank: int, tmp_path: Path) -> None:
+    """Else a rank's micro-batch would be averaged with the sum of several."""
+    engine = infinity.deepspeed.initialize(model=nn.Linear(8, 8), config=_CONFIG)[0]
+    with pytest.raises(RankError, match=rf"rank {1 - rank} came with 'engine.set_train_batch_size\({4 - 2 * rank}\)'"):
+        engine.set_train_batch_size(2 + 2 * rank)
+
+
+@on_ranks(2)
 def test_what_is_each_process_own_may_differ(rank: int, tmp_path: Path) -> None:
     with _engine(infinity={"host_memory_budget": "1GB"} if rank else {}, steps_per_print=rank + 1) as engine:
         _step(engine)
