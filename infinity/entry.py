@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from infinity.config.ranks import check_same_config
 from infinity.config.schema.directories import make_directories, remove_empty
 from infinity.device.compute import ComputeDevice, choose_device, device_for
 from infinity.device.drive_tensors import has_drive_tensors, write_out
+from infinity.distributed.agreement import require_same
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.dtensors import LocalParameters, mesh_of_parameters
 from infinity.distributed.meshes import Mesh, mesh_of
@@ -196,12 +196,12 @@ def _share_weights(model: nn.Module, ranks: Ranks) -> None:
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     for name, buffer in model.named_buffers():
         tensors.setdefault(name, buffer)
-    # The checksum is part of the collective's label, and ranks compare labels. So a rank with another model gets an
-    # error here, and not a hang or a wrong shape in one of the broadcasts below.
-    facts = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors.items()]
-    ranks.all_gather_ints(
-        f"infinity.initialize with a model of {len(tensors)} tensors, {zlib.crc32(repr(facts).encode()):08x}"
-    )
+    # Another model on a rank would be a hang, or a wrong shape, in one of the broadcasts below.
+    facts = {
+        f"tensor '{name}'": f"number {number}, {tuple(t.shape)} {t.dtype} {'trained' if t.requires_grad else 'not trained'}"
+        for number, (name, t) in enumerate(tensors.items())
+    }
+    require_same(ranks, "the model of infinity.initialize", facts, cure="Build the same model on all ranks")
     for name, tensor in tensors.items():
         ranks.broadcast_from(f"infinity.initialize, '{name}'", 0, tensor.data)
 

@@ -28,7 +28,7 @@ from infinity.device.compute import (
 from infinity.device.drive_tensors import has_drive_tensors, on_drive
 from infinity.device.flat_pool import FlatPool
 from infinity.device.host_memory import trim_heap
-from infinity.distributed import agreement
+from infinity.distributed import agreement, causes
 from infinity.distributed.process_groups import destroy_at_exit
 from infinity.distributed.world import world
 from infinity.engine.resources import EngineResources

@@ -87,21 +87,25 @@ class DeepSpeedEngine(Engine):
         return self.counts.batch_size, self.counts.micro_batch_size, self.counts.num_micro_batches
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Set the micro-batches per step.
+        """Set the micro-batches per step. All ranks call it.
 
         Raises:
             ConfigError: fewer than one.
+            RankError: the others do not call it, or with another number.
             StepError: the present step has begun.
         """
+        self._mesh.data.all_gather_ints(f"engine.set_gradient_accumulation_steps({steps})")
         self.counts.set_num_micro_batches(steps)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the samples per step. The size of a micro-batch stays the same.
+        """Set the samples per step. The size of a micro-batch stays the same. All ranks call it.
 
         Raises:
             ConfigError: it is no multiple of the micro-batch.
+            RankError: the others do not call it, or with another number.
             StepError: the present step has begun.
         """
+        self._mesh.data.all_gather_ints(f"engine.set_train_batch_size({train_batch_size})")
         self.counts.set_batch_size(train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:

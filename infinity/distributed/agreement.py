@@ -13,6 +13,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -85,6 +86,24 @@ def differing(ranks: Ranks, what: str, own: Mapping[str, str]) -> tuple[str, str
             pairs = zip(ranks.members, texts, strict=True)
             return name, ", ".join(f"{text} on rank {number}" for number, text in pairs)
     return None
+
+
+def digest(described: Mapping[str, str]) -> int:
+    """A checksum of texts by name: above 0, because 0 stands for none."""
+    return 1 + zlib.crc32(repr(sorted(described.items())).encode())
+
+
+def require_same(ranks: Ranks, what: str, own: Mapping[str, str], *, cure: str) -> None:
+    """See that all ranks have the same texts under the same names. Usually that takes one integer.
+
+    Raises:
+        RankError: they have not; names the first that differs.
+    """
+    mine = digest(own)
+    if any(found != [mine] for found in ranks.all_gather_ints(what, [mine])):
+        found = differing(ranks, what, own)
+        if found is not None:
+            raise RankError(what, " is ".join(found), rank=ranks.number, cure=cure)
 
 
 def on_rank_0(ranks: Ranks, what: str, function: Callable[[], Any]) -> None:

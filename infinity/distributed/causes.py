@@ -172,7 +172,10 @@ class Causes:
         return self._found or self._stopped()
 
     def _look(self, members: Collection[int] | None = None) -> str | None:
-        self._found = self._found or self._ask(lambda: self._read("cause")) or self.find_ended(members)
+        told = self._found or self._ask(lambda: self._read("cause"))
+        ended = None if told else self.find_ended(members)
+        # What ended of another rank's end has said so before: asked again, as it may have been since.
+        self._found = told or (ended and (self._ask(lambda: self._read("cause")) or ended))
         return self._found
 
     @property

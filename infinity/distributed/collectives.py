@@ -42,6 +42,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,7 +55,6 @@ from infinity.distributed.causes import Causes
 from infinity.distributed.process_groups import call_torch, group_of, has_backend_for, num_processes, world_group
 from infinity.errors import RankError
 from infinity.numerics.raw_bytes import raw_bytes
-from swapper import Latch
 
 _BLOCK_NUMEL = 1 << 20
 """Elements of one exchange. Its buffers hold twice as many, to send and to receive."""
@@ -63,13 +63,17 @@ _STEP_NUMEL = 2048
 _MEETING = struct.Struct("<2q192s30q")
 """A rank's message in a meeting: number of its meetings, number of values, label, and the values if there are few."""
 _LABEL_BYTES, _NUM_BESIDE = 192, 30
-_LOOK = timedelta(seconds=2)
+_LOOK_SECONDS = 2.0
 """How long to wait for the others before looking why they do not come."""
 _MEANWHILE_SECONDS = 0.005
 CallCounts = tuple[int, int]
 """A script's number of meetings, and of its requests to other threads."""
 _CURE = (
     "All ranks must make the same calls in the same order: the same number of backwards and steps, each on its own data"
+)
+_CURE_OF_CUT = (
+    "Start all processes again. To save after Ctrl-C, let its handler set a flag, and act on it between two steps, on all "
+    "ranks"
 )
 
 
@@ -112,6 +116,8 @@ class Ranks:
         """Label of the last meeting."""
         self._num_issued = 0
         """Number of exchanges that the script has requested from other threads."""
+        self._under_way: list[str] = []
+        """Labels of exchanges that have begun and not ended. An error or an interrupt leaves them here: others may still wait."""
         self._staging: dict[tuple[str, torch.device], torch.Tensor] = {}
         """Buffers for one block, by name ("sent", "received") and device."""
         self.sent_bytes: Counter[str] = Counter() if beside is None else beside.sent_bytes
@@ -179,6 +185,9 @@ class Ranks:
         """
         if self.num == 1:
             return [list(values)]
+        if self._under_way:  # else it would come to the others as the rest of that
+            cut = f"this rank has left the exchange '{self._under_way[0]}' in the middle, by an error or an interrupt"
+            raise RankError(what, cut, rank=self.number, cure=_CURE_OF_CUT)
         self._place += 1
         self._label = what
         self._publish_place()
@@ -247,7 +256,7 @@ class Ranks:
             parts: of each rank, elements [start, stop). They are the same on all ranks.
             wire: dtype in which gradients are sent, and to which the mean is rounded, so that sending it is exact.
         """
-        for places, sent, received in self._blocks(parts, wire, values.device, of_all=True):
+        for places, sent, received in self._blocks(what, parts, wire, values.device, of_all=True):
             for row, place in zip(sent, places, strict=True):
                 block = values[place.start : place.stop]
                 block = block if block.dtype == wire else block.float()
@@ -282,7 +291,7 @@ class Ranks:
             kind: key in `sent_bytes`.
             device: of the tensors that ``read`` and ``write`` get, if the backend supports it; else the CPU.
         """
-        for places, sent, received in self._blocks(parts, dtype, torch.device(device)):
+        for places, sent, received in self._blocks(what, parts, dtype, torch.device(device)):
             own = places[self.index]
             if own:
                 read(own.start, sent[0][: len(own)])
@@ -314,7 +323,7 @@ class Ranks:
     def collect(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], to: int) -> None:
         """Gather the parts of all ranks into ``values`` (1-D) on rank ``to``; on the others nothing changes."""
         others = [(start, stop) if rank != to else (start, start) for rank, (start, stop) in enumerate(parts)]
-        for places, sent, received in self._blocks(others, values.dtype, values.device):
+        for places, sent, received in self._blocks(what, others, values.dtype, values.device):
             place = places[self.index]
             own = sent[0][: len(place)].copy_(values[place.start : place.stop])
             of_all = [len(place) * (self.index == to) for place in places]
@@ -356,7 +365,13 @@ class Ranks:
                 tensor.copy_(found.view(tensor.shape))
 
     def _blocks(
-        self, parts: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, *, of_all: bool = False
+        self,
+        what: str,
+        parts: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        of_all: bool = False,
     ) -> Iterable[tuple[list[range], torch.Tensor, torch.Tensor]]:
         """Yield for each block: its elements of each part, a buffer to send, and one to receive.
 
@@ -365,11 +380,13 @@ class Ranks:
         longest = max(stop - start for start, stop in parts)
         width = min(max(_BLOCK_NUMEL // self.num // _STEP_NUMEL, 1) * _STEP_NUMEL, longest)
         place = device if has_backend_for(self._group(), device) else torch.device("cpu")
+        self._under_way.append(what)
         for offset in range(0, longest, max(width, 1)):
             num = min(width, longest - offset)
             sent = self._memory("sent", (self.num if of_all else 1) * num, dtype, place).view(-1, num)
             elements = [range(start, stop)[offset : offset + num] for start, stop in parts]
             yield elements, sent, self._memory("received", self.num * num, dtype, place).view(-1, num)
+        self._under_way.pop()
 
     def _memory(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         num_bytes = numel * dtype.itemsize
@@ -404,24 +421,30 @@ class Ranks:
         issued: CallCounts | None = None,
     ) -> None:
         """Run one of torch's collectives, and wait for it."""
+        self._under_way.append(what)
         with self._failing(what):
             begun = call_torch(name, *args, group=self._group(), async_op=True)
         # On a device, only its stream waits. All ranks come here, because they were in the meeting before.
         if args[0].device.type != "cpu":
             begun.wait()
+            self._under_way.pop()
             return
         self.causes.on_exchange(what)
-        while meanwhile is not None and not begun.is_completed():
-            meanwhile()
-            Latch().wait(_MEANWHILE_SECONDS)
+        look_at = time.monotonic() + _LOOK_SECONDS
         while True:
             with self._failing(what):
                 try:
-                    begun.wait(_LOOK)
+                    begun.wait(timedelta(seconds=_LOOK_SECONDS if meanwhile is None else _MEANWHILE_SECONDS))
+                    self._under_way.pop()
                     return
                 except RuntimeError as error:
                     if "Operation timed out" not in str(error):  # only this wait did, the collective still runs
                         raise
+            if meanwhile is not None:
+                meanwhile()
+            if time.monotonic() < look_at:
+                continue
+            look_at = time.monotonic() + _LOOK_SECONDS
             why = self.causes.why_absent(self.members, issued)
             if why is not None:
                 raise RankError(what, f"another rank does not reach this call: {why}", rank=self.number, cure=_CURE)

@@ -44,7 +44,7 @@ def world() -> Ranks:
         store, causes = default_store(), None
         if store is not None:
             # A launcher's store outlives a restart of the ranks, so the keys of each group have a random prefix.
-            number = ranks.all_gather_ints("beginning", [secrets.randbits(62)])[0][0]
+            number = ranks.all_gather_ints("the first exchange of all processes", [secrets.randbits(62)])[0][0]
             processes = ranks.gather("telling of processes", own_process().encode())
             causes = Causes(store, f"infinity/{number}", ranks.index, [each.decode() for each in processes])
             causes.listen()

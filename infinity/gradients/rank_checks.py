@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from infinity.distributed.agreement import differing
+from infinity.distributed.agreement import require_same
 from infinity.distributed.collectives import Ranks
 from infinity.errors import RankError
-
-
-def digest(described: Mapping[str, str]) -> int:
-    """A checksum of hyperparameters, by name: above 0, because 0 stands for none."""
-    return 1 + zlib.crc32(repr(sorted(described.items())).encode())
 
 
 def check_all_held(ranks: Ranks, loose: Iterable[torch.Tensor], step: int) -> None:
@@ -45,15 +39,8 @@ def check_same_groups(ranks: Ranks, describe: Callable[[], Mapping[str, str]], s
     if ranks.num == 1:
         return
     what = f"the parameter groups in step {step}"
-    own = describe()
-    mine = digest(own)
-    # One integer per step. The texts are exchanged only if these differ, to name the difference.
-    if all(found == [mine] for found in ranks.all_gather_ints(what, [mine])):
-        return
-    found = differing(ranks, what, own)
-    if found is not None:
-        cure = "Set the same on all ranks; where a schedule follows a metric, give it the mean over all of them"
-        raise RankError(what, " is ".join(found), rank=ranks.number, cure=cure)
+    cure = "Set the same on all ranks; where a schedule follows a metric, give it the mean over all of them"
+    require_same(ranks, what, describe(), cure=cure)
 
 
 def norms_of_ranks(ranks: Ranks, what: str, norm: torch.Tensor) -> torch.Tensor:

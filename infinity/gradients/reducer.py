@@ -15,7 +15,7 @@ import torch
 
 from infinity.device.compute import gradient_norm
 from infinity.distributed.collectives import Ranks
-from infinity.errors import AccessError
+from infinity.errors import AccessError, RankError
 from infinity.gradients.gradient_exchange import GradientExchange, ShardUpdates, UnitExchange
 from infinity.gradients.main_gradients import FP32_BYTES, GradientBuffer, UnitGrads
 from infinity.gradients.store import GradientStore
@@ -332,9 +332,14 @@ class ReducedGradients(GradientStore):
             except Exception as error:  # when all have met: the others have nothing to do with it
                 errors.append(error)
 
-        self.ranks.all_gather_ints(what, meanwhile=go_on)
+        has_begun = [found for (found,) in self.ranks.all_gather_ints(what, [self._step is not None], meanwhile=go_on)]
         if errors:
             raise errors[0]
+        if len({*has_begun}) > 1:  # those that have begun would wait for the others
+            names = self.ranks.names(rank for rank, found in enumerate(has_begun) if not found)
+            problem = f"the last backward of the step has averaged none on rank {names}, as inside engine.no_sync()"
+            cure = "Enter engine.no_sync() on all ranks, or on none"
+            raise RankError(what, problem, rank=self.ranks.number, cure=cure)
 
     def _what(self) -> str:
         step = self._step if self._dropped_step is None else self._dropped_step
@@ -378,22 +383,23 @@ class ReducedGradients(GradientStore):
         Raises:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
-        self.agreed_norms.clear()
-        self._end_dropped()
-        if self._step is not None:
-            what = f"putting gradients together in step {self._step}"
-            self._end(what)
-            # Means of which this rank has its shard: each rank sends its own, and gets those of the others.
-            here = {key: owned for key, owned in self._owned.items() if key[1] in owned[0].present}
-            with self._clock.waiting("ranks"):
-                for grads in {grads: None for grads, _, _ in here.values()}:
-                    self._put_together(what, grads, [slot for other, slot, _ in here.values() if other is grads])
-            for key in here:
-                del self._owned[key]
-        if self.holds_back():
-            self._is_deferred = True
-        else:
-            self.average_these(self.new_of_all(step), step)
+        with uninterrupted():  # else other ranks would go on with an exchange that this one has left
+            self.agreed_norms.clear()
+            self._end_dropped()
+            if self._step is not None:
+                what = f"putting gradients together in step {self._step}"
+                self._end(what)
+                # Means of which this rank has its shard: each rank sends its own, and gets those of the others.
+                here = {key: owned for key, owned in self._owned.items() if key[1] in owned[0].present}
+                with self._clock.waiting("ranks"):
+                    for grads in {grads: None for grads, _, _ in here.values()}:
+                        self._put_together(what, grads, [slot for other, slot, _ in here.values() if other is grads])
+                for key in here:
+                    del self._owned[key]
+            if self.holds_back():
+                self._is_deferred = True
+            else:
+                self.average_these(self.new_of_all(step), step)
 
     def _put_together(self, what: str, grads: UnitGrads, slots: Sequence[Slot]) -> None:
         buffer = self.open(grads.unit)

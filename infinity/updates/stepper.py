@@ -25,12 +25,13 @@ import torch
 from infinity.config.resolved import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.host_memory import HeapTrimmer
+from infinity.distributed.agreement import digest
 from infinity.distributed.meshes import Mesh
 from infinity.errors import StepError
 from infinity.gradients.gradient_exchange import ShardUpdates
 from infinity.gradients.main_gradients import GradientSource
 from infinity.gradients.norms import clip_coefficient, norm_of_model
-from infinity.gradients.rank_checks import check_all_held, check_same, check_same_groups, digest
+from infinity.gradients.rank_checks import check_all_held, check_same, check_same_groups
 from infinity.gradients.reducer import NewGradients, ReducedGradients
 from infinity.optim.classes import IS_MOMENTUM
 from infinity.optim.groups import Groups

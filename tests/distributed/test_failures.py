@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import ConfigError, RankError
-from tests.internals import destroy_at_exit, end_all_at_exit
+from tests.internals import causes, destroy_at_exit, end_all_at_exit, world
 from tests.ranks import on_ranks, run_ranks
 from tests.waiting import wait_until
 
@@ -121,6 +122,79 @@ def test_who_does_not_come_to_the_rendezvous_is_waited_for_as_long_as_said(tmp_p
     assert run_ranks(1, lambda rank: None, tmp_path, join) == [""]
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_rank_that_is_stopped_ends_the_others_soon(stage: int, tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        causes._SILENT_SECONDS = 3.0
+        (tmp_path / f"pid{rank}").write_text(str(os.getpid()))
+        engine = _engine(zero_optimization={"stage": stage})
+        _step(engine)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            _step(engine)
+        finally:
+            os.kill(int((tmp_path / "pid1").read_text()), signal.SIGKILL)
+
+    (tmp_path / "rank1").write_text("killed")
+    first, second = run_ranks(2, train, tmp_path)
+    assert second == "killed"
+    # Not by the process group's timeout, whose error has other words.
+    assert re.search(
+        r"RankError: rank 0, averaging .* does not reach this call: the process of rank 1 .* stopped", first
+    )
+
+
+@on_ranks(2)
+def test_an_interrupt_waits_for_the_end_of_an_exchange(rank: int, tmp_path: Path) -> None:
+    """Else the other rank goes on with one that this rank has left, and both may save what they have."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    engine = _engine()
+    _step(engine)
+    loss = engine(torch.ones(1, 8)).sum()
+    sent = tmp_path / "sent"
+    if rank == 0:
+        wait_until(sent.exists)
+        engine.backward(loss)
+    else:
+
+        def interrupt() -> None:
+            wait_until(lambda: world().causes.place == "averaging gradients in step 1")
+            os.kill(os.getpid(), signal.SIGINT)
+            sent.touch()
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss)
+        thread.join()
+    engine.reset()
+    engine.save_checkpoint(tmp_path / "saved")
+
+
+def test_an_exchange_that_a_rank_has_left_is_its_last(tmp_path: Path) -> None:
+    """What came next would be taken for the rest of it."""
+
+    def leave(rank: int) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        ranks = world()
+        if rank == 1:
+            thread = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                ranks.all_gather_ints("the first")
+            thread.join()
+            ranks.all_gather_ints("the second")
+        wait_until((tmp_path / "rank1").exists)
+        with pytest.raises(RankError):
+            ranks.all_gather_ints("the first")
+            ranks.all_gather_ints("the second")
+
+    first, second = run_ranks(2, leave, tmp_path)
+    assert not first, first
+    assert "rank 1, the second: this rank has left the exchange 'the first' in the middle" in second
+
+
 @pytest.mark.deep
 def test_what_followed_is_no_cause(tmp_path: Path) -> None:
     """Rank 2 hears of rank 1's end long after rank 0 has ended of it."""
@@ -171,6 +245,16 @@ def test_a_gradient_that_one_rank_changed_updates_nothing(rank: int, tmp_path: P
 
 
 @on_ranks(2)
+def test_a_last_backward_without_an_average_on_one_rank_is_an_error_on_all(rank: int, tmp_path: Path) -> None:
+    engine = _engine(zero_optimization={"stage": 2})
+    _step(engine)
+    with engine.no_sync() if rank else contextlib.nullcontext():
+        engine.backward(engine(torch.ones(1, 8)).sum())
+    with pytest.raises(RankError, match=r"has averaged none on rank 1, as inside engine\.no_sync\(\)\. Enter"):
+        engine.step()
+
+
+@on_ranks(2)
 def test_parameters_that_came_later_are_refused(rank: int, tmp_path: Path) -> None:
     engine = _engine()
     engine.module.later = nn.Linear(8, 8)
@@ -182,7 +266,10 @@ def test_parameters_that_came_later_are_refused(rank: int, tmp_path: Path) -> No
 _SAME = r"on rank 0, .* on rank 1. Give all processes the same config"
 _REFUSED: dict[str, tuple[type[Exception], str, Callable[[int], Any]]] = {
     "another model": (
-        *(RankError, r"infinity\.initialize with a model of 4 tensors"),
+        *(
+            RankError,
+            r"'0\.weight' is number 0, \(8, 8\) .* trained on rank 0, number 0, \(8, 9\) .* trained on rank 1",
+        ),
         lambda rank: _engine(width=8 + rank),
     ),
     "a config for one process": (
@@ -213,6 +300,14 @@ def test_ranks_that_begin_with_something_else_are_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         begin(rank)
+
+
+@on_ranks(2)
+def test_batch_sizes_that_differ_later_are_refused(rank: int, tmp_path: Path) -> None:
+    """Else a rank's micro-batch would be averaged with the sum of several."""
+    engine = infinity.deepspeed.initialize(model=nn.Linear(8, 8), config=_CONFIG)[0]
+    with pytest.raises(RankError, match=rf"rank {1 - rank} came with 'engine.set_train_batch_size\({4 - 2 * rank}\)'"):
+        engine.set_train_batch_size(2 + 2 * rank)
 
 
 @on_ranks(2)
