@@ -2,8 +2,9 @@
 
 [Note: interrupted hooks] torch runs no forward hook after a KeyboardInterrupt, so one that comes in a forward leaves our hooks
 on torch's stack. Nothing else notes that they are there: they are found on that stack, and taken down when the next forward
-begins, or the one that was cut off is abandoned. A context of the user's that is left before that takes ours down in place of
-its own, which stay up then: bits are the same, and ``engine.reset()`` inside the context avoids it.
+begins, or the one that was cut off is abandoned: ``engine(...)`` does so at once. A context of the user's that is left before
+that, around a call of the module itself, takes ours down in place of its own, which stay up then: bits are the same, but a
+checkpoint refuses the next backward. ``engine.reset()`` inside the context avoids it.
 
 [Note: hooks of the user] torch calls the innermost hooks only, so ours call those of the user that they cover: these get
 what is saved, weights as well, and what they give is saved in its place (compressed, counted, moved). Covered are hooks that
