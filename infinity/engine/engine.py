@@ -120,7 +120,12 @@ class Engine(Relayout):
         # KeyboardInterrupt.
         if self._coordinator.is_in_forward:
             self._parts.module_hooks.abandon_calls()
-        return self.run_module(*args, **kwargs)
+        try:
+            return self.run_module(*args, **kwargs)
+        except BaseException:
+            # Now, since contexts around this call that are left take down what is innermost: our hooks in place of theirs.
+            self._forget_cut_off_forward()
+            raise
 
     @locked
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:

@@ -229,7 +229,7 @@ class ParameterCoordinator:
                 self.clock.begin_compute("forward")
             elif self._depth == 0:
                 # Depth 0 in backward: a checkpoint computes this module once more.
-                self.saving.push_in_recomputation()
+                self.saving.push()
             self._depth += 1
         except BaseException:
             if self._depth == 0:

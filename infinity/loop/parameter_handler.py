@@ -148,9 +148,7 @@ class ParameterHandler:
     def _saving(self) -> contextlib.AbstractContextManager[Any]:
         """A context with the saved-tensor hooks, unless they are active."""
         coordinator = self._coordinator
-        if not coordinator.is_computing:
-            return coordinator.saving
-        return contextlib.nullcontext() if coordinator.is_inside_modules else coordinator.saving.in_recomputation()
+        return contextlib.nullcontext() if coordinator.is_inside_modules else coordinator.saving
 
     @outside_modes
     def _unbind(self, units: Sequence[Unit]) -> None:

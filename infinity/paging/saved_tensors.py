@@ -2,8 +2,9 @@
 
 [Note: interrupted hooks] torch runs no forward hook after a KeyboardInterrupt, so one that comes in a forward leaves our hooks
 on torch's stack. Nothing else notes that they are there: they are found on that stack, and taken down when the next forward
-begins, or the one that was cut off is abandoned. A context of the user's that is left before that takes ours down in place of
-its own, which stay up then: bits are the same, and ``engine.reset()`` inside the context avoids it.
+begins, or the one that was cut off is abandoned: ``engine(...)`` does so at once. A context of the user's that is left before
+that, around a call of the module itself, takes ours down in place of its own, which stay up then: bits are the same, but a
+checkpoint refuses the next backward. ``engine.reset()`` inside the context avoids it.
 
 [Note: hooks of the user] torch calls the innermost hooks only, so ours call those of the user that they cover: these get
 what is saved, weights as well, and what they give is saved in its place (compressed, counted, moved). Covered are hooks that
@@ -22,8 +23,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,15 +227,18 @@ class SavingHooks:
         in_use.pop(id(self), None)
 
     def push(self) -> None:
-        """Put them up in the calling thread. Where torch.func forbids hooks, what is saved keeps the flat buffers alive."""
+        """Put them up in the calling thread. Where torch.func forbids hooks, what is saved keeps the flat buffers alive.
+
+        In a recomputation inside backward, too: without any, autograd keeps a leaf itself, and what it computes with then is
+        whatever the parameter is bound to by that time.
+        """
         if hooks_are_forbidden():
             return
-        if is_checkpointed():
-            self._push_for_checkpoint()
-            return
         ours: tuple[Any, Any] = self._pack, self._unpack
-        theirs = hooks_of_the_user()
-        if theirs is not None:
+        if is_checkpointed():
+            collect, give = saving_hooks._top_saved_tensors_default_hooks(True)
+            ours = functools.partial(self._pack_for, collect), functools.partial(self._unpack_for, give)
+        elif (theirs := hooks_of_the_user()) is not None:
             ours = functools.partial(self._pack_over, theirs), functools.partial(self._unpack_over, theirs)
         saving_hooks._push_saved_tensors_default_hooks(*ours)
 
@@ -265,33 +268,6 @@ class SavingHooks:
             return self._unpack(saved)
         give: Callable[[Any], torch.Tensor] = theirs[1]
         return give(_exchanged(saved.packed, (PackedSavedTensor, PackedByAnother), self._unpack))
-
-    def push_in_recomputation(self) -> None:
-        """Put them up for a recomputation inside backward.
-
-        Without any, autograd keeps a leaf itself, and what it computes with then is whatever the parameter is bound to by
-        that time. Reentrant checkpointing has none: ours serve. Non-reentrant checkpointing has its own, which collect
-        what is saved and must stay.
-        """
-        top = top_hooks()
-        if top is None or top[0] == self._pack or hooks_of_the_user() is not None:
-            self.push()
-        else:
-            self._push_for_checkpoint()
-
-    def _push_for_checkpoint(self) -> None:
-        collect, give = saving_hooks._top_saved_tensors_default_hooks(True)
-        ours = functools.partial(self._pack_for, collect), functools.partial(self._unpack_for, give)
-        saving_hooks._push_saved_tensors_default_hooks(*ours)
-
-    @contextmanager
-    def in_recomputation(self) -> Iterator[None]:
-        """They are up inside the ``with`` block, which is part of a recomputation inside backward."""
-        self.push_in_recomputation()
-        try:
-            yield
-        finally:
-            self.pop()
 
     def _pack_for(self, collect: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         # The checkpoint's hooks keep a frozen parameter itself, so they get a view of it instead.

@@ -49,7 +49,7 @@ class WeightsBudget:
                     layers[each.name.partition(EXPERTS)[0].rpartition(".")[0]] += each.num_bytes
             others = sum(each.num_bytes for each in {unit, *inside} if EXPERTS not in each.name)
             return self.too_small(
-                others + max(layers.values()) - self.weights_bytes,
+                max(lacking_bytes, others + max(layers.values()) - self.weights_bytes),
                 f"{problem}. Activation checkpointing (or user code) keeps the weights of a block that is computed once more in "
                 "backward, so the experts that a layer uses have to be in memory together",
                 cure="Set it to at least {minimum}; or checkpoint with use_reentrant=True, which keeps no weights",

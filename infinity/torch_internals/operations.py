@@ -92,8 +92,8 @@ AS_ARRAY = frozenset({"numpy", "__array__"})
 """Names of operations that return a NumPy array over the memory."""
 
 # By torch's convention, methods that end in "_" write in place. `requires_grad_` sets a flag, and `share_memory_` is
-# refused elsewhere. `__iadd__` and the like are methods of their own: those
-# without whose "i" there is another, so not `__iter__`.
+# refused elsewhere. `__iadd__` and the like are methods of their own: there is one without the "i" as well, which there
+# is not for `__iter__`.
 WRITING_METHODS: tuple[str, ...] = tuple(
     name
     for name in dir(torch.Tensor)

@@ -158,9 +158,7 @@ def _remove_hidden(path: Path, lock: int | None) -> None:
     finally:
         if lock is not None:
             os.close(lock)
-    with contextlib.suppress(
-        OSError
-    ):  # if something could not be removed, the mark is there: the next save tries again
+    with contextlib.suppress(OSError):  # something could not be removed: it is marked, and the next save tries again
         path.rmdir()
 
 

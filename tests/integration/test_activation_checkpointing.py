@@ -129,6 +129,21 @@ def test_what_a_script_computes_in_a_checkpoint_around_the_model(compute: Any, t
         twins.require_equal()
 
 
+def test_an_interrupt_in_a_checkpoint_around_the_model_leaves_no_hooks(tmp_path: Path) -> None:
+    """The checkpoint would take the engine's hooks down in place of its own, which would go on to count what is saved."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with _twins(_model(), _model(), tmp_path) as twins:
+        handle = twins.model.blocks[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint(_around_model, twins.engine, _tokens(0), use_reentrant=False)
+        handle.remove()
+        twins.step(_losses(0))
+        twins.require_equal()
+
+
 def test_evaluation_keeps_nothing_and_computes_once(tmp_path: Path) -> None:
     with _twins(_model(), _model(), tmp_path) as twins:
         engine = twins.engine
