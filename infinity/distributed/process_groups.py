@@ -67,12 +67,12 @@ def num_processes() -> int:
 
 
 def number_of_launcher(name: str, default: str) -> int:
-    """A whole number that a launcher has put into the environment.
+    """A whole number that a launcher has put into the environment; ``default`` if the variable is not set or empty.
 
     Raises:
         ConfigError: it is none.
     """
-    value = os.environ.get(name, default)
+    value = os.environ.get(name) or default
     try:
         return int(value)
     except ValueError:

@@ -84,7 +84,7 @@ class Accelerator:
         """Number of GPUs. On a CPU, the number of processes on this machine, by the launcher's variables."""
         if self._name == "cuda":
             return torch.cuda.device_count()
-        return number_of_launcher("LOCAL_SIZE" if os.environ.get("LOCAL_SIZE") else "LOCAL_WORLD_SIZE", "1")
+        return number_of_launcher("LOCAL_SIZE", str(number_of_launcher("LOCAL_WORLD_SIZE", "1")))
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Dtypes of trainable weights."""
