@@ -81,11 +81,12 @@ class Fp16Block(Block):
     loss_scale_window: Count = 1000
     """The scale is doubled after this many steps without overflow."""
     hysteresis: Count = 2
-    """The scale is halved at this many overflows, and at each one after, until it grows again."""
+    """The scale is halved at this many overflows, and at each one after, until it grows again. In stage 0 it is halved at
+    each overflow, as in DeepSpeed."""
     consecutive_hysteresis: Flag = False
     """A step without overflow resets the count of `hysteresis`."""
     min_loss_scale: Number = 1
-    """Smallest loss scale. Gradients that overflow with it are an error."""
+    """Smallest loss scale. Gradients that overflow with it are an error, but not in stage 0."""
     auto_cast: Flag = False
     """Floating-point inputs of the model are cast to fp16."""
 
@@ -163,7 +164,8 @@ class ZeroBlock(Block):
 
     stage: Annotated[Count | None, Field(le=3)] = None
     """What several processes shard. Stages 1 and 2 shard main weights, optimizer states and their updates; stage 3 also
-    shards model weights. The numbers are the same in all stages (but see `bf16.check_grad_overflow`). With one process,
+    shards model weights. The numbers are the same in all stages (but see `bf16.check_grad_overflow` and
+    `fp16.hysteresis`). With one process,
     every stage runs as 3. If you leave it out, it is 3 if `offload_param` or `offload_optimizer` names a device, and 0
     otherwise, as in DeepSpeed."""
     # An empty block is the same as none: its device is "none".
