@@ -44,8 +44,6 @@ _MOST_SLOTS = 9999
 _HOST = re.compile(r"([A-Za-z0-9_][\w.+-]*@)?(\[[0-9A-Fa-f:.]+(%\w+)?\]|[A-Za-z0-9_][\w.:%-]*)", re.ASCII)
 """A name or address, with a user before it or without. One that begins with a dash would be an option of ssh."""
 
-_PORT = click.IntRange(1, 65535)
-
 Hosts = dict[str, list[int]]
 """Host -> its slots (GPUs) that take part, in order."""
 
@@ -62,8 +60,8 @@ Hosts = dict[str, list[int]]
     help="Number of processes on each host. They use its first slots.",
 )
 @click.option("--master_addr", help="Address at which the processes meet. Default: the first host.")
-@click.option("--master_port", type=_PORT, default=29500, show_default=True)
-@click.option("--ssh_port", type=_PORT, help="Port of ssh. Default: ssh's own.")
+@click.option("--master_port", type=click.IntRange(0, 65535), default=29500, show_default=True)  # 0: a free one
+@click.option("--ssh_port", type=click.IntRange(1, 65535), help="Port of ssh. Default: ssh's own.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(**options: Any) -> None:

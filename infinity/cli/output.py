@@ -72,11 +72,14 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def table(*columns: str, has_header: bool = True, keeps_first: bool = False) -> Table:
-    """Return an empty table. Long cells fold; with ``keeps_first``, those of the first column do not."""
+def table(*columns: str, has_header: bool = True, keeps_first: bool = False, is_dense: bool = False) -> Table:
+    """Return an empty table. Long cells fold; with ``keeps_first``, those of the first column do not.
+
+    ``is_dense``: one space between columns, where ten have to fit into a terminal of 80.
+    """
     from rich.table import Table  # here, since `--help` and completion import this file
 
-    made = Table(box=None, pad_edge=False, show_header=has_header)
+    made = Table(box=None, pad_edge=False, show_header=has_header, collapse_padding=is_dense)
     for place, name in enumerate(columns):
         # "fold" breaks long cells in place of cutting them off: paths stay whole.
         made.add_column(name, overflow="fold", header_style="bold", no_wrap=keeps_first and not place)

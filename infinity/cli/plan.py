@@ -255,8 +255,9 @@ def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, tokens:
     """Print a table of all choices of tiers. ``given``: the one with a star; ``is_given``: it is that of the config."""
     has_gpu = not machine.uses_host_memory
     gpu = ["GPU"] if has_gpu else []
-    shown = table("", "weights", "states", "memory", *gpu, "drives", "moved", "step", "tokens/s", "RAM at least")
-    shown.collapse_padding = True  # one space between columns: all of them fit into 80
+    shown = table(
+        "", "weights", "states", "memory", *gpu, "drives", "moved", "step", "tokens/s", "RAM at least", is_dense=True
+    )
     for each in rungs:
         plan = each.plan
         is_chosen = (each.param_tier, each.optimizer_tier) == (given.param_tier, given.optimizer_tier)

@@ -93,10 +93,19 @@ def test_the_first_host_without_its_user_is_the_address(
     assert "--master-addr=worker-1" in shlex.split((tmp_path / "me@worker-2").read_text().splitlines()[-1])
 
 
-@pytest.mark.parametrize("number", ["0", "-1", "3"])
-def test_numbers_of_hosts_that_are_refused(number: str, hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "--hostfile", str(hostfile), "--num_nodes", number, "train.py"]) == 1
-    assert f"--num_nodes {number}: there are 2 hosts" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("number", "status", "words"),
+    [
+        ("0", 2, "0 is not in the range"),
+        ("-1", 2, "-1 is not in the range"),
+        ("3", 1, "--num_nodes 3: there are 2 hosts"),
+    ],
+)
+def test_numbers_of_hosts_that_are_refused(
+    number: str, status: int, words: str, hostfile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "--hostfile", str(hostfile), "--num_nodes", number, "train.py"]) == status
+    assert words in capsys.readouterr().err
 
 
 def test_a_host_that_fails_ends_the_others(
