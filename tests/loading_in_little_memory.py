@@ -18,7 +18,7 @@ _BUDGET_BYTES = 160 << 20
 _SLACK_BYTES = 88 << 20
 """Beyond the budget, where there is an engine; in all, where there is none."""
 OBJECTS_BYTES = 16 << 20
-"""Of Python, beside the budget: modules, the engine's own objects, stacks and heaps of its threads. 5 to 14 MB in 13 runs."""
+"""Of Python, beside the budget: modules, the engine's own objects, stacks and heaps of its threads. 5 to 14 MB in 10 runs."""
 _UNSEEN_BYTES = 8 << 20
 """What the kernel counts to the group besides memory of the process: page tables, and pages of files that it is reading."""
 
