@@ -186,7 +186,9 @@ class Parts:
             names = tuple(plan.names[unit.index])
             storage.records.allocate(unit, plan.chunks[unit.index], names, plan.splits[unit.index])
             if storage.weights is not None:
-                storage.weights.allocate(unit, in_host_memory=unit.index in plan.placement.hosted_units)
+                in_host_memory = unit.index in plan.placement.hosted_units
+                keeps_codes = plan.sizes[unit.index].keeps_codes
+                storage.weights.allocate(unit, in_host_memory=in_host_memory, keeps_codes=keeps_codes)
 
     def take_model(self, undo: contextlib.ExitStack) -> Originals:
         """Move the model's weights and the optimizer's states into the parts.

@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_map
 
 from infinity.errors import BudgetTooSmallError
 from infinity.paging.prefetch_schedule import simulate
-from infinity.plan.placement import Placement, apparent_bytes, place, placements
+from infinity.plan.placement import Placement, place, placements
 from infinity.plan.sizes import FP32_BYTES, Request, UnitSize, divides_weights, has_shards
+from infinity.plan.staging_sizes import price_of_chunks
 
 # `placements` sorts by an estimate. The first four are simulated, and compared by the bytes that they really move.
 _SIMULATED = 4
@@ -95,7 +96,12 @@ def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[
         return predict(units, request, placement, order, len(units)).moved_bytes
 
     found = placements(units, request)[: _SIMULATED if len(units) <= _MANY_UNITS else 1]
-    kept = min(found, key=lambda placement: moved(placement) + apparent_bytes(units, request, placement))
+
+    def priced(placement: Placement) -> int:
+        chunks = price_of_chunks(units, request, placement.chunk_numel, placement.states_in_memory)
+        return moved(placement) + chunks
+
+    kept = min(found, key=priced)
     # If few units fit, keeping some of them resident leaves too little room for the others. Then it may be better to
     # keep none.
     try:

@@ -22,7 +22,7 @@ from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.packed.selection import packed_weights
 from infinity.plan.cost_model import Traffic, place_for_schedule
 from infinity.plan.machine import Bandwidth, RoomBytes
-from infinity.plan.placement import Placement
+from infinity.plan.placement import Placement, with_codes_on_device
 from infinity.plan.plan import Plan
 from infinity.plan.sizes import Request, UnitSize, guessed_order
 from infinity.plan.volumes import Volumes
@@ -92,6 +92,7 @@ class PlanInputs:
 
         Raises:
             ConfigError, OptimizerNotPageableError: the optimizer does not support how its states are stored.
+            BudgetTooSmallError: a GPU has too little memory for packed weights.
         """
         shards = shards or Shards()
         updater = SliceUpdater(wrapped_optimizer)
@@ -149,7 +150,9 @@ class PlanInputs:
             budget_source="from the config" if budget is not None else str(free_memory),
             bandwidth=bandwidth,
         )
-        if not (uses_host_memory and config.infinity.update_is_open):
+        if not uses_host_memory:
+            return dataclasses.replace(found, sizes=with_codes_on_device(found.sizes, found.request))
+        if not config.infinity.update_is_open:
             return found
         # If a step moves no bytes, updates in backward hide no I/O, and only take cores from the model. On a CPU they
         # are faster after backward, with all cores. The config leaves the choice open (`update_is_open`).

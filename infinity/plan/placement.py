@@ -26,13 +26,13 @@ micro-batch, updates in backward). Keeping the weights of one saves 48 MiB in a 
 A budget of 60 is refused, and the message names 67. With 100, not all 8 can be resident.
 The parts never exceed the budget. The minimum in the message is that of the cheapest option.
 An earlier version sized staging in proportion to its wishes. Staging buffers became so small that Python's time per
-chunk was the larger loss. So staging buffers come first now, and each chunk has a price (`_CHUNK_COST_BYTES`).
+chunk was the larger loss. So staging buffers come first now, and each chunk has a price (`price_of_chunks`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from infinity.errors import BudgetTooSmallError, format_bytes
@@ -44,13 +44,10 @@ from infinity.plan.keep_in_memory import (
     select_weights,
 )
 from infinity.plan.sizes import FP32_BYTES, Request, UnitSize, divides_weights, has_shards, needed_together
-from infinity.plan.staging_sizes import FEWEST_BUFFERS, GOOD_STAGING_BYTES, StagingSizes
+from infinity.plan.staging_sizes import FEWEST_BUFFERS, GOOD_STAGING_BYTES, StagingSizes, price_of_chunks
 
 HOST_KEY = "infinity.host_memory_budget"
 DEVICE_KEY = "infinity.device_memory_budget"
-# The price of a chunk, in bytes of I/O. Each chunk costs half a millisecond of Python beside the computing, and with
-# eight workers, which wait for each other there, 1.5 (measured on 16 cores).
-_CHUNK_COST_BYTES = 512 << 10
 _UPLOAD_BUFFER_BYTES = 4 << 20  # 4 MiB: a read and a copy per buffer
 _UPLOAD_BUFFERS = 2, 8  # the fewest (one is read, one copied), and the most that are asked for
 NUM_SHARD_BUFFERS = 2  # the same if ranks divide weights, and each buffer holds a shard: one is read, one is sent
@@ -186,15 +183,13 @@ def placements(units: Sequence[UnitSize], request: Request) -> list[Placement]:
     return [placement for _, placement in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
 
-def apparent_bytes(units: Sequence[UnitSize], request: Request, placement: Placement) -> int:
-    """The price of a placement's chunks, in bytes, to be added to the bytes that it moves."""
-    # Chunks in memory cost half: nothing is read or written, but the same Python code starts their arithmetic. If they
-    # were free, staging buffers would shrink where nearly all states fit: a few bytes of I/O less, and twice the
-    # chunks.
-    num_all = sum(-(-unit.state_numel // placement.chunk_numel) for unit in units)
-    moving = (unit.state_numel - kept for unit, kept in zip(units, placement.states_in_memory, strict=True))
-    num_chunks = (num_all + sum(-(-numel // placement.chunk_numel) for numel in moving)) // 2
-    return num_chunks * _CHUNK_COST_BYTES * max(request.update_workers * 3 // 8, 1)
+def with_codes_on_device(units: Sequence[UnitSize], request: Request) -> list[UnitSize]:
+    """Let packed weights rest in GPU memory, of as many units as there is room for.
+
+    Raises:
+        BudgetTooSmallError: the units that are needed together do not fit.
+    """
+    return _Planner(units, request).with_codes_on_device()
 
 
 class _Planner:
@@ -225,6 +220,23 @@ class _Planner:
 
     # ------------------------------------------------------------------------------------------------------ the device
 
+    def with_codes_on_device(self) -> list[UnitSize]:
+        """The units, of which some keep their packed weights on a GPU."""
+        # A layer of 70B in bf16 has 1.7 GB, and 0.48 GB in NF4. With a budget of 15 GB, 3 * (1.7 + 0.48) = 6.6 GB are
+        # for the layer in use and two on their way, and the packed weights of 17 of the 80 layers fit into the rest.
+        units, request = self._units, self._request
+        packed = [index for index in self._order if units[index].codes_bytes]
+        # A durable run has all its weights in its files.
+        is_possible = request.param_tier != "none" and request.keeps_in_memory and not request.num_versions
+        if request.uses_host_memory or self._is_gathered or not packed or not is_possible:
+            return [*units]
+        budget, beside = self._device_budget()
+        if budget >= self._total:
+            return [*units]  # unpacked, they need not be unpacked in each forward and backward
+        needed = max(self._in_use_and_coming(self._order), needed_together(units, request, self._order))
+        kept, _ = select_weights([unit.codes_bytes for unit in units], packed, budget - int(needed * (1 + beside)))
+        return [replace(unit, keeps_codes=index in kept) for index, unit in enumerate(units)]
+
     def divide_device_memory(self) -> None:
         """Decide which units are resident on a GPU.
 
@@ -234,8 +246,20 @@ class _Planner:
         request = self._request
         if request.uses_host_memory:
             return
-        everything = range(len(self._units))
-        least = self._total if request.param_tier == "none" else needed_together(self._units, request, everything)
+        budget, beside = self._device_budget()
+        budget -= sum(unit.codes_on_device for unit in self._units)
+        self._device_bytes = min(self._total, budget if budget >= self._total else int(budget / (1 + beside)))
+        if request.param_tier == "none":
+            self._on_device = frozenset(self._order)
+        elif request.keeps_in_memory:
+            kept = [self._residents_in(prefix, self._device_bytes) for prefix in self._prefixes()]
+            residents = max(kept, key=lambda residents: sum(self._sizes[index] for index in residents))
+            self._on_device = frozenset(index for index in residents if not self._units[index].keeps_codes)
+
+    def _device_budget(self) -> tuple[int, float]:
+        """GPU memory for weights; and how much more than its size a unit takes while it is unpacked."""
+        request = self._request
+        least = self._total if request.param_tier == "none" else needed_together(self._units, request, self._order)
         # Packed weights are uploaded to memory beside the flat buffer, and unpacked into it. So a unit needs up to (1 +
         # beside) times its size, with the largest ratio of all units.
         packed = max((unit.packed_bytes / unit.weight_bytes for unit in self._units if unit.packed_bytes), default=0.0)
@@ -243,20 +267,15 @@ class _Planner:
         least = int(least * (1 + beside))
         budget = request.device_budget_bytes
         if budget is None:
-            budget = self._automatic_device_budget(least)
-        elif budget < least:
+            return self._automatic_device_budget(least), beside
+        if budget < least:
             raise BudgetTooSmallError(
                 DEVICE_KEY,
                 budget_bytes=budget,
                 minimum_bytes=least,
                 reason="The two largest units must be resident together",
             )
-        self._device_bytes = min(self._total, budget if budget >= self._total else int(budget / (1 + beside)))
-        if request.param_tier == "none":
-            self._on_device = frozenset(everything)
-        elif request.keeps_in_memory:
-            kept = [self._residents_in(prefix, self._device_bytes) for prefix in self._prefixes()]
-            self._on_device = max(kept, key=lambda residents: sum(self._sizes[index] for index in residents))
+        return budget, beside
 
     def _has_room_for_gradients(self) -> bool:
         """Whether all main gradients fit into GPU memory, besides all weights."""
@@ -271,8 +290,9 @@ class _Planner:
     def _beside_weights(self) -> int:
         """Bytes of GPU memory that the engine needs besides weights and main gradients."""
         request = self._request
+        itemsize = request.record_format.weight_dtype.itemsize
         # The second one is for a norm in fp32.
-        others = _UNITS_OF_GRADIENTS * max(self._sizes) + FP32_BYTES * self._largest_numel
+        others = (_UNITS_OF_GRADIENTS * itemsize + FP32_BYTES) * self._largest_numel
         if request.records_on_device:
             chunk_numel, _, _ = self._staging_sizes.cut(0, keeps_all_records=True)
             working_bytes = chunk_numel * (FP32_BYTES + request.record_format.weight_dtype.itemsize)
@@ -301,13 +321,17 @@ class _Planner:
     def _residents_in(self, prefix: frozenset[int], capacity_bytes: int) -> frozenset[int]:
         # The prefix, and of the others those that fit, once there is room for the one in use and two more on their way.
         rest = [index for index in self._order if index not in prefix]
-        room = capacity_bytes - sum(self._sizes[index] for index in prefix)
-        room -= min((1 + _UNITS_AHEAD) * max((self._sizes[i] for i in rest), default=0), self._bytes_of(rest))
+        room = capacity_bytes - sum(self._sizes[index] for index in prefix) - self._in_use_and_coming(rest)
         if room < 0:
             return frozenset()
         fits = self._bytes_of(rest) <= room
         steady = [index for index in rest if fits or not self._units[index].is_routed]
         return prefix.union(select_weights(self._sizes, steady, room)[0])
+
+    def _in_use_and_coming(self, indices: Sequence[int]) -> int:
+        """Bytes for the one unit that is used and those that are on their way."""
+        largest = max((self._sizes[index] for index in indices), default=0)
+        return min((1 + _UNITS_AHEAD) * largest, self._bytes_of(indices))
 
     def _bytes_of(self, indices: Sequence[int]) -> int:
         return sum(self._sizes[index] for index in indices)
@@ -463,7 +487,7 @@ class _Planner:
             minimum_bytes=minimum_bytes,
             spills=chosen.num_units < len(chosen.by_size),
         )
-        return (saved - apparent_bytes(units, request, placement), left), placement
+        return (saved - price_of_chunks(units, request, chunk_numel, states), left), placement
 
     def _kept_weights(self, option: _Option, moving: list[int], left: int) -> tuple[list[int], list[int], int, int]:
         """Choose which of the other units are kept: (kept, kept packed, room left, bytes saved in a step by all kept

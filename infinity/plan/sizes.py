@@ -57,13 +57,22 @@ class UnitSize:
     """Whether it is an expert that a step leaves alone if no token goes to it."""
     packed_bytes: int | None = None
     """Bytes of the weights as stored, if some of them are packed; otherwise None."""
+    codes_bytes: int = 0
+    """Those of `packed_bytes` that are codes and scales, not plain weights."""
+    keeps_codes: bool = False
+    """Whether these rest in GPU memory."""
 
     @property
     def stored_weight_bytes(self) -> int:
-        """Bytes of the weights as this process stores them, and reads them to fetch the unit."""
+        """Bytes of the weights as this process stores them outside of a GPU, and reads them to fetch the unit."""
         if self.weight_shard_bytes is not None:
             return self.weight_shard_bytes
-        return self.weight_bytes if self.packed_bytes is None else self.packed_bytes
+        return self.weight_bytes if self.packed_bytes is None else self.packed_bytes - self.codes_on_device
+
+    @property
+    def codes_on_device(self) -> int:
+        """Bytes of packed weights that rest in GPU memory."""
+        return self.codes_bytes if self.keeps_codes else 0
 
     @property
     def written_numel(self) -> int:
@@ -96,6 +105,7 @@ class UnitSize:
             weight_shard_bytes=of_weights,
             is_routed=is_routed,
             packed_bytes=stored.num_bytes if stored.packed_bytes else None,
+            codes_bytes=stored.packed_bytes,
         )
 
 

@@ -48,7 +48,11 @@ def resting_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placem
     for index, (size, kept) in enumerate(zip(sizes, placement.states_in_memory, strict=True)):
         is_hosted = index in placement.hosted_units
         tier = flat_tier if index in placement.resident_units else "host" if is_hosted else "nvme"
-        tiers[tier]["weights"] += size.weight_bytes if index in placement.resident_units else size.stored_weight_bytes
+        if index in placement.resident_units:
+            tiers[tier]["weights"] += size.weight_bytes
+        else:
+            tiers[tier]["weights"] += size.stored_weight_bytes
+            tiers["device"]["weights"] += size.codes_on_device
         if request.records_on_device:
             add_records("device", size.state_numel, size.num_states)
         else:

@@ -162,7 +162,7 @@ class DividedWeights(WeightStore):
         """Those whose shards are not being read yet, in their order."""
         self._staging_pool = staging_pool
 
-    def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
+    def allocate(self, unit: Unit, *, in_host_memory: bool = False, keeps_codes: bool = False) -> None:
         if unit.is_persistent:
             return
         swapper = self._in_memory if in_host_memory else self._swapper

@@ -5,6 +5,7 @@
     drives         GPU          read into pinned staging buffers, copied from there (`Uploader`)
     host memory    GPU          one copy from the pinned block (`HostWeights`)
     host memory    CPU          only packed weights: unpacked from the block into the flat buffer (`Unpacker`)
+    GPU memory     GPU          only packed weights: unpacked when the unit is needed. The unit's others rest elsewhere
 
 Without a GPU, packed bytes are read into the end of the flat buffer. A thread of the engine unpacks them there, in the
 order in which reads end, while a drive reads the next unit and the model computes. For a GPU the packed bytes are
@@ -111,24 +112,37 @@ class WeightStore:
         self._in_host_memory: dict[int, HostWeights] = {}
         self._packed: dict[int, StoredForm] = {}
         """Unit index -> its stored form, for units with packed weights."""
+        self._codes: dict[int, torch.Tensor] = {}
+        """Unit index -> its packed weights (uint8), for units of which they rest in GPU memory."""
         self._unpacker = Unpacker(device)
         self._scratch: dict[int, torch.Tensor] = {}
         """Unit index -> device memory for its packed bytes, from the start of an upload until they are unpacked."""
         # Held here and not by the arrival alone: a unit may be evicted, and its arrival dropped, while the copy still
         # runs.
 
-    def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
-        """Allocate space for the weights of ``unit``."""
+    def allocate(self, unit: Unit, *, in_host_memory: bool = False, keeps_codes: bool = False) -> None:
+        """Allocate space for the weights of ``unit``.
+
+        Args:
+            unit: of the model.
+            in_host_memory: whether they rest there, and not on drives.
+            keeps_codes: whether its packed weights rest in GPU memory.
+        """
         if unit.is_persistent:
             return  # its flat buffer is the place
         form = StoredForm(unit.layout)
+        num_bytes = form.num_bytes
         if form.slots:
             self._packed[unit.index] = form
-        if in_host_memory:
-            self._in_host_memory[unit.index] = HostWeights(form.num_bytes, self._device)
-        else:
+        if keeps_codes:
+            num_bytes = form.raw_bytes
+            device = self._device.torch_device
+            self._codes[unit.index] = torch.empty(form.packed_bytes, dtype=torch.uint8, device=device)
+        if in_host_memory and num_bytes:
+            self._in_host_memory[unit.index] = HostWeights(num_bytes, self._device)
+        elif not in_host_memory:
             name_of = weight_contents(unit.layout, form)
-            self._allocate(unit, self._swapper, form.num_bytes, f"weights of {unit.name}", name_of)
+            self._allocate(unit, self._swapper, num_bytes, f"weights of {unit.name}", name_of)
 
     def _allocate(self, unit: Unit, swapper: Swapper | None, num_bytes: int, name: str, name_of: NameOf) -> None:
         if swapper is None:
@@ -153,6 +167,13 @@ class WeightStore:
 
     def _fetch_packed(self, unit: Unit, form: StoredForm, *, is_demand: bool) -> Arrival:
         block, memory = self._in_host_memory.get(unit.index), unit.memory
+        if unit.index in self._codes:
+            codes = self._codes[unit.index].to(memory.device)  # while the engine sleeps, they are elsewhere
+            plain = memory[: form.raw_bytes]
+            read = (
+                self._fetch_stored(unit, plain, is_demand=is_demand) if plain.numel() else SimpleArrival(lambda: None)
+            )
+            return ReadThen(read, functools.partial(form.unpack, codes, memory))
         if not self._device.uses_host_memory:
             # From torch's caching allocator, on the calling thread's stream.
             stored = torch.empty(form.num_bytes, dtype=torch.uint8, device=memory.device)
@@ -189,7 +210,9 @@ class WeightStore:
     def read_packed(self, unit: Unit, packed: PackedSlot, target: torch.Tensor) -> None:
         """Read one packed weight, still packed, into host memory (uint8). Returns when it has been read."""
         start = self._packed[unit.index].raw_bytes + packed.start
-        if unit.index in self._in_host_memory:
+        if unit.index in self._codes:
+            target.copy_(packed.of(self._codes[unit.index]))
+        elif unit.index in self._in_host_memory:
             self._in_host_memory[unit.index].read(start, target)
         else:
             self._read(unit, target, start, is_demand=True).wait()
@@ -197,7 +220,10 @@ class WeightStore:
     def write_packed(self, unit: Unit, start: int, source: torch.Tensor) -> None:
         """Write packed bytes from host memory; ``start`` counts from the end of the plain weights. Returns when
         stored."""
-        _wait_for(self._write(unit, source, self._packed[unit.index].raw_bytes + start))
+        if unit.index in self._codes:
+            self._codes[unit.index][start : start + source.numel()].copy_(source)
+        else:
+            _wait_for(self._write(unit, source, self._packed[unit.index].raw_bytes + start))
 
     # Both of these run for each chunk of each step, so they call the swapper themselves.
 
@@ -244,14 +270,19 @@ class WeightStore:
             _wait_for(self._write(unit, source, offset))
 
     def release_memory(self, put_aside: PutAside) -> None:
-        """Move weights that rest in host memory elsewhere until `take_memory_back`, as far as ``put_aside`` takes them."""
+        """Move weights that rest in memory elsewhere until `take_memory_back`, as far as ``put_aside`` takes them."""
         for block in self._in_host_memory.values():
             block.release_memory(put_aside)
+        for index, codes in self._codes.items():
+            if (aside := put_aside(codes)) is not None:
+                self._codes[index] = aside
 
     def take_memory_back(self) -> None:
         """The counterpart of `release_memory`."""
         for block in self._in_host_memory.values():
             block.take_memory_back()
+        for index, codes in self._codes.items():
+            self._codes[index] = codes.to(self._device.torch_device)
 
     def close(self) -> None:
         """Stop the threads and release memory. The swapper belongs to the caller."""
@@ -263,6 +294,7 @@ class WeightStore:
             block.release()
         self._in_host_memory.clear()
         self._scratch.clear()
+        self._codes.clear()
 
 
 def _wait_for(written: Handle | None) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 import infinity
 from infinity.deepspeed.ops.lamb import FusedLamb
-from infinity.errors import BudgetTooSmallError
+from infinity.errors import BudgetTooSmallError, ModelError
 from swapper import AlignedRegion
 from tests.exactness import mixtures
 from tests.exactness.case import Case
@@ -27,7 +27,7 @@ from tests.exactness.families import FAMILIES
 from tests.exactness.grid import WORKERS, Row
 from tests.exactness.on_device import give_least_device_memory, require_exact_training_on
 from tests.exactness.shapes import SHAPES
-from tests.internals import EngineResources, gradient_norm, gradient_store, placement, user_copies
+from tests.internals import EngineResources, cost_model, gradient_norm, gradient_store, placement, user_copies
 from tests.quantized import FORMATS
 from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import COMPUTE, SimulatedGpu
@@ -37,6 +37,8 @@ backend.register_or_skip()
 _FROZEN_EXPERTS = dataclasses.replace(mixtures.case("qwen3_moe", "eager", mixtures.frozen), name="frozen_experts")
 _CASES = {case.name: case for case in (*SHAPES, *FAMILIES, _FROZEN_EXPERTS)}
 _ROOMY = 1 << 20
+_BEST_PLACEMENT = cost_model.best_placement
+"""As it is without `give_least_device_memory`."""
 MODELS = (
     *("tied_weights", "frozen_middle", "skipped_blocks", "experts", "foreign_weight", "transposed"),
     *("mixed_dtypes", "lora", "llama", "gpt2", "t5", "frozen_experts"),
@@ -436,6 +438,26 @@ def test_as_many_bytes_are_copied_up_and_down_as_planned(
         assert max(copied.values()) >= weight_bytes or name == "all_on_the_device"
 
 
+def _partly_frozen(num_blocks: int, rounded_to: str | None) -> nn.Module:
+    """Blocks with frozen weights and trained biases. The weights are rounded as by this format."""
+    torch.manual_seed(0)
+    with torch.device(backend.NAME):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 256)) for _ in range(num_blocks)))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+        if rounded_to is not None and not parameter.requires_grad:
+            parameter.data.copy_(FORMATS[rounded_to](parameter.detach().cpu()))
+    return model
+
+
+def _loss_of_step(engine: Any, step: int) -> torch.Tensor:
+    inputs = torch.randn(2, 256, generator=torch.Generator().manual_seed(step)).to(backend.NAME)
+    loss = engine(inputs).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.detach().cpu()
+
+
 @pytest.mark.parametrize("tier", ["nvme", "cpu"])
 @pytest.mark.parametrize("name", ["nf4", "int8", "fp8_e4m3"])
 def test_packed_weights_are_uploaded_packed(name: str, tier: str, tmp_path: Path, device: SimulatedGpu) -> None:
@@ -444,24 +466,44 @@ def test_packed_weights_are_uploaded_packed(name: str, tier: str, tmp_path: Path
     uploaded: list[int] = []
     copied = _count_copies(device)
     for frozen_dtype in (name, None):
-        torch.manual_seed(0)
-        with torch.device(backend.NAME):
-            model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 256)) for _ in range(4)))
-        for block in model:
-            block[0].weight.requires_grad_(False)
-            block[1].weight.requires_grad_(False)
-            if frozen_dtype is None:
-                for linear in block:
-                    linear.weight.data.copy_(FORMATS[name](linear.weight.detach().cpu()))
         copied["upload"] = 0
         options: dict[str, Any] = {"offload_param": tier, "keep_in_memory": False, "frozen_dtype": frozen_dtype}
+        model = _partly_frozen(4, None if frozen_dtype else name)
         with _engine(device, tmp_path, model=model, **options) as engine:
-            for step in range(3):
-                inputs = torch.randn(2, 256, generator=torch.Generator().manual_seed(step)).to(backend.NAME)
-                loss = engine(inputs).square().mean()
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.detach().cpu())
+            losses += [_loss_of_step(engine, step) for step in range(3)]
         uploaded.append(copied["upload"])
     assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:]))
     assert uploaded[0] < 0.75 * uploaded[1]
+
+
+@pytest.mark.parametrize("tier", ["nvme", "cpu"])
+@pytest.mark.parametrize(("budget", "num_kept"), [(1_100_000, 4), (2_000_000, 12)])
+def test_packed_weights_rest_in_gpu_memory(
+    budget: int, num_kept: int, tier: str, tmp_path: Path, device: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of as many units as there is room for are not uploaded at all. Sleep and writes keep their values."""
+    monkeypatch.setattr(cost_model, "best_placement", _BEST_PLACEMENT)
+    copied = _count_copies(device)
+    options = {"offload_param": tier, "keep_in_memory": True, "device_memory_budget": budget}
+    twin = _partly_frozen(12, "nf4")
+    with _engine(device, tmp_path, model=twin, **options | {"device_memory_budget": None}) as engine:
+        expected = [_loss_of_step(engine, step) for step in range(4)]
+    model = _partly_frozen(12, None)
+    with _engine(device, tmp_path, model=model, frozen_dtype="nf4", **options) as engine:
+        codes = [each.codes_on_device for each in engine.plan.sizes]
+        assert sum(map(bool, codes)) == num_kept
+        assert engine.plan.resting_bytes["device"]["weights"] == sum(codes)
+        losses = [_loss_of_step(engine, step) for step in range(2)]
+        engine.sleep()
+        engine.wake()
+        losses.append(_loss_of_step(engine, 2))
+        with torch.no_grad():
+            model[0][0].weight.mul_(1.0)
+            with pytest.raises(ModelError, match="nf4"):
+                model[0][0].weight.mul_(1.01)
+        engine.flush()
+        copied["upload"] = 0
+        losses.append(_loss_of_step(engine, 3))
+        engine.flush()
+        assert copied["upload"] == pytest.approx(engine.plan.predicted_upload_bytes_per_step, abs=40_000)
+    assert torch.equal(torch.stack(losses), torch.stack(expected))

@@ -16,8 +16,9 @@ from infinity.errors import BudgetTooSmallError, ConfigError
 from infinity.numerics.chunk_format import ChunkFormat, MainWeight
 from infinity.numerics.state_format import StateFormat
 from infinity.plan.cost_model import best_placement, predict
-from infinity.plan.placement import DEVICE_KEY, HOST_KEY, Placement, apparent_bytes, place
+from infinity.plan.placement import DEVICE_KEY, HOST_KEY, Placement, place
 from infinity.plan.sizes import Request, UnitSize, guessed_order
+from infinity.plan.staging_sizes import price_of_chunks
 from infinity.units.layout import CHUNK_GRANULE
 from tests.unit.plan.planned import request_of
 
@@ -255,7 +256,9 @@ def _predicted(units: list[UnitSize], request: Request) -> tuple[int, int]:
     order = [*range(len(units)), *reversed(range(len(units)))]
     placement = best_placement(units, request, order)
     prediction = predict(units, request, placement, order, len(units))
-    return prediction.read_bytes + prediction.write_bytes, apparent_bytes(units, request, placement)
+    return prediction.read_bytes + prediction.write_bytes, price_of_chunks(
+        units, request, placement.chunk_numel, placement.states_in_memory
+    )
 
 
 def _all_there_is(units: list[UnitSize], request: Request) -> int:
