@@ -12,6 +12,8 @@ NF4_BLOCK, NF4_RECORD_BYTES = 64, 36
 """Weights of a block, as in bitsandbytes, and its bytes: an fp32 scale, and 64 codes of 4 bits in 32 bytes."""
 FP8_TILE = 128
 """Rows and columns of a tile with one scale, as DeepSeek-V3 has them."""
+INT8_FACTOR = 7.874015718698502e-3
+"""1/127 in fp32: LLM.int8's scale is a row's largest magnitude, which has the code 127."""
 APART = 1 << 62
 """As a ``gap`` (see [Note: unpacking in place] in ``infinity.packed.kernels``): packed bytes and weights share no memory."""
 

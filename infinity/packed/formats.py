@@ -15,6 +15,8 @@ Products are taken in fp32 and rounded once, to the compute dtype.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -23,9 +25,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from infinity.numerics.remainder import has_kernels
-from infinity.packed.blocks import APART, FP8_TILE, LEVELS, NF4_BLOCK, NF4_RECORD_BYTES
+from infinity.packed.blocks import APART, FP8_TILE, INT8_FACTOR, LEVELS, NF4_BLOCK, NF4_RECORD_BYTES
 from infinity.units.layout import round_up
 
+logger = logging.getLogger(__name__)
 # Loading and packing a base under a budget of 40 MiB peaked at 54 MiB with parts of 4 MB: the C library's heap kept
 # them. With parts of 512 KB it is 44.5 MiB.
 _HOST_NUMEL = 1 << 17
@@ -114,6 +117,8 @@ class PackedFormat(ABC):
         """
         if has_kernels(out):
             self._unpack_on_cpu(stored, shape, out)
+        elif out.is_cuda and _has_gpu_kernel(self, out.dtype, out.device):
+            self._unpack_on_gpu(stored, shape, out)
         else:  # a copy, where they may share memory
             self._unpack_by_torch(stored.clone() if out.device.type == "cpu" else stored, shape, out)
 
@@ -123,6 +128,12 @@ class PackedFormat(ABC):
         # Kernels take the same bytes twice: as codes (uint8), and as the scales between them (float32).
         packed = stored.numpy()
         UNPACK[self.name](packed, packed.view("float32"), _words(out), shape[-1], _gap(stored, out))
+
+    def _unpack_on_gpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
+        from infinity.packed.gpu_kernels import unpack
+
+        record = self.record_numel(shape)
+        unpack(self.name, stored, shape, out, record, self.record_bytes(record, shape))
 
     @abstractmethod
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
@@ -189,9 +200,8 @@ class Int8(PackedFormat):
         step = max(_DEVICE_NUMEL // columns, 1)
         for start in range(0, len(rows), step):
             codes = records[start : start + step, 4 : 4 + columns].contiguous().view(torch.int8)
-            # 7.874e-3 is 1/127 in fp32. The order of the products is that of the kernels: another one may differ in the
-            # last bit.
-            rows[start : start + step] = codes.float() * scales[start : start + step] * 7.874015718698502e-3
+            # The order of the products is that of the kernels: another one may differ in the last bit.
+            rows[start : start + step] = codes.float() * scales[start : start + step] * INT8_FACTOR
 
 
 class Fp8(PackedFormat):
@@ -263,6 +273,30 @@ class Bf16(PackedFormat):
 
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
         out.copy_(stored[: 2 * out.numel()].view(torch.bfloat16))
+
+
+@functools.cache
+def _has_gpu_kernel(form: PackedFormat, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel runs on this GPU, and has the bits of torch's operations."""
+    if isinstance(form, Bf16):
+        return False  # a cast is one kernel of torch
+    # A last band of two rows, and one and a half tiles.
+    shape = FP8_TILE + 2, FP8_TILE * 3 // 2
+    values = torch.linspace(-1.0, 1.0, math.prod(shape), dtype=torch.float32, device="cpu") ** 3
+    stored = torch.empty(form.num_bytes(shape), dtype=torch.uint8, device="cpu")
+    form.pack(values, shape, stored)
+    stored = stored.to(device)
+    found, expected = (torch.empty(len(values), dtype=dtype, device=device) for _ in range(2))
+    form._unpack_by_torch(stored, shape, expected)
+    try:
+        form._unpack_on_gpu(stored, shape, found)
+        if torch.equal(found, expected):
+            return True
+        problem = "it has other bits than torch's operations"
+    except Exception as error:  # no Triton, no C compiler for it, or a GPU that it does not know
+        problem = f"{type(error).__name__}: {error}"
+    logger.warning("%s weights are unpacked by torch's operations, and not by one kernel: %s", form.name, problem)
+    return False
 
 
 _FORMATS: dict[str, PackedFormat] = {each.name: each for each in (Nf4(), Int8(), Fp8(), Bf16())}

@@ -16,7 +16,7 @@ from numba import types
 from numba.extending import overload
 
 from infinity.numerics.compiling import bits_of, float_of, inlined, kernel
-from infinity.packed.blocks import FP8_TILE, LEVELS, NF4_BLOCK, NF4_RECORD_BYTES, THRESHOLDS
+from infinity.packed.blocks import FP8_TILE, INT8_FACTOR, LEVELS, NF4_BLOCK, NF4_RECORD_BYTES, THRESHOLDS
 
 _RAW, _FLOATS, _NUMBER = types.uint8[::1], types.float32[::1], types.int64
 _CODE, _THRESHOLDS = LEVELS.numpy(), THRESHOLDS.numpy()
@@ -132,7 +132,7 @@ def unpack_nf4(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any) -> 
                 out[o + i] = table[v & np.uint8(15) if i & 1 else v >> np.uint8(4)]
 
 
-_ONE_127TH = np.float32(7.874015718698502e-3)  # LLM.int8's scale is a row's largest magnitude, which has the code 127
+_ONE_127TH = np.float32(INT8_FACTOR)
 _TO_EXPONENT = np.float32(2.0**120)  # 127 - 7: fp32's bias of exponents less e4m3's
 
 

@@ -18,6 +18,7 @@ from tests.exactness.on_device import require_exact_training_on
 from tests.exactness.shapes import SHAPES
 from tests.gpu.libraries import load_libraries
 from tests.internals import BY_NAME
+from tests.quantized import quantize
 
 pytestmark = pytest.mark.gpu
 
@@ -101,6 +102,36 @@ def test_device_memory_is_bounded_by_the_resident_units(num_units: int, clipping
     gc.collect()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before < _SLACK_BYTES
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["nf4", "int8", "fp8_e4m3"])
+def test_one_kernel_unpacks_frozen_weights(
+    name: str, dtype: str, keeps: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They have the bits that are made on the CPU, whether they rest packed on the GPU or come from the drive."""
+    losses = []
+    for is_packed in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(8)))
+        for linear in model:
+            linear.weight.requires_grad_(False)
+        if not is_packed:
+            quantize(model, name, {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
+        config = _config(tmp_path, keep_in_memory=keeps, **({"frozen_dtype": name} if is_packed else {}))
+        config["infinity"]["device_memory_budget"] = 6 * 4 * 300 * 300
+        config |= {} if dtype == "fp32" else {dtype: {"enabled": True}}
+        engine, *_ = infinity.initialize(model=model, config=config)
+        with engine:
+            inputs = torch.ones(4, 300, device=DEVICE, dtype=next(engine.module.parameters()).dtype)
+            for _ in range(3):
+                loss = engine(inputs).float().square().mean()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.detach().cpu())
+    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:]))
+    assert "unpacked by torch's operations" not in caplog.text
 
 
 def test_uploads_and_computation_overlap_in_training(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from infinity.packed import formats
 from infinity.packed.formats import NotFiniteError, PackedFormat, packed_format
 from tests.quantized import FORMATS
 
@@ -98,3 +99,34 @@ def test_without_a_compiler_weights_are_the_same() -> None:
     """``NUMBA_DISABLE_JIT`` is there for debugging; kernels that use instructions of the processor do not run then."""
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     subprocess.run([sys.executable, "-c", _WITHOUT_COMPILER], env=environment, check=True)
+
+
+_ON_A_GPU = """
+import torch
+from infinity.packed.formats import packed_format
+from tests.unit.packed.test_formats import _SHAPES, _packed, _weight
+for name in ("nf4", "int8", "fp8_e4m3"):
+    form = packed_format(name)
+    for dtype in (torch.float16, torch.float32):
+        for shape in _SHAPES:
+            weight = _weight(shape, dtype)
+            stored = _packed(form, weight)
+            found, expected = torch.empty(weight.numel(), dtype=dtype), torch.empty(weight.numel(), dtype=dtype)
+            form.unpack(stored, shape, expected)
+            form._unpack_on_gpu(stored, shape, found)
+            assert torch.equal(found, expected), (name, dtype, shape)
+"""
+
+
+@pytest.mark.deep
+def test_the_kernel_of_gpus_makes_the_same_weights() -> None:
+    """In Triton's interpreter. That one cuts bf16 off where a GPU rounds, so there are no weights in bf16."""
+    pytest.importorskip("triton", reason="torch for CUDA brings Triton along; elsewhere: pip install triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", _ON_A_GPU], env=environment, check=True)
+
+
+def test_a_kernel_that_does_not_run_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a GPU it has none to run on, wherever Triton is installed."""
+    assert not formats._has_gpu_kernel(packed_format("nf4"), torch.float32, torch.device("cpu"))
+    assert "unpacked by torch's operations" in caplog.text
