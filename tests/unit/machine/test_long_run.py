@@ -39,7 +39,9 @@ def test_a_drive_that_holds_its_rate_is_told_so() -> None:
     drive = _Drive(1e18, 3e9, 1e9)
     found, profile = _run(drive)
     assert found.fell_at is None and found.rate == pytest.approx(3e9, rel=1e-3)
-    assert "It holds 3.00 GB/s" in found.words() and len(found.moments) >= 12
+    written = drive.written / 1e9
+    assert f"(±0 %) over {_SECONDS / 60:.1f} minutes and {written:.1f} GB written" in found.words()
+    assert len(found.moments) >= 12
     assert profile.written_bytes == pytest.approx(drive.written, rel=1e-3)
 
 
@@ -48,7 +50,8 @@ def test_where_a_cache_ends_is_found_and_what_to_count_with() -> None:
     drive.cache_bytes = 3e9 * _SECONDS / 12 / 2 * 5  # five samples
     found, _ = _run(drive)
     assert found.fell_at.written_bytes == pytest.approx(drive.cache_bytes, rel=0.25)
-    assert "from 3.00 to 1.20 GB/s" in found.words() and "cache ends" in found.words()
+    assert f"from 3.00 to 1.20 GB/s after {found.fell_at.written_bytes / 1e9:.1f} GB written" in found.words()
+    assert f"({found.fell_at.seconds / 60:.1f} minutes)" in found.words() and "cache ends" in found.words()
     assert found.as_json()["bytes_per_second"] == pytest.approx(1.2e9, rel=1e-3)
 
 
