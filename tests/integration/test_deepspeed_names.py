@@ -447,6 +447,7 @@ def test_exchanges_of_one_process_with_itself() -> None:
     with pytest.raises(RuntimeError, match="expected length 1, got 2"):
         dist.all_gather([taken, taken], given)
     group = dist.new_group([0])
+    assert isinstance(group, torch.distributed.ProcessGroup)
     assert torch.distributed.get_world_size(group) == 1 == deepspeed.utils.groups.get_data_parallel_world_size()
     assert dist.get_world_group() is torch.distributed.group.WORLD is deepspeed.utils.groups._get_data_parallel_group()
     with pytest.raises(ConfigError, match="one process"):
