@@ -260,7 +260,7 @@ class Saving:
         # No reference to the engine from here: the update stream and the stored weights refer to this object, and the
         # engine would never be garbage-collected.
         # On several ranks, the stream that gathers the shards.
-        self._records = training.access.shared or training.access.stream
+        self._records = training.access.gathered_stream or training.access.stream
         self._units = training.parameter_map.units
         self._tensor_writers: dict[tuple[int, int, str], _TensorWriter] = {}
         self._left: dict[int, int] = {}
