@@ -81,7 +81,7 @@ class ExportCalls(CheckpointCalls):
         if parts.coordinator.is_computing:
             cure = "Call it after the step, outside forward and backward"
             raise StepError.order("engine.sleep()", "the model is computing", cure=cure)
-        parts.backwards.collect()
+        parts.backwards.deliver_pending()
         self._guard.check_sleep()
         self.wait_for_checkpoint()
         self.flush()

@@ -218,7 +218,7 @@ class Backwards:
             if fetches:
                 self._parameter_cache.pump()
 
-    def collect(self) -> None:
+    def deliver_pending(self) -> None:
         """Deliver the gradients of a ``loss.backward()`` of the user that has ended."""
         if self._guard.phase is Phase.READY and self.collector.has_fired and not in_backward():
             refuse_in_between("taking in gradients")
@@ -256,7 +256,7 @@ class Backwards:
         if not in_backward():
             # Between backwards: a micro-batch of a vertical step, in its forward, has no gradient of its own.
             self.refuse_together(f"the gradient of '{slot.spec.fqn}' is looked at or changed before the step")
-            self.collect()
+            self.deliver_pending()
             if self._guard.phase is Phase.READY and self._stepper.gradients.has_any:
                 # A script that reads gradients before the step needs them there: from now on updates run in the step.
                 self._style.on_gradients_read()

@@ -94,7 +94,7 @@ class Preconditions:
         self._guard.check_loaded()
         self._guard.check_consistent()
         # Gradients of a `loss.backward()` that is over, before this forward resets what is expected.
-        self._backwards.collect()
+        self._backwards.deliver_pending()
         if torch.is_grad_enabled() and self._groups.before_forward():
             # Which gradients complete a unit is not known any more: parameters were frozen or thawed.
             self._backwards.collector.forget_history()
