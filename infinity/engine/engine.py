@@ -31,7 +31,7 @@ from infinity.loop.phase import Phase
 from infinity.metrics.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer, PassedOptimizer
 from infinity.optim.scheduler_state import step_arguments
-from infinity.threads.engine_lock import locked, refuse_in_between
+from infinity.threads.engine_lock import locked, refuse_reentry
 from infinity.vertical.step import StepOptions
 from swapper.sync.interrupts import uninterrupted
 
@@ -521,7 +521,7 @@ class Engine(Relayout):
     def _close(self, restores: bool | None, restore: Callable[[], None]) -> None:
         if self.is_closed:
             return
-        refuse_in_between("engine.close()")
+        refuse_reentry("engine.close()")
         self._forget_calls()
         if self.is_asleep and restores is not False:
             self.wake()

@@ -17,7 +17,7 @@ from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.paging.compiled_forwards import CompiledForwards, InPlaceOfMethod, inside_compiled, refuse_tracing
 from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.rank_weights import sum_over_ranks
-from infinity.threads.engine_lock import refuse_in_between
+from infinity.threads.engine_lock import refuse_reentry
 from infinity.threads.frames import callers
 from infinity.torch_internals.names import is_tracing, outside_modes, untraced
 from infinity.units.experts import ExpertTiles, experts_of, walk_along
@@ -78,7 +78,7 @@ class _HooksOfModule:
             )
         if self._coordinator.is_in_forward:
             try:
-                refuse_in_between("running the model")
+                refuse_reentry("running the model")
             except EngineBusyError:
                 self.entered.setdefault(get_ident(), []).append(None)  # torch calls `after` for this call, too
                 raise
