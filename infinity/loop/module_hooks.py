@@ -241,7 +241,7 @@ class ModuleHooks:
         self._places_of_blocks = [
             (fqn, model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in blocks
         ]
-        self._forwards = CompiledForwards(model)
+        self._compiled_forwards = CompiledForwards(model)
         self._compiled: list[Any] = []
         self.covered: set[int] = set()
         """``id`` of the modules inside compiled ones, which have no hooks: see [Note: compiled modules] in
@@ -272,7 +272,7 @@ class ModuleHooks:
         )
         # An empty FQN is the model itself: a model of one block compiles as a whole.
         if self._places_of_blocks and self._places_of_blocks[0][0]:
-            self._forwards.compile_units(lambda: [*self._blocks_now().values()])
+            self._compiled_forwards.compile_units(lambda: [*self._blocks_now().values()])
         self._keep_alive = keep_alive
         self._hook_calls()
 
@@ -287,12 +287,12 @@ class ModuleHooks:
         self._coordinator.copies.forget_written()
 
     def _hook_calls(self) -> None:
-        self._forwards.convert(self._blocks_now())
+        self._compiled_forwards.move_into_blocks(self._blocks_now())
         if self._recomputed is not None:
             for block in self._blocks_now().values():
                 if not isinstance(block.__dict__.get("forward"), self._recomputed):
                     forward = self._recomputed(block, self._coordinator.inside_module, self._entered_by(block))
-                    self._forwards.put(block, "forward", forward)
+                    self._compiled_forwards.put(block, "forward", forward)
         self._compiled = self._compilation()
         self.covered = inside_compiled(self._model)
         self._inside_of.clear()
@@ -418,4 +418,4 @@ class ModuleHooks:
                 handle.remove()
             handles.clear()
         self._hooks.clear()
-        self._forwards.restore()
+        self._compiled_forwards.restore()
