@@ -162,7 +162,7 @@ class _ExpertCalls:
         self._coordinator.route(self._group, [unit.index for unit in order])
         if not self._coordinator.is_shared:  # else each expert waits until its own moment
             for tiles, units in zip(self._experts, self._units, strict=True):
-                tiles.bring_together(functools.partial(self._together, units))
+                tiles.use_groups(functools.partial(self._fetch_groups, units))
 
     def _agree(self, module: nn.Module) -> None:
         """All ranks use the experts that the routers of all of them have chosen. All ranks come here."""
@@ -178,7 +178,7 @@ class _ExpertCalls:
         counts = sum_over_ranks(self._coordinator.parameter_cache, f"routing to {name}", first.counts)
         walk_along(module, self._experts, counts)
 
-    def _together(
+    def _fetch_groups(
         self, units: list[Unit], experts: Sequence[int]
     ) -> Iterator[tuple[Sequence[int], AbstractContextManager[None]]]:
         """Yield groups of experts that take half of the room each. Meanwhile the next group is read into the other
