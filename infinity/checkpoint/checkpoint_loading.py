@@ -143,7 +143,7 @@ class Loading:
         # Of a tiled weight, the whole weight's shape: the checkpoint has no tiles.
         shapes = {fqn: tuple((self._tiled.of(each) or each).shape) for fqn, each in self._parameters.items()}
         left_out = {
-            fqn for fqn in self._saved.beside.excluded if fqn in shapes and not self._parameters[fqn].requires_grad
+            fqn for fqn in self._saved.omitted.excluded if fqn in shapes and not self._parameters[fqn].requires_grad
         }
         self._check_shapes("parameters", shapes, left_out)
         self._check_shapes("buffers", {fqn: tuple(each.shape) for fqn, each in self._buffers.items()})
@@ -181,7 +181,7 @@ class Loading:
         """Check that these frozen weights were stored in the same packed formats as now."""
         # An adapter is trained over the rounded weights. Over another rounding it would compute something else, without
         # an error.
-        base, formats, now = self._saved.beside.base, self._saved.beside.formats, packed_in(self._training)
+        base, formats, now = self._saved.omitted.base, self._saved.omitted.formats, packed_in(self._training)
         differing = [fqn for fqn in sorted(fqns) if formats.get(fqn) != now.get(fqn)]
         if differing:
             fqn = differing[0]
@@ -200,7 +200,7 @@ class Loading:
         Without a checksum, or with another dtype, a parameter cannot be compared.
         """
         others, casts = [], []
-        saved = self._saved.beside.checksums
+        saved = self._saved.omitted.checksums
         for fqn, (dtype, checksum) in checksums_of(self._training, saved.keys() & fqns).items():
             if dtype != saved[fqn][0]:
                 casts.append(fqn)

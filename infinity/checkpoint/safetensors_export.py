@@ -426,7 +426,7 @@ def export_checkpoint(
     nothing: tuple[Any, Any] = (None, None)
     model, generation = _model_of(config_from) if config_from is not None else nothing
     parameters, buffers = checkpoint.of("parameters"), checkpoint.of("buffers")
-    if left_out := checkpoint.beside.excluded:
+    if left_out := checkpoint.omitted.excluded:
         raise CheckpointError(
             checkpoint.folder,
             "it was saved with exclude_frozen_parameters=True or infinity.frozen_dtype, "
@@ -439,7 +439,7 @@ def export_checkpoint(
     else:
         # Without the model's class, nothing ties weights after a load. So each tied weight is written under all of its
         # names: a strict load_state_dict finds them.
-        further = {fqn: first for fqn, first in checkpoint.beside.tied.items() if first in names and fqn not in names}
+        further = {fqn: first for fqn, first in checkpoint.omitted.tied.items() if first in names and fqn not in names}
         for fqn, first in further.items():
             names[first].append(fqn)
     # Buffers keep their dtype.

@@ -66,11 +66,11 @@ _MOST_READS = 5
 _MOST_TAG_BYTES = 255 - 26
 
 EXCLUDED, EXCLUDED_CHECKSUMS, TIED, BASE = "excluded", "excluded_checksums", "tied", "base"
-"""Keys in training.json of the fields of `Beside`. ``base`` has both the base's name and the formats."""
+"""Keys in training.json of the fields of `Omitted`. ``base`` has both the base's name and the formats."""
 
 
 @dataclass(frozen=True)
-class Beside:
+class Omitted:
     """What a checkpoint says about tensors that it has no array for.
 
     Attributes:
@@ -137,7 +137,7 @@ class Checkpoint:
         return {each.fqn: each for each in self.tensors if each.group == group and each.kind == WEIGHT}
 
     @functools.cached_property
-    def beside(self) -> Beside:
+    def omitted(self) -> Omitted:
         """Names that the checkpoint lists beside its arrays: tied and excluded parameters, and the base model.
 
         Raises:
@@ -146,7 +146,7 @@ class Checkpoint:
         try:
             found = json.loads(read_checked(self.folder, self._files, TRAINING_STATE))
             base, checksums = found.get(BASE) or {}, found.get(EXCLUDED_CHECKSUMS) or {}
-            return Beside(
+            return Omitted(
                 [str(fqn) for fqn in found.get(EXCLUDED) or []],
                 {str(fqn): (str(dtype), int(checksum)) for fqn, (dtype, checksum) in checksums.items()},
                 str(base.get("name", "")),

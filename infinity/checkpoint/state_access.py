@@ -50,10 +50,10 @@ class StateAccess:
         """Makes the copies that callers get: large ones in files."""
         self.stream = self._stored.stream
         """Reads or replaces all of a unit in one pass."""
-        self.shared: GatheredStream | None = None
+        self.gathered_stream: GatheredStream | None = None
         """The same over the shards of all ranks; None if each rank keeps everything."""
         if exchange.shards.is_divided:
-            self.shared = GatheredStream(
+            self.gathered_stream = GatheredStream(
                 self.stream,
                 exchange.shards,
                 exchange.ranks,
@@ -72,8 +72,8 @@ class StateAccess:
         """Slot index -> the same, for some parameters of a unit. Each record is read once."""
         recorded = [slot for slot in slots if self.has_main_weights and slot.spec.is_trainable]
         found = {slot.index: self._model_weight(unit, slot) for slot in slots if slot not in recorded}
-        for slots in [[slot] for slot in recorded] if self.shared is not None else [recorded]:
-            with contextlib.nullcontext() if self.shared is None else self.shared.reading(unit, slots):
+        for slots in [[slot] for slot in recorded] if self.gathered_stream is not None else [recorded]:
+            with self.gathered_stream.reading(unit, slots) if self.gathered_stream else contextlib.nullcontext():
                 read = self._read(unit, [(slot, WEIGHT) for slot in slots])
             found |= {index: values for (index, _), values in read.items()}
         return found

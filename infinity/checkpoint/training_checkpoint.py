@@ -107,15 +107,15 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
             spec = ArraySpec.of("parameters", name, kind, shape, dtype)
             found.append(_Planned(spec, None if slot.spec.is_trainable else partial(unit.weight, slot), unit, slot))
     found += [_whole("buffers", fqn, WEIGHT, buffer.detach()) for fqn, buffer in persistent_buffers(training.model)]
-    beside: dict[str, Any] = {TIED: _tied(training.model)}
+    omitted: dict[str, Any] = {TIED: _tied(training.model)}
     if excluded:
-        beside[EXCLUDED] = list(dict.fromkeys(excluded.values()))
-        sums = checksums_of(training, beside[EXCLUDED])
-        beside[EXCLUDED_CHECKSUMS] = {fqn: list(each) for fqn, each in sums.items()}
+        omitted[EXCLUDED] = list(dict.fromkeys(excluded.values()))
+        sums = checksums_of(training, omitted[EXCLUDED])
+        omitted[EXCLUDED_CHECKSUMS] = {fqn: list(each) for fqn, each in sums.items()}
         base = getattr(getattr(training.model, "config", None), "_name_or_path", None)
-        beside[BASE] = {"name": str(base or ""), "formats": formats}
+        omitted[BASE] = {"name": str(base or ""), "formats": formats}
     if training.optimizer is None:
-        return found, beside
+        return found, omitted
     # Of a held parameter this has a `LazyEntry`, which has read nothing: its element-wise states are written later,
     # from records. Other parameters' states are ordinary entries.
     saved = training.optimizer.state_dict()
@@ -140,7 +140,7 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
             found += [_whole("parameters", fqn_or_none, name, each) for name, each in large.items()]
             states.append([key, fqn_or_none, {name: each for name, each in started.items() if name not in large}])
     named = {key: names[id(p)] for key, p in zip(ids, parameters, strict=True) if id(p) in names}
-    optimizer = {**beside, "param_groups": saved["param_groups"], "states": states, "others": others}
+    optimizer = {**omitted, "param_groups": saved["param_groups"], "states": states, "others": others}
     return found, {**optimizer, "names": named} if len(named) == len(ids) else optimizer
 
 
@@ -260,7 +260,7 @@ class Saving:
         # No reference to the engine from here: the update stream and the stored weights refer to this object, and the
         # engine would never be garbage-collected.
         # On several ranks, the stream that gathers the shards.
-        self._records = training.access.shared or training.access.stream
+        self._records = training.access.gathered_stream or training.access.stream
         self._units = training.parameter_map.units
         self._tensor_writers: dict[tuple[int, int, str], _TensorWriter] = {}
         self._left: dict[int, int] = {}

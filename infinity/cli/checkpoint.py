@@ -128,8 +128,8 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
         "num_bytes": sum(each.num_bytes for each in found.tensors),
         "kinds": dict(kinds),
         "client_state": client_state,
-        "excluded": found.beside.excluded,
-        "tied": found.beside.tied,
+        "excluded": found.omitted.excluded,
+        "tied": found.omitted.tied,
         "other_tags": sorted(others),
         "problem": problem,
     }

@@ -57,7 +57,7 @@ def initialize(
     source = _only_config(args, config, config_params)
     if num_processes() > 1:
         init_distributed()
-    check_accelerate(world().num)
+    check_accelerate_processes(world().num)
     # Libraries do not close their engines: Lightning calls this again for a second `fit`, and for `fit` after
     # `lr_find`.
     earlier = engine_of(model) if isinstance(model, nn.Module) else None
@@ -111,7 +111,7 @@ def _shown(source: Any) -> str:
     return f"'{source}'" if is_path else f"a {type(source).__name__}"
 
 
-def check_accelerate(num: int) -> None:
+def check_accelerate_processes(num: int) -> None:
     """Check that accelerate, if it uses "DeepSpeed", counts ``num`` processes as well.
 
     Raises:

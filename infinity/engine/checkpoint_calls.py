@@ -101,7 +101,7 @@ class CheckpointCalls(LoopSettings):
         if not isinstance(client_state, Mapping | None):
             raise TypeError(f"client_state must be a dict, not {type(client_state).__name__}")
         # A background save of divided states would send shards through process groups that training uses at that time.
-        blocking = blocking or self._parts.access.shared is not None or self._mesh.is_divided
+        blocking = blocking or self._parts.access.gathered_stream is not None or self._mesh.is_divided
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         what = f"engine.save_checkpoint with tag {name!r}"
         folder = folder_of(self._mesh, Path(save_dir).absolute())  # a script may change to another directory meanwhile
@@ -148,11 +148,12 @@ class CheckpointCalls(LoopSettings):
                     self._saving = background
                     self._delay_updates_for(background.saving)
 
-        shared = self._parts.access.shared
-        if shared is None:
+        gathered_stream = self._parts.access.gathered_stream
+        if gathered_stream is None:
             on_rank_0(self._mesh.data, what, save)
         else:
-            shared.run(what, save)
+            # Rank 0 runs `save`. When that needs shards of other ranks, they read and send them.
+            gathered_stream.run(what, save)
 
     def _begin_checkpoint(self) -> dict[str, Any]:
         """Finish pending updates and saves. Returns this rank's own part of a checkpoint."""
@@ -323,7 +324,7 @@ class CheckpointCalls(LoopSettings):
         # Another process may replace the checkpoint while it is read. A single process then reads once more. Of several
         # ranks, some may have read the old one and some the new one, so all raise.
         training_state = reading_again(folder, read) if ranks.num == 1 else read()
-        if self._parts.access.shared is not None:
+        if self._parts.access.gathered_stream is not None:
             # Each rank has read the main weights of its own shard. The model weights of the other shards come from
             # their ranks.
             gather_weights(self._coordinator.parameter_cache, self._parts.parameter_map.units)

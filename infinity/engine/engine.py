@@ -31,7 +31,7 @@ from infinity.loop.phase import Phase
 from infinity.metrics.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer, PassedOptimizer
 from infinity.optim.scheduler_state import step_arguments
-from infinity.threads.engine_lock import locked, refuse_in_between
+from infinity.threads.engine_lock import locked, refuse_reentry
 from infinity.vertical.step import StepOptions
 from swapper.sync.interrupts import uninterrupted
 
@@ -147,7 +147,7 @@ class Engine(Relayout):
         self._forget_cut_off_forward()
         self._guard.check_backward(loss)
         # A `loss.backward()` of the script before this call: its gradients belong to the step, and are taken first.
-        self._backwards.collect()
+        self._backwards.deliver_pending()
         self._vertical.on_ordinary_step()
         self._reporter.on_loss(loss, self.global_steps)
         # With a boundary set to False by the script, several backwards before a step are what it announced, not a GAN's
@@ -181,7 +181,7 @@ class Engine(Relayout):
         """
         self._check_optimizer("engine.backward_together()")
         self._guard.check_not_cut_off()
-        self._backwards.collect()
+        self._backwards.deliver_pending()
         self._style.on_backward()
         options = StepOptions(self.global_steps, 1, self._style.updates_in_backward, keeps_bits=True)
         found = self._vertical.obstacle() or self._vertical.run(compute_losses, options)
@@ -372,7 +372,7 @@ class Engine(Relayout):
             raise StepError.order("optimizer.step()", problem, cure=cure)
         self._guard.check_optimizer_step(is_engine_step=self.counts.is_in_step)
         self._reporter.begin()
-        self._backwards.collect()
+        self._backwards.deliver_pending()
         # The stepper divides the gradients of held parameters. Those of loose parameters are torch's own.
         if self._style.changes_what_comes and self.loose.have_gradients:
             raise StepError.order(
@@ -405,7 +405,7 @@ class Engine(Relayout):
             self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
 
     def _has_gradients(self) -> bool:
-        self._backwards.collect()
+        self._backwards.deliver_pending()
         return self._guard.has_gradients or self.loose.have_gradients
 
     def _end_update(self) -> None:
@@ -442,7 +442,7 @@ class Engine(Relayout):
         # torch's zero_grad leaves parameters alone that are in no group.
         kept = self._parts.groups.ungrouped()
         if kept or not set_to_none:
-            self._backwards.collect()
+            self._backwards.deliver_pending()
         if set_to_none:
             self._forget_gradients(kept)
         else:
@@ -521,7 +521,7 @@ class Engine(Relayout):
     def _close(self, restores: bool | None, restore: Callable[[], None]) -> None:
         if self.is_closed:
             return
-        refuse_in_between("engine.close()")
+        refuse_reentry("engine.close()")
         self._forget_calls()
         if self.is_asleep and restores is not False:
             self.wake()

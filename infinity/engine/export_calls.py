@@ -81,7 +81,7 @@ class ExportCalls(CheckpointCalls):
         if parts.coordinator.is_computing:
             cure = "Call it after the step, outside forward and backward"
             raise StepError.order("engine.sleep()", "the model is computing", cure=cure)
-        parts.backwards.collect()
+        parts.backwards.deliver_pending()
         self._guard.check_sleep()
         self.wait_for_checkpoint()
         self.flush()
@@ -284,11 +284,11 @@ class ExportCalls(CheckpointCalls):
             trained_only=trained_only,
             dtype=dtype,
         )
-        shared = self._parts.access.shared
+        gathered_stream = self._parts.access.gathered_stream
         # Main weights of divided states, and in stage 3 model weights, need every rank's shard.
         needs_all = self._parts.exchange.is_divided or (dtype is not None and self._parts.access.is_divided)
-        if needs_all and shared is not None:
-            shared.run(what, save)
+        if needs_all and gathered_stream is not None:
+            gathered_stream.run(what, save)
         elif self._mesh.data.index == 0:
             save()
         self._num_saved_steps = self.global_steps

@@ -408,6 +408,7 @@ class Parts:
         blocks = tuple(find_blocks(parameter_map.model, self.config.infinity.units))
         recomputed = RecomputedForward if self.config.infinity.activation_checkpointing else None
         self.module_hooks = ModuleHooks(parameter_map, self.coordinator, blocks, recomputed)
+        # The parameters' `__torch_function__`, ``data`` and ``grad`` call it.
         self.parameter_handler = ParameterHandler(
             parameter_map, self.module_hooks, self.coordinator, stepper, self.live_gradients, self.consistent, assigned
         )

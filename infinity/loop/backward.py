@@ -18,7 +18,7 @@ from infinity.loop.phase import Phase, PhaseGuard
 from infinity.loop.style import LoopStyle
 from infinity.paging.parameter_cache import ParameterCache
 from infinity.paging.parameter_map import ParameterMap
-from infinity.threads.engine_lock import EngineLock, refuse_in_between
+from infinity.threads.engine_lock import EngineLock, refuse_reentry
 from infinity.torch_internals.names import call_after_backward, in_backward, is_compiling
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
@@ -218,10 +218,10 @@ class Backwards:
             if fetches:
                 self._parameter_cache.pump()
 
-    def collect(self) -> None:
+    def deliver_pending(self) -> None:
         """Deliver the gradients of a ``loss.backward()`` of the user that has ended."""
         if self._guard.phase is Phase.READY and self.collector.has_fired and not in_backward():
-            refuse_in_between("taking in gradients")
+            refuse_reentry("taking in gradients")
             self._finish_own_of_user()
 
     def _finish_own_of_user(self) -> None:
@@ -252,11 +252,11 @@ class Backwards:
             EngineBusyError: a signal handler or finalizer calls this in the midst of a call.
         """
         if self._lock.is_mine:  # else what a handler is shown counts as looked at, while it is being used up
-            refuse_in_between(f"access to the gradient of '{slot.spec.fqn}'")
+            refuse_reentry(f"access to the gradient of '{slot.spec.fqn}'")
         if not in_backward():
             # Between backwards: a micro-batch of a vertical step, in its forward, has no gradient of its own.
             self.refuse_together(f"the gradient of '{slot.spec.fqn}' is looked at or changed before the step")
-            self.collect()
+            self.deliver_pending()
             if self._guard.phase is Phase.READY and self._stepper.gradients.has_any:
                 # A script that reads gradients before the step needs them there: from now on updates run in the step.
                 self._style.on_gradients_read()

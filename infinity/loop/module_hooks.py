@@ -17,7 +17,7 @@ from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.paging.compiled_forwards import CompiledForwards, InPlaceOfMethod, inside_compiled, refuse_tracing
 from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.rank_weights import sum_over_ranks
-from infinity.threads.engine_lock import refuse_in_between
+from infinity.threads.engine_lock import refuse_reentry
 from infinity.threads.frames import callers
 from infinity.torch_internals.names import is_tracing, outside_modes, untraced
 from infinity.units.experts import ExpertTiles, experts_of, walk_along
@@ -78,7 +78,7 @@ class _HooksOfModule:
             )
         if self._coordinator.is_in_forward:
             try:
-                refuse_in_between("running the model")
+                refuse_reentry("running the model")
             except EngineBusyError:
                 self.entered.setdefault(get_ident(), []).append(None)  # torch calls `after` for this call, too
                 raise
@@ -162,7 +162,7 @@ class _ExpertCalls:
         self._coordinator.route(self._group, [unit.index for unit in order])
         if not self._coordinator.is_shared:  # else each expert waits until its own moment
             for tiles, units in zip(self._experts, self._units, strict=True):
-                tiles.bring_together(functools.partial(self._together, units))
+                tiles.use_groups(functools.partial(self._fetch_groups, units))
 
     def _agree(self, module: nn.Module) -> None:
         """All ranks use the experts that the routers of all of them have chosen. All ranks come here."""
@@ -178,7 +178,7 @@ class _ExpertCalls:
         counts = sum_over_ranks(self._coordinator.parameter_cache, f"routing to {name}", first.counts)
         walk_along(module, self._experts, counts)
 
-    def _together(
+    def _fetch_groups(
         self, units: list[Unit], experts: Sequence[int]
     ) -> Iterator[tuple[Sequence[int], AbstractContextManager[None]]]:
         """Yield groups of experts that take half of the room each. Meanwhile the next group is read into the other
@@ -241,7 +241,7 @@ class ModuleHooks:
         self._places_of_blocks = [
             (fqn, model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in blocks
         ]
-        self._forwards = CompiledForwards(model)
+        self._compiled_forwards = CompiledForwards(model)
         self._compiled: list[Any] = []
         self.covered: set[int] = set()
         """``id`` of the modules inside compiled ones, which have no hooks: see [Note: compiled modules] in
@@ -272,7 +272,7 @@ class ModuleHooks:
         )
         # An empty FQN is the model itself: a model of one block compiles as a whole.
         if self._places_of_blocks and self._places_of_blocks[0][0]:
-            self._forwards.compile_units(lambda: [*self._blocks_now().values()])
+            self._compiled_forwards.compile_units(lambda: [*self._blocks_now().values()])
         self._keep_alive = keep_alive
         self._hook_calls()
 
@@ -287,12 +287,12 @@ class ModuleHooks:
         self._coordinator.copies.forget_written()
 
     def _hook_calls(self) -> None:
-        self._forwards.convert(self._blocks_now())
+        self._compiled_forwards.move_into_blocks(self._blocks_now())
         if self._recomputed is not None:
             for block in self._blocks_now().values():
                 if not isinstance(block.__dict__.get("forward"), self._recomputed):
                     forward = self._recomputed(block, self._coordinator.inside_module, self._entered_by(block))
-                    self._forwards.put(block, "forward", forward)
+                    self._compiled_forwards.put(block, "forward", forward)
         self._compiled = self._compilation()
         self.covered = inside_compiled(self._model)
         self._inside_of.clear()
@@ -418,4 +418,4 @@ class ModuleHooks:
                 handle.remove()
             handles.clear()
         self._hooks.clear()
-        self._forwards.restore()
+        self._compiled_forwards.restore()

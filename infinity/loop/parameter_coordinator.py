@@ -43,7 +43,7 @@ from infinity.paging.saved_tensors import (
     in_use,
     modified,
 )
-from infinity.threads.engine_lock import EngineLock, refuse_in_between
+from infinity.threads.engine_lock import EngineLock, refuse_reentry
 from infinity.tiers.user_copies import UserCopies
 from infinity.torch_internals.names import (
     call_after_backward,
@@ -94,7 +94,7 @@ class Preconditions:
         self._guard.check_loaded()
         self._guard.check_consistent()
         # Gradients of a `loss.backward()` that is over, before this forward resets what is expected.
-        self._backwards.collect()
+        self._backwards.deliver_pending()
         if torch.is_grad_enabled() and self._groups.before_forward():
             # Which gradients complete a unit is not known any more: parameters were frozen or thawed.
             self._backwards.collector.forget_history()
@@ -178,7 +178,7 @@ class ParameterCoordinator:
     def begin_outside_read(self) -> None:
         """Before weights are read outside forward and backward. Raises if they may not be read now."""
         if self.lock.is_nested:
-            refuse_in_between("reading weights")
+            refuse_reentry("reading weights")
         self.preconditions.check_consistent()
 
     def begin_state_dict(self) -> None:
@@ -209,7 +209,7 @@ class ParameterCoordinator:
         if self._depth == 0:
             # Reentry by a signal handler. A checkpoint in backward calls modules too, but never the model itself.
             if self.lock.owner == get_ident() and (is_root or not in_backward()):
-                refuse_in_between("a forward")
+                refuse_reentry("a forward")
             self.lock.acquire("forward")
             self._num_locks_of_forward += 1
         elif self.lock.owner != get_ident():

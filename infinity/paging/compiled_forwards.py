@@ -71,7 +71,7 @@ class CompiledForwards:
         self._model = model
         self._undo = contextlib.ExitStack()
 
-    def convert(self, blocks: Mapping[str, nn.Module]) -> None:
+    def move_into_blocks(self, blocks: Mapping[str, nn.Module]) -> None:
         """Leave nothing compiled that spans several blocks, and no compiled call.
 
         Args:

@@ -26,7 +26,7 @@ from infinity.errors import EngineBusyError, ModelError, format_bytes
 from infinity.metrics.clock import StepClock
 from infinity.paging.prefetch_schedule import PrefetchSchedule
 from infinity.paging.weights_budget import WeightsBudget, moving_bytes_of
-from infinity.threads.engine_lock import refuse_in_between
+from infinity.threads.engine_lock import refuse_reentry
 from infinity.tiers.divided_weights import WeightExchange
 from infinity.tiers.user_copies import PutAside
 from infinity.tiers.weight_store import WeightStore
@@ -168,7 +168,7 @@ class ParameterCache:
     def check_unchanging(self) -> None:
         """Raise `EngineBusyError` in a signal handler that came into a change of a unit."""
         if self._is_changing:
-            refuse_in_between("using weights")
+            refuse_reentry("using weights")
 
     def write_by(self, writer: WeightWriter | None) -> None:
         """``writer`` stores what is written into weights from now on; None: the usual one."""
@@ -261,7 +261,7 @@ class ParameterCache:
         try:
             self.clock.wait_for(awaited, what)
         except ReentryError:
-            refuse_in_between(f"waiting for an {what}" if what == "update" else f"waiting for a {what}")
+            refuse_reentry(f"waiting for an {what}" if what == "update" else f"waiting for a {what}")
             raise
 
     def _wait_for_arrival(self, unit: Unit) -> None:

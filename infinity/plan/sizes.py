@@ -90,6 +90,7 @@ class UnitSize:
     ) -> UnitSize:
         """The size of ``unit``, with ``num_states`` per-element states."""
         layout, stored = unit.layout, StoredForm(unit.layout)
+        # For `layer`, for which an error suggests tiles: only linear layers and embeddings can be tiled.
         matrices = [slot for slot in layout.slots if len(slot.spec.shape) == 2]
         largest = max(((s.numel * s.spec.dtype.itemsize, s.spec.fqn) for s in matrices), default=(0, ""))
         start, stop = shards.span(unit)

@@ -227,7 +227,7 @@ class EngineLock:
         # Looking at the stack costs more than taking the lock. In a plain loop one thread calls again and again, with
         # no call inside, and its stack is not looked at.
         if self.owner == me or self._last != me:
-            refuse_in_between(call)
+            refuse_reentry(call)
         self.acquire(call)
         try:
             yield
@@ -271,7 +271,7 @@ def locked(method: _Method) -> _Method:
     return call  # type: ignore[return-value]
 
 
-def refuse_in_between(what: str) -> None:
+def refuse_reentry(what: str) -> None:
     """Raise `EngineBusyError` in a signal handler or finalizer that interrupted the engine's own work on this
     thread."""
     frame = interrupted_frame()

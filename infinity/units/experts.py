@@ -228,7 +228,7 @@ attach: Any = _Attach.apply
 
 # ------------------------------------------------------------------------------------------------- in place of a weight
 
-Together = Callable[[Sequence[int]], Iterator[tuple[Sequence[int], AbstractContextManager[object]]]]
+FetchGroups = Callable[[Sequence[int]], Iterator[tuple[Sequence[int], AbstractContextManager[object]]]]
 """Called with experts' numbers, in the order of their use. Yields groups of them, each with a context manager that
 keeps the group's weights in memory together."""
 
@@ -248,7 +248,7 @@ class ExpertTiles(Tiles):
         """The input of the running call."""
         self.walk: Walk | None = None
         """Set by the engine for a call in which ranks use the same experts. None: this rank uses its own."""
-        self.together: Together | None = None
+        self.fetch_groups: FetchGroups | None = None
         """Set by the engine for a call whose routing is known: fetches several experts at a time. None: one at a
         time."""
         self._gives_zeros = True
@@ -305,13 +305,13 @@ class ExpertTiles(Tiles):
         self, order: Iterable[int], function: Callable[[int, torch.Tensor], torch.Tensor | None]
     ) -> Iterator[tuple[int, torch.Tensor | None]]:
         """Yield each expert, and what ``function`` returns while it is in memory."""
-        if self.together is None:
+        if self.fetch_groups is None:
             modules = self.experts()
             # Calling a `Tile` runs the engine's hooks: they fetch the expert before its forward and release it after.
             yield from ((e, modules[e](function, e)) for e in order)
             return
         tiles = self.tiled.tiles
-        for experts, in_memory in self.together(list(order)):
+        for experts, in_memory in self.fetch_groups(list(order)):
             with in_memory:
                 for e in experts:
                     yield e, function(e, tiles[e])
@@ -390,11 +390,11 @@ class ExpertTiles(Tiles):
     def begin_call(self, counts: list[int] | None = None, x: torch.Tensor | None = None) -> None:
         """Reset the state of a call: when it begins with its routing and its input, and when it ends with None."""
         self.counts, self.x, self.routed = counts, x, None if counts is None else busiest_first(counts)
-        self.walk, self.together, self._gives_zeros = None, None, True
+        self.walk, self.fetch_groups, self._gives_zeros = None, None, True
 
-    def bring_together(self, together: Together) -> None:
-        """Fetch several experts at a time, by ``together``, until the call ends."""
-        self.together = together
+    def use_groups(self, fetch_groups: FetchGroups) -> None:
+        """Fetch several experts at a time, by ``fetch_groups``, until the call ends."""
+        self.fetch_groups = fetch_groups
 
     def others(self, used: Iterable[int]) -> list[int]:
         """The experts that are not in ``used``."""

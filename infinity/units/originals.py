@@ -45,23 +45,18 @@ class Originals:
 
     def __post_init__(self, directories: Sequence[Path]) -> None:
         self._drives = DriveTensors(directories) if directories else None
-        # By id: dtype, device, strides, gradient and drives. All of it is lost when a parameter becomes a paged one.
+        # By id. All of it is lost when a parameter becomes a paged one.
+        parameters = [parameter for unit in self._units for parameter in unit.parameters]
+        self._gradients = {id(parameter): parameter.grad for parameter in parameters}
         self._facts = {
-            id(parameter): (
-                parameter.dtype,
-                parameter.device,
-                tuple(parameter.stride()),
-                parameter.grad,
-                drives_of(parameter),
-            )
-            for unit in self._units
-            for parameter in unit.parameters
+            id(parameter): (parameter.dtype, parameter.device, tuple(parameter.stride()), drives_of(parameter))
+            for parameter in parameters
         }
 
     def gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """The parameters that had a gradient before, with that gradient."""
         parameters = [parameter for unit in self._units for parameter in unit.parameters]
-        found = ((parameter, self._facts[id(parameter)][3]) for parameter in parameters)
+        found = ((parameter, self._gradients[id(parameter)]) for parameter in parameters)
         return [(parameter, gradient) for parameter, gradient in found if gradient is not None]
 
     def keep(self, unit: Unit) -> None:
@@ -115,12 +110,12 @@ class Originals:
                 parameter.data = value
             for parameter in unit.parameters:
                 if plain_grad(parameter) is None:
-                    set_plain_grad(parameter, self._facts[id(parameter)][3])
+                    set_plain_grad(parameter, self._gradients[id(parameter)])
         if failure is not None:
             raise failure
 
     def _value_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        dtype, device, stride, _, drives = self._facts[id(parameter)]
+        dtype, device, stride, drives = self._facts[id(parameter)]
         key = id(parameter)
         if key in self._in_memory:
             return self._in_memory[key]
@@ -139,3 +134,4 @@ class Originals:
         self._in_memory.clear()
         self._on_drive.clear()
         self._facts.clear()
+        self._gradients.clear()

@@ -217,6 +217,7 @@ class InterBlockGraph:
             if edge[0] is None:
                 continue
             if self._is_end(edge[0]):
+                # If the parameter is tied, a third part of its gradient: [Note: parts] in ``infinity.vertical.step``.
                 if edge in segment.ends:
                     self.repeated.add(id(getattr(edge[0], "variable", None)))
                 segment.ends[edge] = None

@@ -432,7 +432,7 @@ class IOScheduler(Uncopyable):
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
-    def _refuse_between(self, what: str) -> None:
+    def _refuse_reentry(self, what: str) -> None:
         """Raise `ReentryError` if this thread is in the middle of a change, or of a submission."""
         refuse_owned(self.lock, what)
         if self._thread.backlog is not None:
@@ -453,7 +453,7 @@ class IOScheduler(Uncopyable):
         if interrupts.pid != self.pid:
             self.check_process()
         if self.lock._is_owned() or self._thread.backlog is not None:
-            self._refuse_between("waiting")
+            self._refuse_reentry("waiting")
         left_seconds = None if timeout_seconds is None else bounded_seconds(timeout_seconds)
         if not waiting.sleep(operation, left_seconds, observes=observes):
             limit = self._config.deadline_seconds if timeout_seconds is None else timeout_seconds
@@ -468,7 +468,7 @@ class IOScheduler(Uncopyable):
 
     def wait_for_writes(self) -> None:
         """Block until all writes submitted so far are over; their errors stay pending."""
-        self._refuse_between("a flush")
+        self._refuse_reentry("a flush")
         with self.lock:
             writes = [operation for operation in self._active if operation.direction is Direction.WRITE]
         self._wait_for_all(writes)
@@ -478,7 +478,7 @@ class IOScheduler(Uncopyable):
 
         Its space is freed when the backend has completed all of them, also if this wait is cut off.
         """
-        self._refuse_between("freeing an extent")
+        self._refuse_reentry("freeing an extent")
         with interrupts.uninterrupted(), self.lock:
             if extent.state is ExtentState.FREED:
                 raise ExtentError(extent.name, f"extent {extent.name!r} was freed twice")
@@ -522,7 +522,7 @@ class IOScheduler(Uncopyable):
             because: The message of later calls' `SwapperClosedError`.
             timeout_seconds: How long to wait for transfers at the backend; the deadline by default.
         """
-        self._refuse_between("closing")
+        self._refuse_reentry("closing")
         if timeout_seconds is None:
             timeout_seconds = self._config.deadline_seconds
         timeout_seconds = bounded_seconds(timeout_seconds, "timeout_seconds")

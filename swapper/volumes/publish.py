@@ -198,7 +198,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        restrict(partial)
+        let_only_owner_write(partial)
         if path.exists():
             shutil.copymode(path, partial)
         partial.replace(path)
@@ -208,11 +208,11 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 def rename(source: Path, target: Path) -> None:
     """Give a new file its place, in one step."""
-    restrict(source)
+    let_only_owner_write(source)
     source.replace(target)
 
 
-def restrict(path: Path) -> None:
+def let_only_owner_write(path: Path) -> None:
     """Take write access from group and others, whatever the umask was when the file or directory was made."""
     with contextlib.suppress(OSError):  # the file system has no modes
         mode = stat.S_IMODE(os.stat(path).st_mode)
@@ -327,7 +327,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def _sync_target(path: Path) -> None:
-    restrict(path)
+    let_only_owner_write(path)
     _sync(path)
 
 

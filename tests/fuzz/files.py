@@ -340,7 +340,7 @@ _engines: list[Any] = []
 
 def _use_checkpoint(place: Path) -> None:
     found = Checkpoint.open(place / "saved")
-    found.training_state(), found.beside
+    found.training_state(), found.omitted
     found.verify()
     for tensor in found.tensors:
         tensor.read()

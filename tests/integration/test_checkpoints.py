@@ -292,8 +292,8 @@ def test_what_is_frozen_is_left_out_if_asked_and_stays_as_it_is(
         losses = steps_of(engine, 2, 3)
         expected = everything(engine)
     found = saved_files.Checkpoint.open(tmp_path / "saved")
-    assert found.beside.excluded == ["number", "frozen.weight", "frozen.bias"]
-    assert not set(found.beside.excluded) & found.of("parameters").keys()
+    assert found.omitted.excluded == ["number", "frozen.weight", "frozen.bias"]
+    assert not set(found.omitted.excluded) & found.of("parameters").keys()
     with training(tmp_path / "drive", changes) as engine:  # with the same base
         engine.load_checkpoint(tmp_path / "saved")
         assert steps_of(engine, 2, 3) == losses

@@ -293,7 +293,7 @@ def test_checkpoints_of_packed_experts_have_their_names(tmp_path: Path) -> None:
             if (tmp_path / "saved").exists():
                 assert engine.load_checkpoint(tmp_path / "saved")[0] is not None
             engine.save_checkpoint(tmp_path / "saved")
-    assert not any("_by_expert" in name for name in Checkpoint.open(tmp_path / "saved").beside.excluded)
+    assert not any("_by_expert" in name for name in Checkpoint.open(tmp_path / "saved").omitted.excluded)
 
 
 def test_afterwards_the_model_is_what_it_was(tmp_path: Path) -> None:

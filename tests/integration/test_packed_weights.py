@@ -243,7 +243,7 @@ def test_a_save_reads_only_base_weights_that_changed_since_the_last(frozen_dtype
     def saved(tag: str) -> tuple[int, dict[str, tuple[str, int]]]:
         before = _bytes_read()
         engine.save_checkpoint(tmp_path / "saved", tag, exclude_frozen_parameters=True)
-        found = saved_files.Checkpoint.open(tmp_path / "saved", tag).beside.checksums
+        found = saved_files.Checkpoint.open(tmp_path / "saved", tag).omitted.checksums
         return _bytes_read() - before, found
 
     with engine:

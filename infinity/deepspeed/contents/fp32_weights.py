@@ -80,7 +80,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         fqn: LazyTensor(saved) for group in ("parameters", "buffers") for fqn, saved in checkpoint.of(group).items()
     }
     # The same object under all names of a tied weight: `_read` and the shards below go by identity.
-    lazy |= {fqn: lazy[first] for fqn, first in checkpoint.beside.tied.items() if first in lazy and fqn not in lazy}
+    lazy |= {fqn: lazy[first] for fqn, first in checkpoint.omitted.tied.items() if first in lazy and fqn not in lazy}
     return dict(lazy) if lazy_mode else _read(lazy)
 
 

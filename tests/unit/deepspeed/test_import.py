@@ -90,7 +90,7 @@ def test_tensors_are_those_that_deepspeed_has(written: tuple[Path, Case], tmp_pa
         assert torch.equal(found["parameters", fqn, "weight"], value.reshape(found["parameters", fqn, "weight"].shape))
     for fqn, value in expected["buffers"].items():
         assert torch.equal(found["buffers", fqn, "weight"], value)
-    assert checkpoint.beside.tied == ({"head.weight": "embed.weight"} if case.tied else {})
+    assert checkpoint.omitted.tied == ({"head.weight": "embed.weight"} if case.tied else {})
     trained = [fqn for fqn, each in build(case).named_parameters() if each.requires_grad]
     wanted = {("parameters", fqn, kind) for fqn in trained for kind in ("exp_avg", "exp_avg_sq")}
     assert {key for key in found if key[2] != "weight"} == wanted
