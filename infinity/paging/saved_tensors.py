@@ -274,9 +274,8 @@ class SavingHooks:
         return give(_exchanged(saved.packed, (PackedSavedTensor, PackedByAnother), self._unpack))
 
     def _pack_for(self, collect: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-        # The checkpoint's hooks keep a frozen parameter itself, so they get a view of it instead.
-        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        packed = collect(tensor.detach() if is_frozen else tensor)
+        # The checkpoint's hooks keep what needs no gradient itself, and a weight may lose its memory: they get a view.
+        packed = collect(tensor.detach())
         return self._packed_for_any(tensor) or packed
 
     def _unpack_for(self, give: Callable[[Any], torch.Tensor], saved: Any) -> torch.Tensor:

@@ -134,6 +134,32 @@ def test_parts_of_a_gradient_are_added_one_by_one_to_those_of_the_micro_batches_
         twins.require_equal()
 
 
+class _FrozenStart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.layer = nn.Parameter(torch.ones(1, 40), requires_grad=False), nn.Linear(40, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(self.start.expand(len(x), -1))
+
+
+class _WithFrozenStart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block = nn.Embedding(16, 40), _FrozenStart()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return checkpoint(self.block, self.embedding(tokens).mean(1), use_reentrant=False).square().sum()
+
+
+def test_a_view_of_a_frozen_parameter_that_a_checkpoint_keeps_has_its_values(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with _twins(copy.deepcopy(model := _WithFrozenStart()), model, tmp_path) as twins:
+        for step in range(2):
+            twins.step(_losses(step))
+        twins.require_equal()
+
+
 def _around_model(model: Any, tokens: Tensor) -> Tensor:
     return model(tokens).sin()
 
