@@ -162,10 +162,19 @@ class GradientCollector:
         if unit.index not in self._expected:
             self._expected[unit.index] = self._expect(unit)
         expected = self._expected[unit.index]
+        if expected is None and self._is_added_in_parts(unit, slot):
+            self.deliver_now(unit, slot)
+            return
         # Comparing lengths first is cheaper than comparing sets, and false for all but the last hooks of a unit.
         if expected is not None and len(fired) >= len(expected) and slot.index in expected and expected <= fired.keys():
             self._complete_units.add(unit.index)
             self._complete(unit)
+
+    def _is_added_in_parts(self, unit: Unit, slot: Slot) -> bool:
+        # autograd adds each part to ``p.grad``, which has the sum of the micro-batches before: their sum alone is rounded
+        # otherwise. In 16 bits, only the gradients of one micro-batch are autograd's to add up.
+        fires, _ = (self._history or {}).get((unit.index, slot.index), (0, 0))
+        return fires > 1 and slot.spec.dtype is torch.float32 and self.live.is_present(unit, slot)
 
     def on_partial_gradients(self, unit: Unit, *, by_script: bool) -> None:
         """Weights of the unit are used outside of the modules whose calls are counted, so a gradient may come in parts.

@@ -116,6 +116,10 @@ class LiveGradients:
         if own.is_shared:  # else nobody can write to it, and the copy among the main gradients is enough
             self._held.own[key] = own
 
+    def is_present(self, unit: Unit, slot: Slot) -> bool:
+        """Whether the parameter has a gradient of this backward's predecessors, or a part of its own."""
+        return slot in self._gradients.slots_with_gradient(unit)
+
     def add_with_graph(self, unit: Unit, slot: Slot, gradient: torch.Tensor) -> None:
         """As autograd does with a graph, give the parameter another tensor: the sum of what was there and ``gradient``."""
         if gradient.layout is not torch.strided:
@@ -127,7 +131,7 @@ class LiveGradients:
             before = own.tensor
             if not own.is_new:
                 self._apply_user_write(key)
-        elif slot in self._gradients.slots_with_gradient(unit):
+        elif self.is_present(unit, slot):
             # The sum needs the values on the gradient's device, and must not change with the memory that it came from.
             before = self._shown(unit, slot).clone().to(gradient.device)
             self._held.detach(unit, [slot])

@@ -409,12 +409,13 @@ class GradientStore:
             if self._memory_uses:
                 self._await_memory_use()
                 continue
+            # No variable holds a buffer: it would keep memory from being unmapped that the pool gives up below.
             taken = [
-                (grads, grads.buffer)
+                grads
                 for grads in self._grads
                 if grads.buffer is not None and not grads.stays_in_ram and not self._is_in_exchange(grads)
             ]
-            closable = [grads for grads, buffer in taken if not buffer.is_referenced]
+            closable = [grads for grads in taken if grads.buffer is not None and not grads.buffer.is_referenced]
             if closable:
                 self.close_sum(min(closable, key=lambda grads: grads.number).unit)
             elif self._await_exchange():

@@ -58,9 +58,9 @@ class PackedSavedTensor:
         self.version = unit.version
         self.is_parameter = isinstance(tensor, nn.Parameter)
         """Whether it is a parameter itself and not a view, so that it shows what is assigned to its ``data``."""
-        is_counted = tensor.requires_grad or self.is_parameter or isinstance(tensor._base, nn.Parameter)
-        self.tensor_version = tensor._version if is_counted else None
-        """torch's version counter of the tensor, as it was in forward; None if torch would not check it."""
+        is_of_parameter = self.is_parameter or isinstance(tensor._base, nn.Parameter)
+        self.tensor_version: int | None = tensor._version if is_of_parameter else None
+        """torch's version counter of the parameter, as it was in forward; None if torch would not check it."""
         self.kept: tuple[torch.Tensor, int] | None = None
         """Bytes that it still views after the parameter got others, and their offset in the flat buffer."""
         self.lazy_bits = tensor.is_conj(), tensor.is_neg()
@@ -68,6 +68,10 @@ class PackedSavedTensor:
         self.shape = tensor.shape
         self.stride = tensor.stride() if slot is None else slot.spec.stride
         self.offset = tensor.storage_offset() if slot is None else slot.offset_bytes // tensor.dtype.itemsize
+        if tensor.requires_grad and not is_of_parameter:
+            # Unpacked in a backward with create_graph=True: it has a counter of its own.
+            owner = unit.slot_at(int(self.offset) * self.dtype.itemsize)
+            self.tensor_version = tensor._version if owner is None else unit.parameters[owner.index]._version
         unit.saved_references.add(weakref.ref(self, unit.saved_references.discard))
 
     def check(self) -> None:
@@ -270,9 +274,8 @@ class SavingHooks:
         return give(_exchanged(saved.packed, (PackedSavedTensor, PackedByAnother), self._unpack))
 
     def _pack_for(self, collect: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-        # The checkpoint's hooks keep a frozen parameter itself, so they get a view of it instead.
-        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        packed = collect(tensor.detach() if is_frozen else tensor)
+        # The checkpoint's hooks keep what needs no gradient itself, and a weight may lose its memory: they get a view.
+        packed = collect(tensor.detach())
         return self._packed_for_any(tensor) or packed
 
     def _unpack_for(self, give: Callable[[Any], torch.Tensor], saved: Any) -> torch.Tensor:

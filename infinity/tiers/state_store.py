@@ -44,6 +44,7 @@ class _UnitRecords:
     num_in_memory: int
     """The first so many chunks have their records in host memory, the others in the extent."""
     memory: HostBlock | None
+    """None if there are no such chunks, or an optimizer without states keeps nothing of them."""
     extent: Extent | None
     offsets: list[int]
     """First byte of each record, in ``memory`` or in ``extent``."""
@@ -190,7 +191,7 @@ class PagedStateStore:
             names=tuple(names),
             main_bytes=[form.main_bytes(chunk.numel) for chunk in chunks],
             num_in_memory=num_in_memory,
-            memory=HostBlock(max(in_memory[-1], 1)) if num_in_memory else None,  # initial states are zeros
+            memory=HostBlock(in_memory[-1]) if in_memory[-1] else None,  # initial states are zeros
             extent=extent,
             offsets=[*in_memory[:-1], *on_drive[:-1]],
             valid_bytes=[0] * len(chunks),
@@ -323,8 +324,6 @@ class PagedStateStore:
         """A lease of a record in host memory. A staging buffer holds the gradient or the weights, if they need
         memory."""
         records, staging_buffer = self._records[unit.index], None
-        if records.memory is None:
-            raise RuntimeError("the record is not in memory")
         if weight is None or needs_scratch:
             staging_buffer = self._lease_buffer(records, is_blocking=is_blocking)
             if staging_buffer is None:
@@ -332,7 +331,8 @@ class PagedStateStore:
         # Empty scratch gives an empty gradient: allowed, since the weight has memory and no gradient is needed.
         scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if staging_buffer is None else staging_buffer.tensor
         offset = records.offsets[chunk.index]
-        record = records.memory.tensor[offset : offset + self._format.record_bytes(chunk.numel, len(records.names))]
+        memory = torch.empty(0, dtype=torch.uint8) if records.memory is None else records.memory.tensor
+        record = memory[offset : offset + self._format.record_bytes(chunk.numel, len(records.names))]
         workspace = self._format.over_scratch(record, chunk.numel, records.names, scratch, weight)
         return Lease(staging_buffer, workspace, takes_memory=staging_buffer is not None)
 

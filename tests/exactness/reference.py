@@ -2,7 +2,8 @@
 
 - The main weight is the parameter as it came, in fp32; the model weight is its cast to the compute dtype. Buffers keep their
   dtype, but for those of BatchNorms with weights and spectral norms, for which torch wants one dtype.
-- Each micro-batch runs backward on its share of the loss; its gradient is added to the main gradient in fp32.
+- Each micro-batch runs backward on its share of the loss; its gradient is added to the main gradient in fp32, by autograd
+  itself if the weights are fp32.
 - A parameter without a gradient in all micro-batches of a step is left alone.
 - The norm is taken over whole main gradients in the order of ``model.parameters()``, and clips by torch's own rule.
 - The optimizer updates the main weights, and their cast goes back into the model. It is torch's, or, where main weights are
@@ -84,13 +85,20 @@ class PlainTorch:
 
     def backward(self, loss: torch.Tensor) -> None:
         share = loss.float() if self.scaler.is_enabled() else loss
+        added_by_autograd = {
+            fqn
+            for fqn, param in self.trainable.items()
+            if param.dtype == torch.float32 and param.device == self.main[fqn].device
+        }
+        for fqn in added_by_autograd:
+            self.trainable[fqn].grad = self.main[fqn].grad
         self.scaler.scale(share / self.num_micro_batches).backward()
         for fqn, param in self.trainable.items():
             if param.grad is None:
                 continue
             main = self.main[fqn]
             gradient = param.grad.float()
-            main.grad = gradient if main.grad is None else main.grad + gradient
+            main.grad = gradient if main.grad is None or fqn in added_by_autograd else main.grad + gradient
             if self._rounds_gradients:
                 main.grad = main.grad.bfloat16().float()
             param.grad = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -109,6 +110,53 @@ def test_what_the_model_checkpoints_by_itself_is_computed_twice_only(how: str, t
         for step in range(3):
             twins.step(_losses(step))
         assert _CALLS == {"forward": 2 * 3 * 2 * _NUM_BLOCKS}  # of both models
+        twins.require_equal()
+
+
+class _Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(24, 40), nn.Linear(40, 40)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for _ in range(4):
+            x = torch.tanh(checkpoint(self.layer, x, use_reentrant=True))
+        return x.square().sum()
+
+
+def test_parts_of_a_gradient_are_added_one_by_one_to_those_of_the_micro_batches_before(tmp_path: Path) -> None:
+    """Each checkpoint of a shared layer is a backward of its own, which autograd adds to ``p.grad`` by itself."""
+    torch.manual_seed(0)
+    with _twins(copy.deepcopy(model := _Shared()), model, tmp_path) as twins:
+        for step in range(2):
+            twins.step(*[_losses(10 * step + number) for number in range(4)], by_hand=True)
+        twins.require_equal()
+
+
+class _FrozenStart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.layer = nn.Parameter(torch.ones(1, 40), requires_grad=False), nn.Linear(40, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(self.start.expand(len(x), -1))
+
+
+class _WithFrozenStart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block = nn.Embedding(16, 40), _FrozenStart()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return checkpoint(self.block, self.embedding(tokens).mean(1), use_reentrant=False).square().sum()
+
+
+def test_a_view_of_a_frozen_parameter_that_a_checkpoint_keeps_has_its_values(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with _twins(copy.deepcopy(model := _WithFrozenStart()), model, tmp_path) as twins:
+        for step in range(2):
+            twins.step(_losses(step))
         twins.require_equal()
 
 

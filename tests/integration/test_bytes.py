@@ -3,12 +3,16 @@ micro-batch in a vertical step with many."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import infinity
+from swapper import AlignedRegion
 from tests.exactness.case import Case
 from tests.exactness.covering import covering_rows, pairs
 from tests.exactness.families import FAMILIES
@@ -23,6 +27,7 @@ from tests.exactness.lockstep import (
 )
 from tests.exactness.paged import least_budget
 from tests.internals import EngineResources, host_memory
+from tests.twins import Twins
 
 _CASES: dict[str, Case] = {
     "plain": SHAPES_BY_NAME["plain"],
@@ -242,3 +247,22 @@ def test_a_plan_beyond_the_memory_that_there_is_warns(
     said = [record.message for record in caplog.records if "host_memory_budget" in record.message]
     assert bool(said) == warns
     assert all("are free" in message and '"auto"' in message for message in said)
+
+
+@pytest.mark.parametrize(("tier", "momentum"), [("cpu", 0.0), ("nvme", 0.9)])
+def test_gradients_that_are_clipped_stay_within_the_smallest_budget(tier: str, momentum: float, tmp_path: Path) -> None:
+    """Those of units of different sizes take turns in memory, and states of no bytes take none."""
+    before = AlignedRegion.mapped_bytes()
+    model = nn.Sequential(*[nn.Linear(*widths) for widths in ((40, 500), (500, 40), (40, 200), (200, 40), (40, 7))])
+    place = {"device": tier, **({"nvme_path": str(tmp_path)} if tier == "nvme" else {})}
+    zero = {"offload_param": place, "offload_optimizer": place}
+    make = functools.partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+    with Twins(tmp_path, model, lambda model: make(model.parameters()), is_tight=True, zero_optimization=zero) as twins:
+        for _ in range(3):
+            for side, optimizer in twins.sides:
+                side(torch.ones(2, 40)).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(side.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert twins.engine.report.buffers_peak_bytes - before <= twins.engine.plan.host_budget_bytes
+        twins.require_equal(has_states=momentum > 0)
