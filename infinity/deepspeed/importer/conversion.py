@@ -110,7 +110,8 @@ def _contents(files: Files, *, skips_unknown: bool) -> tuple[ModelStates, list[F
         states = OptimizerStates(files.optimizer, model, skips_unknown=skips_unknown)
     trained, scalars = states.tensors()
     tensors = [*trained, *model.fixed_tensors()]
-    for name in {name for each in tensors for name in (each.spec.fqn, each.spec.kind)}:
+    names: set[Any] = {name for each in tensors for name in (each.spec.fqn, each.spec.kind)}
+    for name in names:
         if not isinstance(name, str) or name in ("", ".", ".."):  # it becomes the name of a folder
             raise ValueError(f"a tensor is named {name!r}")
     client_state, left_out = model.client_state()
