@@ -103,9 +103,8 @@ def save_weights(
         entries = all_entries(weights, trained_only=trained_only, dtype=dtype)
         if filename is None:
             entries = original_entries(model, entries, weights.directories)
-            # The config names the dtype of these files, as after the model's own save_pretrained.
-            dtype = dtype or _dtype_of(model)
-        configs = functools.partial(save_configs, model, dtype=dtype)
+        # The config names the dtype of these files, as after the model's own save_pretrained.
+        configs = functools.partial(save_configs, model, dtype=dtype or _dtype_of(model))
         total = sum(entry.num_bytes for entry in entries)
         with progress("saving weights", total, is_shown=weights.shows_progress) as note:
             write_shards(entries, directory, stem, configs, max_shard_bytes, note)
@@ -306,23 +305,22 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     return next((each for each in dtypes if each.is_floating_point and not is_float8(each)), torch.float32)
 
 
-def save_configs(model: Any, staging: Staging, dtype: torch.dtype | None = None, generation: Any = None) -> list[str]:
+def save_configs(model: Any, staging: Staging, dtype: torch.dtype, generation: Any = None) -> list[str]:
     """Write a Hugging Face model's configs, and its code if transformers lacks its class. Returns the files' names.
 
     Args:
         model: any. One without a config has no files.
         staging: they are written into it.
-        dtype: of the weights, for the config. None: the config keeps its dtype and class.
+        dtype: of the weights, for the config.
         generation: the generation config; None: the model's.
     """
     folder = staging.path / "configs"
     folder.mkdir()
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
-        if dtype is not None:
-            # The model in training keeps its own config.
-            config = copy.deepcopy(config)
-            config.update({"dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]})
+        # The model in training keeps its own config.
+        config = copy.deepcopy(config)
+        config.update({"dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]})
         # A class that the script has registered (trust_remote_code): its .py files belong to the model.
         if isinstance(model, nn.Module) and getattr(model, "_auto_class", None) is not None:
             from transformers.dynamic_module_utils import custom_object_save

@@ -155,12 +155,14 @@ def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int
     """
     from rich.text import Text
 
+    from infinity.checkpoint.arrays import TENSORS
     from infinity.checkpoint.manifest import MANIFEST
     from infinity.checkpoint.saved import Checkpoint
     from infinity.console import Console
 
-    # DIRECTORY/TAG/manifest, one folder per tag.
-    all_of_them = sorted(path.parent for path in source.glob(f"*/{MANIFEST}")) if takes_all else []
+    # DIRECTORY/TAG/manifest, one folder per tag. A copy that was cut off may lack the manifest.
+    names = (MANIFEST, TENSORS) if takes_all else ()
+    all_of_them = sorted({path.parent for name in names for path in source.glob(f"*/{name}")})
     folders = all_of_them or [_opened(source, tag).folder]
     # The status line goes to stderr, so that `--json | jq` reads only JSON.
     console = Console(stderr=True)

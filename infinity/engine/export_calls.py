@@ -195,9 +195,13 @@ class ExportCalls(CheckpointCalls):
             CheckpointError: a load has failed midway, so that weights are of two trainings.
             StorageError: the directory cannot be written. Earlier files are still there.
             ModelError: the format has no name or dtype for something; nothing has been written.
-            ValueError: ``save_dir`` is empty, or an address ("s3://..."); or ``max_shard_size`` is no size.
+            ValueError: ``save_dir`` is empty, or an address ("s3://..."); ``save_filename`` is not a file's name; or
+                ``max_shard_size`` is no size.
         """
 
+        save_filename = str(save_filename or "model.safetensors")
+        if Path(save_filename).name != save_filename:  # it would lead out of `save_dir`
+            raise ValueError(f"save_filename must be the name of a file in save_dir, not {save_filename!r}")
         what, trained_only = "engine.save_16bit_model", exclude_frozen_parameters
         self._write(what, save_dir, max_shard_size, filename=save_filename, trained_only=trained_only)
         if self._mesh.data.index == 0 and is_adapted(self.module) and not self._has_warned_of_adapters:

@@ -152,8 +152,11 @@ class RunDirectory(Uncopyable):
         """Write a commit and sync it to the drive.
 
         Raises:
-            OSError: It cannot be written; the other commits are unchanged.
+            OSError: It cannot be written, or a directory of the run has moved; the other commits are unchanged.
         """
+        for directory, lock in self._locks.items():  # or the commit would be in another directory than its states
+            if not os.path.samestat(os.stat(directory / "lock"), os.fstat(lock)):
+                raise FileNotFoundError(errno.ENOENT, "another directory has taken its place", str(directory))
         head = _HEAD.pack(_MAGIC, FORMAT, len(parts), self._maker.encode()[:32])
         lengths = struct.pack(f"<{len(parts)}Q", *map(len, parts))
         checksum = 0

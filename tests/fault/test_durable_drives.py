@@ -94,6 +94,27 @@ def test_a_full_drive(small_drive: Path) -> None:
         assert engine.global_steps == 3
 
 
+def test_no_commit_is_made_beside_another_directory_s_states(tmp_path: Path) -> None:
+    """The run's directory was renamed, or its drive unmounted, and another one has its name."""
+    run, aside = tmp_path / "drive" / "durable", tmp_path / "drive" / "aside"
+    with training(tmp_path / "drive", BF16, Model()) as engine:
+        train(engine, 2)
+        engine.flush()
+        expected = everything(engine)
+        run.rename(aside)
+        run.mkdir(0o700)
+        (run / "lock").touch()
+        train(engine, 3)
+        with pytest.raises(StepError, match=r"step 3 could not be committed.*another directory.*restore the directory"):
+            engine.flush()
+    assert [path.name for path in run.iterdir()] == ["lock"]
+    (run / "lock").unlink()
+    aside.replace(run)
+    with training(tmp_path / "drive", BF16, Model(1)) as engine:
+        assert engine.global_steps == 2
+        require_equal(everything(engine), expected)
+
+
 def test_a_drive_without_room_is_told_at_the_start(small_drive: Path) -> None:
     """Before anything has been trained."""
     changes = {**BF16, "infinity": {"keep_last": 1000}}

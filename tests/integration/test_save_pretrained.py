@@ -68,18 +68,22 @@ def _train(engine: Any) -> None:
 def test_what_was_trained_is_loaded_by_transformers(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokens = torch.arange(16).reshape(1, 16)
-    with infinity.initialize(model=MODELS[name](), config={**config, "bf16": {"enabled": True}})[0] as engine:
+    model = MODELS[name]()
+    model.config.dtype = torch.float32  # as from_pretrained leaves it
+    with infinity.initialize(model=model, config={**config, "bf16": {"enabled": True}})[0] as engine:
         for _ in range(2):
             _train(engine)
         engine.save_pretrained(tmp_path / "16", max_shard_size=50_000)
+        engine.save_16bit_model(tmp_path / "own names")
         engine.save_fp32_model(tmp_path / "32")
         mains = {fqn: infinity.safe_get_full_fp32_param(value) for fqn, value in engine.module.named_parameters()}
         with torch.no_grad():
             expected = engine.eval()(input_ids=tokens).logits
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "16")
+    for folder in ("16", "own names"):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        assert loaded.dtype == torch.bfloat16
+        assert torch.equal(loaded(input_ids=tokens).logits, expected)
     assert len(list((tmp_path / "16").glob("*.safetensors"))) > 3
-    assert loaded.dtype == torch.bfloat16
-    assert torch.equal(loaded(input_ids=tokens).logits, expected)
     for fqn, value in transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "32").named_parameters():
         main = mains[fqn]
         assert torch.equal(value, main)

@@ -109,6 +109,11 @@ def _contents(files: Files, *, skips_unknown: bool) -> tuple[ModelStates, list[F
     else:
         states = OptimizerStates(files.optimizer, model, skips_unknown=skips_unknown)
     trained, scalars = states.tensors()
+    tensors = [*trained, *model.fixed_tensors()]
+    names: set[Any] = {name for each in tensors for name in (each.spec.fqn, each.spec.kind)}
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", ".."):  # it becomes the name of a folder
+            raise ValueError(f"a tensor is named {name!r}")
     client_state, left_out = model.client_state()
     training_state = {
         "client_state": client_state,
@@ -118,7 +123,7 @@ def _contents(files: Files, *, skips_unknown: bool) -> tuple[ModelStates, list[F
     }
     if model.lr_scheduler is not None:
         training_state["lr_scheduler"] = dict(model.lr_scheduler)
-    return model, [*trained, *model.fixed_tensors()], training_state, left_out
+    return model, tensors, training_state, left_out
 
 
 def _of_optimizer(groups: Sequence[Mapping[str, Any]], scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -67,6 +67,9 @@ def test_damage_is_found(saved: Path, capsys: Captured) -> None:
     found = _json(["checkpoint", "verify", str(saved), "--all"], capsys, status=1)
     problems = {Path(each["folder"]).name: each["problem"] for each in found["checkpoints"]}
     assert str(data) in problems["first"] and problems["second"] is None
+    (saved / "second" / "manifest.json").unlink()  # as in a copy that was cut off
+    found = _json(["checkpoint", "verify", str(saved), "--all"], capsys, status=1)
+    assert ["manifest.json" in each["problem"] for each in found["checkpoints"]] == [False, True]
     assert main(["checkpoint", "verify", str(saved), "--tag", "first"]) == 1
 
 

@@ -230,6 +230,14 @@ def _changed(name: str, *keys: Any, to: Any, on_both: bool = False) -> Callable[
     return change
 
 
+def _with_buffer(name: Any) -> Callable[[Path], None]:
+    def add(found: Any) -> None:
+        found["module"][name] = torch.ones(1)
+        found["buffer_names"] = [*found["buffer_names"], name]
+
+    return lambda folder: _rewritten(folder / _MODEL.replace("rank_1", "rank_0"), add)
+
+
 _FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no rank 0": (lambda f: (f / _OPTIMIZER.replace("rank_1", "rank_0")).unlink(), r"files of ranks \[0\] are missing"),
     "no last rank": (lambda f: (f / _OPTIMIZER).unlink(), "saved by 2 ranks, and has optimizer states of 1"),
@@ -266,6 +274,8 @@ _FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         _changed(_MODEL, "ds_config", "optimizer", "type", to="OneBitAdam", on_both=True),
         "its optimizer, OneBitAdam, compresses gradients",
     ),
+    "no text as a name": (_with_buffer(b"scale"), "a tensor is named b'scale'"),
+    "a parent as a name": (_with_buffer(".."), r"a tensor is named '\.\.'"),
     "no ZeRO": (_changed(_MODEL, "param_shapes", to=None, on_both=True), "it was saved without ZeRO"),
 }
 
