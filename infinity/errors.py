@@ -31,16 +31,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-# Largest first: `format_bytes` takes the first one that fits.
-_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-
 
 def format_bytes(num_bytes: int) -> str:
-    """Exact bytes with a readable size behind them: `402653184 bytes (384.0 MiB)`."""
-    for size, name in _UNITS:
-        if abs(num_bytes) >= size:
-            return f"{num_bytes} bytes ({num_bytes / size:.1f} {name})"
-    return f"{num_bytes} bytes"
+    """Exact bytes with a readable size behind them: `402653184 bytes (402.7 MB)`."""
+    return f"{num_bytes} bytes ({size(num_bytes)})" if num_bytes >= 1e6 else f"{num_bytes} bytes"
 
 
 def size(num_bytes: float) -> str:
