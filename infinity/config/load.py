@@ -135,10 +135,10 @@ def ready_names() -> list[str]:
 
 def read_file(path: Path) -> dict[str, Any]:
     """Return the content of a config file, or of a ready config by its name. An existing file comes first."""
-    # A file of your own named like a ready config wins.
-    if not path.exists() and str(path) in ready_names():
-        path = _READY / f"{path}.json"
     try:
+        # A file of your own named like a ready config wins.
+        if not path.exists() and str(path) in ready_names():
+            path = _READY / f"{path}.json"
         # Without "-sig", json.loads refuses the first character.
         # utf-8-sig: editors on Windows put a byte order mark in front.
         text = path.read_text(encoding="utf-8-sig")
@@ -146,7 +146,8 @@ def read_file(path: Path) -> dict[str, Any]:
         ready = ", ".join(ready_names())
         cure = f"Give the path of an existing JSON file, a ready config ({ready}), or the config itself as a dict"
         raise ConfigError.in_text(f"config file '{path}'", "it does not exist", cure=cure) from None
-    except (OSError, UnicodeDecodeError) as error:
+    # ValueError: it is not UTF-8, or the name has a character that paths cannot have.
+    except (OSError, ValueError) as error:
         raise ConfigError.in_text(f"config file '{path}'", str(error), cure="Give a readable JSON file") from error
     return read_text(text, source=f"config file '{path}'")
 
@@ -157,6 +158,10 @@ def read_text(text: str, *, source: str = "config text") -> dict[str, Any]:
     Raises:
         ConfigError: with line and column, or with the dotted path of a duplicate key.
     """
+    if not text.strip():
+        raise ConfigError.in_text(
+            source, "it is empty", cure='Write a config, such as {"train_micro_batch_size_per_gpu": 4}'
+        )
     try:
         content = json.loads(_TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text)), object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
@@ -180,7 +185,7 @@ def _by_hjson(text: str) -> Any:
     try:
         import hjson
 
-        return hjson.loads(text, object_pairs_hook=_Object) if text.strip() else None
+        return hjson.loads(text, object_pairs_hook=_Object)
     except (ImportError, ValueError, RecursionError):
         return None
 

@@ -172,9 +172,12 @@ def resolve(section: Section, device: torch.device) -> functools.partial[Optimiz
             raise ConfigError.unsupported(f"{_PATH}.{name}", True, f"{cls.__name__} is not defined with it", cure=cure)
     # Keyword arguments of the constructor: "params" is what `wrap_optimizer` passes.
     accepted = [name for name in inspect.signature(cls).parameters if name != "params"]
-    unknown = [name for name in params if name not in accepted]
-    if unknown:
-        raise ConfigError.unknown_keys([(f"{_PATH}.{name}", nearest(name, accepted)) for name in unknown])
+    for name, value in params.items():
+        if name not in accepted:
+            near = nearest(name, accepted)
+            hint = f"Did you mean '{near}'? " if near else ""
+            cure = f"{hint}{cls.__name__} takes {', '.join(accepted)}"
+            raise ConfigError.value(f"{_PATH}.{name}", value, "no such argument", cure=cure)
     if params.get("differentiable"):
         raise ConfigError.value(f"{_PATH}.differentiable", True, "no graph is kept through an update", cure="Remove it")
     # JSON has no tuples.

@@ -122,7 +122,12 @@ def test_long_values_are_cut() -> None:
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(0, "0 bytes"), (999999, "999999 bytes"), (3686400, "3686400 bytes (3.7 MB)"), (5 << 40, "5497558138880 bytes (5.5 TB)")],
+    [
+        (0, "0 bytes"),
+        (999999, "999999 bytes"),
+        (3686400, "3686400 bytes (3.7 MB)"),
+        (5 << 40, "5497558138880 bytes (5.5 TB)"),
+    ],
 )
 def test_format_bytes(num_bytes: int, text: str) -> None:
     assert errors.format_bytes(num_bytes) == text

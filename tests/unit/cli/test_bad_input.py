@@ -192,7 +192,7 @@ def test_a_script_or_a_slot_that_is_not_there(tmp_path: Path, capfd: pytest.Capt
 @pytest.mark.parametrize(
     ("optimizer", "told"),
     [
-        ({"type": "AdamW", "params": {"weight_decya": 0.1}}, "did you mean 'weight_decay'"),
+        ({"type": "AdamW", "params": {"weight_decya": 0.1}}, "Did you mean 'weight_decay'"),
         ({"type": "AdamW", "params": {"lr": -1}}, "Invalid learning rate"),
         ({"type": "AdamW", "params": {"betas": [0.9]}}, "Correct its arguments"),
         ({"type": "MuSGD"}, "MuSGD"),
