@@ -41,7 +41,7 @@ def parse_number(value: object) -> float:
 def parse_count(value: object) -> int:
     """Parse a whole number. 4.0 and 1e9 are whole, 4.5 is not."""
     # Integers are not converted to floats: above 2^53 they would lose their last digits.
-    number = value if isinstance(value, Integral) and not isinstance(value, bool) else parse_number(value)
+    number = int(value) if not isinstance(value, bool) and isinstance(value, Integral) else parse_number(value)
     if number != int(number):
         raise ValueError("must be a whole number")
     if abs(number) >= 1 << 63:

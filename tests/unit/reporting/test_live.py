@@ -56,7 +56,7 @@ def test_a_run_that_has_ended(log: RunLog) -> None:
         "Reads of the",
     ):
         assert words in _text(console)
-    assert re.search(r"buffers, peak +0\.3 GB, of a budget of \S+ GB", _text(console))
+    assert re.search(r"buffers, peak +300\.0 MB, of a budget of \S+ [KMG]B", _text(console))
     console = _console()
     assert watch(log.path.parent, console)
     assert _text(console).count("bound by reads | loss") == 5
