@@ -249,9 +249,9 @@ def test_a_closed_pipe(
 
 def test_no_such_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doktor"]) == _MISUSED
-    told = _told(capsys)
-    assert "'doktor'" in told and (
-        "Did you mean 'doctor'? See" in told or not hasattr(click.exceptions, "NoSuchCommand")
+    line = _told(capsys)
+    assert "'doktor'" in line and (
+        "Did you mean 'doctor'? See" in line or not hasattr(click.exceptions, "NoSuchCommand")
     )
     assert main([]) == _MISUSED
     told = capsys.readouterr()
