@@ -130,7 +130,9 @@ def run(command: click.Command, name: str, arguments: Sequence[str]) -> int:
         # `--help` ends this way with 0. Without arguments click prints the help, and that is misuse.
         return ended.exit_code if arguments else MISUSED
     except click.UsageError as error:
-        where = error.ctx.command_path if error.ctx is not None else name
+        # click leaves the context out where an option lacks its value.
+        words = [name, *(word for word in arguments[:1] if word in COMMANDS)]
+        where = error.ctx.command_path if error.ctx is not None else " ".join(words)
         what = first_line(error.format_message()).removesuffix(".")
         return _print_error(f"{where}: {what}{'' if what.endswith('?') else '.'} See `{where} --help`.", MISUSED)
     except click.ClickException as error:

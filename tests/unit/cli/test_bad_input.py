@@ -253,6 +253,8 @@ def test_no_such_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'doktor'" in line and (
         "Did you mean 'doctor'? See" in line or not hasattr(click.exceptions, "NoSuchCommand")
     )
+    assert main(["plan", "--params"]) == _MISUSED
+    assert "See `infinity plan --help`" in _told(capsys)
     assert main([]) == _MISUSED
     told = capsys.readouterr()
     assert all(name in told.err + told.out for name in COMMANDS)  # click 8.1 prints it to stdout
