@@ -419,7 +419,7 @@ def _resolve_main_weights(decisions: _Decisions, compute_dtype: torch.dtype) -> 
     # fp16 has 5 bits of exponent, so 16 more bits do not reach all of fp32.
     if compute_dtype == torch.float16:
         if block.main_weights == "remainder":
-            problem = "fp16 cuts fp32 in the exponent, too: what it lacks of a main weight does not fit into 16 bits"
+            problem = "fp16 has a shorter exponent than fp32, so an fp16 weight and 16 more bits do not make an fp32 main weight"
             raise ConfigError.value("infinity.main_weights", "remainder", problem, cure="Remove it, or take bf16")
         decisions.decide("infinity.main_weights", "fp32", "the only way with fp16")
         return "fp32"

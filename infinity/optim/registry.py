@@ -42,7 +42,7 @@ _NOT_PAGEABLE = {
     "SparseAdam": "it works on sparse gradients",
     "Adafactor": "it keeps row and column sums of a matrix and scales by the root mean square of a whole parameter",
     **dict.fromkeys(("MuSGD", "MuAdam", "MuAdamW"), "its learning rates depend on the shapes of whole parameters"),
-    "ZeroOneAdam": "its ranks train on apart for several steps at a time, each with weights of its own",
+    "ZeroOneAdam": "its ranks train separately for several steps at a time, each with its own weights",
     "OneBitLamb": "its ranks exchange momenta in one bit, and scale by norms of the whole parameter",
 }
 
