@@ -35,8 +35,8 @@ _COMMENT = re.compile(rf"{_STRING}|//[^\n]*|\#[^\n]*|/\*.*?\*/", re.DOTALL)
 _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
 _READY = Path(__file__).with_name("ready")
 _CURE = (
-    "Comments and trailing commas are allowed; keys and texts need double quotes, unless the package hjson is installed "
-    "(pip install hjson), and yes and no are true and false"
+    "Comments and trailing commas are allowed. Keys and texts need double quotes, unless the package hjson is installed "
+    "(pip install hjson). Flags are true and false, not True and False"
 )
 
 
@@ -91,8 +91,8 @@ def read_source(source: object) -> Mapping[str, Any]:
     """
     if isinstance(source, Mapping):
         return source
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        # No path begins with a brace in practice. JSON text cannot begin otherwise.
+    if isinstance(source, str) and source.lstrip()[:1] in ("{", ""):
+        # No path begins with a brace in practice. JSON text cannot begin otherwise. An empty text would be the path ".".
         return read_text(source)
     if isinstance(source, str | os.PathLike):
         return read_file(Path(source))
@@ -148,7 +148,8 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError.in_text(f"config file '{path}'", "it does not exist", cure=cure) from None
     # ValueError: it is not UTF-8, or the name has a character that paths cannot have.
     except (OSError, ValueError) as error:
-        raise ConfigError.in_text(f"config file '{path}'", str(error), cure="Give a readable JSON file") from error
+        problem = getattr(error, "strerror", None) or str(error)
+        raise ConfigError.in_text(f"config file '{path}'", problem, cure="Give a readable JSON file") from error
     return read_text(text, source=f"config file '{path}'")
 
 

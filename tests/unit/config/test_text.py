@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.config.load import read_file, read_text
+from infinity.config.load import load_config, read_file, read_text
 from infinity.errors import ConfigError
 
 
@@ -113,8 +113,10 @@ def test_byte_order_mark(tmp_path: Path) -> None:
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing.json'.*does not exist"):
         read_file(tmp_path / "nothing.json")
-    with pytest.raises(ConfigError, match="Is a directory"):
+    with pytest.raises(ConfigError, match="': Is a directory"):
         read_file(tmp_path)
+    with pytest.raises(ConfigError, match="config text: it is empty"):
+        load_config("")
     # JSON text behind a comment is taken for a path.
     for name, words in (("// config\n" + "x" * 5000, "File name too long"), ("a\0b", "null byte")):
         with pytest.raises(ConfigError, match=words):
