@@ -204,7 +204,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         partial.replace(path)
     except OSError as error:
         if error.filename is not None and os.fspath(error.filename) == str(partial):
-            error.filename = str(path)  # the name that the caller knows
+            raise OSError(error.errno, error.strerror, str(path)) from error  # the name that the caller knows
         raise
     finally:
         remove(partial)  # of a failure; after success it has moved
