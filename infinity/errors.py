@@ -31,16 +31,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-# Largest first: `format_bytes` takes the first one that fits.
-_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-
 
 def format_bytes(num_bytes: int) -> str:
-    """Exact bytes with a readable size behind them: `402653184 bytes (384.0 MiB)`."""
-    for size, name in _UNITS:
-        if abs(num_bytes) >= size:
-            return f"{num_bytes} bytes ({num_bytes / size:.1f} {name})"
-    return f"{num_bytes} bytes"
+    """Exact bytes with a readable size behind them: `402653184 bytes (402.7 MB)`."""
+    return f"{num_bytes} bytes ({size(num_bytes)})" if num_bytes >= 1e6 else f"{num_bytes} bytes"
 
 
 def size(num_bytes: float) -> str:
@@ -91,7 +85,7 @@ class ConfigError(InfinityError, ValueError):
         Args:
             unknown: pairs (dotted path, what to write instead, or None when nothing is near).
         """
-        described = [f"'{path}'" + (f" (did you mean '{nearest}'?)" if nearest else "") for path, nearest in unknown]
+        described = [f"'{path}'{_hint(path, nearest) if nearest else ''}" for path, nearest in unknown]
         noun = "key" if len(described) == 1 else "keys"
         return cls(
             f"unknown config {noun} {', '.join(described)}. Correct or remove the {noun}; "
@@ -449,6 +443,12 @@ def _shorten(value: object, limit: int = 120) -> str:
     # A config value may be a whole nested dict, and the message has to stay readable.
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _hint(path: str, nearest: str) -> str:
+    # A key of the top level that stands in a block. Dotted paths say by themselves where they are.
+    where = " at the top level" if "." in path and "." not in nearest else ""
+    return f" (did you mean '{nearest}'{where}?)"
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

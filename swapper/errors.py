@@ -261,7 +261,7 @@ def _has_no_addresses() -> bool:
 _NO_THREAD = "start new thread"  # of "can't start new thread", the only mark of this RuntimeError
 _THREAD_CURE = (
     "raise it (ulimit -u, or the container's limit on processes), or take a smaller num_threads (in a training, "
-    "config key aio.intra_op_parallelism)"
+    "config keys aio.intra_op_parallelism and infinity.update_workers)"
 )
 _MEMORY_CURE = (
     "raise it (ulimit -v, ulimit -l, the container's limit on memory, or sysctl vm.overcommit_memory and "

@@ -371,8 +371,8 @@ def results_table(engine: infinity.Engine, history: History, memory: Memory) -> 
     states_bytes = sum(states.values())
     table.add_row("weights and optimizer state", f"{states_bytes / 1e6:,.0f} MB")
     table.add_row("  of them on NVMe", f"{states['nvme'] / 1e6:,.0f} MB")
-    ratio = states_bytes / plan.host_budget_bytes
-    table.add_row("engine: host memory budget", f"{plan.host_budget_bytes / 1e6:,.0f} MB  (1/{ratio:.1f} of them)")
+    percent = 100 * plan.host_budget_bytes / states_bytes
+    table.add_row("engine: host memory budget", f"{plan.host_budget_bytes / 1e6:,.0f} MB  ({percent:.0f} % of them)")
     table.add_row("engine: peak of its buffers, measured", f"{memory.engine / 1e6:,.1f} MB")
     table.add_row("beside it: Python, torch, libraries", f"{memory.libraries / 1e6:,.0f} MB")
     table.add_row("beside it: activations and the rest", f"{memory.rest / 1e6:,.0f} MB")

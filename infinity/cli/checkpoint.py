@@ -186,10 +186,10 @@ def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int
 @_TAG
 @json_option
 def seal(source: Path, tag: str | None, as_json: bool) -> None:
-    """Accept arrays that another program wrote into tensors.zarr with zarr, in any chunks and compression.
+    """Accept arrays that another program wrote with zarr.
 
-    Computes the checksums again: until then, the checkpoint counts as damaged. zarr reads all of its arrays from then
-    on, which takes longer.
+    The arrays are in tensors.zarr, and may have any chunks and compression. This command computes their checksums: until
+    then, the checkpoint counts as damaged. From then on zarr reads all of its arrays, which takes longer.
 
     \b
     Examples:
@@ -242,9 +242,10 @@ def export(
     max_shard_size: int,
     as_json: bool,
 ) -> None:
-    """Write a checkpoint's weights to DIR as safetensors, tensor by tensor.
+    """Write a checkpoint's weights to DIR as safetensors.
 
-    With --config-from, DIR is what transformers' from_pretrained loads. DIR is made if it is missing.
+    Tensors are written one by one. With --config-from, DIR is what transformers' from_pretrained loads. DIR is made if
+    it is missing.
 
     \b
     Examples:

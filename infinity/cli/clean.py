@@ -27,8 +27,12 @@ def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> int:
     Scratch files of other runs have no names and vanish with their process. Files that a process uses are kept. Removing a run
     is permanent. You are asked to confirm unless you pass --yes. Exit status 1 if something cannot be removed.
 
-    \b Examples: infinity clean /mnt/nvme infinity clean /mnt/nvme0 /mnt/nvme1 --yes infinity clean /mnt/nvme --json
-    (lists, and removes nothing)"""
+    \b
+    Examples:
+      infinity clean /mnt/nvme
+      infinity clean /mnt/nvme0 /mnt/nvme1 --yes
+      infinity clean /mnt/nvme --json                              # lists, and removes nothing
+    """
     # By resolved path: DIRs may overlap (/mnt and /mnt/nvme), and each run counts once.
     runs = list({run.path.resolve(): run for directory in directories for run in left_runs(directory)}.values())
     saves = list({save.path.resolve(): save for directory in directories for save in left_saves(directory)}.values())

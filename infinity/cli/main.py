@@ -84,6 +84,7 @@ class _Commands(click.Group):
 
 @click.group(
     cls=_Commands,
+    commands=dict.fromkeys(COMMANDS, click.Command(None)),  # click reads the names, to suggest one for a misspelt name
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="`infinity COMMAND --help` has examples. Exit status: 0; 1 if something failed or was found; 2 after a wrong "
     "command line; 130 after Ctrl-C.",
@@ -129,9 +130,11 @@ def run(command: click.Command, name: str, arguments: Sequence[str]) -> int:
         # `--help` ends this way with 0. Without arguments click prints the help, and that is misuse.
         return ended.exit_code if arguments else MISUSED
     except click.UsageError as error:
-        where = error.ctx.command_path if error.ctx is not None else name
+        # click leaves the context out where an option lacks its value.
+        words = [name, *(word for word in arguments[:1] if word in COMMANDS)]
+        where = error.ctx.command_path if error.ctx is not None else " ".join(words)
         what = first_line(error.format_message()).removesuffix(".")
-        return _print_error(f"{where}: {what}. See `{where} --help`.", MISUSED)
+        return _print_error(f"{where}: {what}{'' if what.endswith('?') else '.'} See `{where} --help`.", MISUSED)
     except click.ClickException as error:
         return _print_error(first_line(error.format_message()), error.exit_code)
     except (click.Abort, KeyboardInterrupt):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,12 +74,14 @@ def _finite(value: Any) -> Any:
 
 
 def table(*columns: str, has_header: bool = True, keeps_first: bool = False, is_dense: bool = False) -> Table:
-    """Return an empty table. Long cells fold; with ``keeps_first``, those of the first column do not.
+    """Return an empty table. Long cells fold; with ``keeps_first``, those of the first column only in narrow terminals.
 
     ``is_dense``: one space between columns, where ten have to fit into a terminal of 80.
     """
     from rich.table import Table  # here, since `--help` and completion import this file
 
+    # rich would give the first column all of 40 columns, and drop the others.
+    keeps_first = keeps_first and shutil.get_terminal_size().columns >= 60
     made = Table(box=None, pad_edge=False, show_header=has_header, collapse_padding=is_dense)
     for place, name in enumerate(columns):
         # "fold" breaks long cells in place of cutting them off: paths stay whole.

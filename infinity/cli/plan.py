@@ -125,7 +125,7 @@ def plan(
         if lora is not None:
             name, shapes = f"{name}, LoRA of rank {lora}", add_adapters(shapes, lora)
     except ModelRefused as error:
-        raise click.ClickException(str(error)) from error
+        raise (click.ClickException(str(error)) if params is None else click.UsageError(f"--params {error}")) from error
     # The config's states go to these directories, if any are given.
     places = [str(path) for path in directories]
     keys = [f"zero_optimization.{name}.nvme_path" for name in ("offload_param", "offload_optimizer")] if places else []

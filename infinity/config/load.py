@@ -35,8 +35,8 @@ _COMMENT = re.compile(rf"{_STRING}|//[^\n]*|\#[^\n]*|/\*.*?\*/", re.DOTALL)
 _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
 _READY = Path(__file__).with_name("ready")
 _CURE = (
-    "Comments and trailing commas are allowed; keys and texts need double quotes, unless the package hjson is installed "
-    "(pip install hjson), and yes and no are true and false"
+    "Comments and trailing commas are allowed. Keys and texts need double quotes, unless the package hjson is installed "
+    "(pip install hjson). Flags are true and false, not True and False"
 )
 
 
@@ -91,8 +91,8 @@ def read_source(source: object) -> Mapping[str, Any]:
     """
     if isinstance(source, Mapping):
         return source
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        # No path begins with a brace in practice. JSON text cannot begin otherwise.
+    if isinstance(source, str) and source.lstrip()[:1] in ("{", ""):
+        # No path begins with a brace in practice. JSON text cannot begin otherwise. An empty text would be the path ".".
         return read_text(source)
     if isinstance(source, str | os.PathLike):
         return read_file(Path(source))
@@ -135,10 +135,10 @@ def ready_names() -> list[str]:
 
 def read_file(path: Path) -> dict[str, Any]:
     """Return the content of a config file, or of a ready config by its name. An existing file comes first."""
-    # A file of your own named like a ready config wins.
-    if not path.exists() and str(path) in ready_names():
-        path = _READY / f"{path}.json"
     try:
+        # A file of your own named like a ready config wins.
+        if not path.exists() and str(path) in ready_names():
+            path = _READY / f"{path}.json"
         # Without "-sig", json.loads refuses the first character.
         # utf-8-sig: editors on Windows put a byte order mark in front.
         text = path.read_text(encoding="utf-8-sig")
@@ -146,8 +146,10 @@ def read_file(path: Path) -> dict[str, Any]:
         ready = ", ".join(ready_names())
         cure = f"Give the path of an existing JSON file, a ready config ({ready}), or the config itself as a dict"
         raise ConfigError.in_text(f"config file '{path}'", "it does not exist", cure=cure) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError.in_text(f"config file '{path}'", str(error), cure="Give a readable JSON file") from error
+    # ValueError: it is not UTF-8, or the name has a character that paths cannot have.
+    except (OSError, ValueError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+        raise ConfigError.in_text(f"config file '{path}'", problem, cure="Give a readable JSON file") from error
     return read_text(text, source=f"config file '{path}'")
 
 
@@ -157,6 +159,10 @@ def read_text(text: str, *, source: str = "config text") -> dict[str, Any]:
     Raises:
         ConfigError: with line and column, or with the dotted path of a duplicate key.
     """
+    if not text.strip():
+        raise ConfigError.in_text(
+            source, "it is empty", cure='Write a config, such as {"train_micro_batch_size_per_gpu": 4}'
+        )
     try:
         content = json.loads(_TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text)), object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
@@ -180,7 +186,7 @@ def _by_hjson(text: str) -> Any:
     try:
         import hjson
 
-        return hjson.loads(text, object_pairs_hook=_Object) if text.strip() else None
+        return hjson.loads(text, object_pairs_hook=_Object)
     except (ImportError, ValueError, RecursionError):
         return None
 

@@ -45,6 +45,8 @@ _ALIGNMENT = 4096
 _REQUEST_BYTES = 1 << 20
 _NUM_THREADS = 4
 _QUEUE_DEPTH = 8  # per thread, as DeepSpeed counts it
+# "auto" that transformers, accelerate and InfinityTrainer replace. `initialize` refuses it where nothing has replaced it.
+_OF_LIBRARIES = {"optimizer.params.lr", *(f"scheduler.params.{name}_num_steps" for name in ("warmup", "total"))}
 
 
 def resolve(
@@ -160,7 +162,9 @@ class _Decisions:
                     # None inside a block without a model (`optimizer.params.lr`): its default is the optimizer's own.
                     value = getattr(value, name, None)
                 shown = "its own default" if value is None or value == 0 else value
-                self.made.append(Decision(key, shown, '"auto": default'))
+                if key in _OF_LIBRARIES:
+                    shown = "a number that the script's library sets; otherwise an error"
+                self.made.append(Decision(key, shown, '"auto"' if key in _OF_LIBRARIES else '"auto": default'))
 
     def autos_below(self, path: str) -> frozenset[str]:
         """Return the keys left to "auto" that begin with `path`, without it."""
@@ -415,7 +419,7 @@ def _resolve_main_weights(decisions: _Decisions, compute_dtype: torch.dtype) -> 
     # fp16 has 5 bits of exponent, so 16 more bits do not reach all of fp32.
     if compute_dtype == torch.float16:
         if block.main_weights == "remainder":
-            problem = "fp16 cuts fp32 in the exponent, too: what it lacks of a main weight does not fit into 16 bits"
+            problem = "fp16 has a shorter exponent than fp32, so an fp16 weight and 16 more bits do not make an fp32 main weight"
             raise ConfigError.value("infinity.main_weights", "remainder", problem, cure="Remove it, or take bf16")
         decisions.decide("infinity.main_weights", "fp32", "the only way with fp16")
         return "fp32"

@@ -123,7 +123,7 @@ class CheckpointCalls(LoopSettings):
         # The same on all ranks, unlike `_saving`, which only the writer has.
         self._is_saving = not blocking
         self._num_saved_steps = self.global_steps
-        self._notes.note("save", self.global_steps, f"a checkpoint: '{Path(save_dir) / name}'")
+        self._notes.note("save", self.global_steps, f"saved checkpoint '{Path(save_dir) / name}'")
         return True
 
     def _save(self, what: str, begin: Callable[[Training], Saving], blocking: bool) -> None:
@@ -332,7 +332,7 @@ class CheckpointCalls(LoopSettings):
             self.count_on(training_state["counters"], with_loss_scale=wanted.optimizer)
         if wanted.optimizer:
             self._resume_as_rank(ranks.index, training_state, wanted)
-        words = f"went on from '{folder}', of step {self.global_steps}"
+        words = f"loaded checkpoint '{folder}' of step {self.global_steps}"
         self._notes.note("load", before, words, to=self.global_steps)
         client_state: dict[str, Any] = training_state["client_state"]
         return str(folder), client_state

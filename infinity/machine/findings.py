@@ -116,7 +116,9 @@ def computing_findings(*, measures: bool = True) -> Iterator[Finding]:
 def _memory() -> Finding:
     free, total = free_bytes(), int(psutil.virtual_memory().total)
     free_memory = find_free_memory(holds_activations=not torch.cuda.is_available(), is_unified=is_unified())
-    text = f"{size(free)} of {size(total)} free; a run takes at most {size(free_memory.budget_bytes)} of it by itself"
+    text = (
+        f"{size(free)} of {size(total)} free; the default of host_memory_budget is {size(free_memory.budget_bytes)} now"
+    )
     if free < _LEAST_FREE_BYTES:
         return bad("memory", text, "End other programs, or raise the limit of the control group")
     if free < _LITTLE_FREE_BYTES:
@@ -143,7 +145,7 @@ def _processors() -> Finding:
     # The affinity mask counts the processors that this process may use; `os.cpu_count` counts all.
     what, usable, quota, threads = "processors", len(os.sched_getaffinity(0)), _quota(), torch.get_num_threads()
     capability = torch.backends.cpu.get_cpu_capability()
-    text = f"{usable} of {os.cpu_count() or 1} usable, {threads} threads of torch, {capability}"
+    text = f"{usable} of {os.cpu_count() or 1} usable, {threads} thread{'s' * (threads > 1)} of torch, {capability}"
     if quota is not None and quota < usable:
         cure = f"Raise the limit (docker run --cpus), or set OMP_NUM_THREADS={max(1, math.floor(quota))}"
         return poor(what, f"{text}; the control group allows {quota:.1f} of them", cure)

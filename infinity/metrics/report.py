@@ -163,6 +163,8 @@ class StepReport:
             parts.insert(3, f"copies {self.copy_busy_share:.0%}")
         return " | ".join(parts).replace("%", " %")
 
+    __str__ = describe
+
     def _waits(self) -> str:
         waits = {
             "reads": self.read_wait_seconds,

@@ -42,7 +42,7 @@ _NOT_PAGEABLE = {
     "SparseAdam": "it works on sparse gradients",
     "Adafactor": "it keeps row and column sums of a matrix and scales by the root mean square of a whole parameter",
     **dict.fromkeys(("MuSGD", "MuAdam", "MuAdamW"), "its learning rates depend on the shapes of whole parameters"),
-    "ZeroOneAdam": "its ranks train on apart for several steps at a time, each with weights of its own",
+    "ZeroOneAdam": "its ranks train separately for several steps at a time, each with its own weights",
     "OneBitLamb": "its ranks exchange momenta in one bit, and scale by norms of the whole parameter",
 }
 
@@ -172,9 +172,12 @@ def resolve(section: Section, device: torch.device) -> functools.partial[Optimiz
             raise ConfigError.unsupported(f"{_PATH}.{name}", True, f"{cls.__name__} is not defined with it", cure=cure)
     # Keyword arguments of the constructor: "params" is what `wrap_optimizer` passes.
     accepted = [name for name in inspect.signature(cls).parameters if name != "params"]
-    unknown = [name for name in params if name not in accepted]
-    if unknown:
-        raise ConfigError.unknown_keys([(f"{_PATH}.{name}", nearest(name, accepted)) for name in unknown])
+    for name, value in params.items():
+        if name not in accepted:
+            near = nearest(name, accepted)
+            hint = f"Did you mean '{near}'? " if near else ""
+            cure = f"{hint}{cls.__name__} takes {', '.join(accepted)}"
+            raise ConfigError.value(f"{_PATH}.{name}", value, "no such argument", cure=cure)
     if params.get("differentiable"):
         raise ConfigError.value(f"{_PATH}.differentiable", True, "no graph is kept through an update", cure="Remove it")
     # JSON has no tuples.

@@ -398,7 +398,8 @@ def _made(recipe: functools.partial[Optimizer], groups: list[Any]) -> Optimizer:
     # LookupError: AdamW with one beta. ArithmeticError: a division by an argument.
     except (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AssertionError) as error:
         problem = f"{str(error) or type(error).__name__}. Correct its arguments"
-        raise ConfigError(f"optimizer {recipe.func.__name__}: {problem}", key="optimizer") from error
+        given = f" with {recipe.keywords}" if recipe.keywords else ""
+        raise ConfigError(f"optimizer {recipe.func.__name__}{given}: {problem}", key="optimizer") from error
 
 
 def _recipe(source: Any, device: torch.device) -> functools.partial[Optimizer] | None:

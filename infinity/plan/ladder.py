@@ -192,9 +192,11 @@ class Ladder:
             inputs = self._inputs(config, *cut)
             plan = inputs.plan(*inputs.place(), self._room_bytes)
         except BudgetTooSmallError as error:
-            memory, least = ("memory", error.minimum_bytes) if error.key == HOST_KEY else ("GPU memory", 0)
-            given = format_bytes(max(0, error.budget_bytes))
-            too_small = f"{memory}: {format_bytes(error.minimum_bytes)} are needed at least, {given} are given"
+            memory, least, given = "memory", error.minimum_bytes, "given"
+            if error.key != HOST_KEY:  # gradients and states have taken their part of it
+                memory, least, given = "GPU memory for weights", 0, "left for them"
+            have = f"{format_bytes(max(0, error.budget_bytes))} are {given}"
+            too_small = f"{memory}: {format_bytes(error.minimum_bytes)} are needed at least, {have}"
             return Outcome(*tiers, keys, None, least, too_small)
         except (ConfigError, OptimizerNotPageableError) as error:  # as an engine would
             return Outcome(*tiers, keys, None, 0, str(error), lacks_room=False)

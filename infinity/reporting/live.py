@@ -112,10 +112,8 @@ def show(run: Run, *, goes_on: bool) -> RenderableType:
 
 def _state(run: Run, *, goes_on: bool) -> str:
     if goes_on:
-        return "goes on"
-    return (
-        "has ended" if run.has_ended else "its process is gone, and the engine was not closed: it was killed, or failed"
-    )
+        return "running"
+    return "ended" if run.has_ended else "its process is gone, and the engine was not closed: it was killed, or failed"
 
 
 def _sparkline(values: Sequence[float]) -> str:

@@ -6,6 +6,7 @@ import json
 from datetime import datetime
 from typing import Any
 
+from infinity.errors import size
 from infinity.metrics import Run
 from infinity.plan.plan import Plan
 from infinity.reporting import charts
@@ -83,17 +84,17 @@ def facts(run: Run, plan: Plan | None, state: str) -> dict[str, str]:
             found["tokens per second"] = f"{tokens / seconds:,.0f}"
         elif samples := sum(step.num_samples or 0 for step in steps):
             found["samples per second"] = f"{samples / seconds:,.3g}"
-        budget = "" if plan is None else f", of a budget of {plan.host_budget_bytes / 1e9:.3g} GB"
+        budget = "" if plan is None else f", of a budget of {size(plan.host_budget_bytes)}"
         # Peaks are of all steps, averages of the steady ones.
         buffers = max(step.buffers_peak_bytes for step in run.steps)
-        found["engine's host buffers, peak"] = f"{buffers / 1e9:.3g} GB{budget}"
-        found["process memory, peak"] = f"{max(step.host_peak_bytes for step in run.steps) / 1e9:.3g} GB"
+        found["engine's host buffers, peak"] = f"{size(buffers)}{budget}"
+        found["process memory, peak"] = size(max(step.host_peak_bytes for step in run.steps))
         device = [step.device_peak_bytes for step in run.steps if step.device_peak_bytes is not None]
         if device:
-            found["GPU memory, peak"] = f"{max(device) / 1e9:.3g} GB"
+            found["GPU memory, peak"] = size(max(device))
         last = run.steps[-1]
-        found["last step"] = f"{last.read_bytes / 1e9:.3g} GB read, {last.write_bytes / 1e9:.3g} GB written"
-        found["written to drives"] = f"{sum(step.write_bytes for step in run.steps) / 1e9:,.3g} GB"
+        found["last step"] = f"{size(last.read_bytes)} read, {size(last.write_bytes)} written"
+        found["written to drives"] = size(sum(step.write_bytes for step in run.steps))
     if plan is not None and plan.predicted_drive_life_steps is not None:
         found["drive life"] = f"{plan.predicted_drive_life_steps:,} steps"
     if run.num_damaged:

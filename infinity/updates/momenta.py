@@ -137,7 +137,7 @@ class CompressedMomenta:
             # A worker error of 4 bytes per element, and the same of this rank's part of the server: 1 + 1 / ranks.
             num_bytes = sum(4 * slot.numel for each in new for slot in each.slots)
             logger.info(
-                "OneBitAdam: momenta are exchanged as signs from now on; what those leave out takes about %d MB on each rank",
+                "OneBitAdam: momenta are exchanged as signs from now on; the error of the signs takes about %d MB on each rank",
                 num_bytes * (1 + self.ranks.num) // self.ranks.num // 1_000_000,
             )
         groups = self.wrapped_optimizer.read()

@@ -121,7 +121,7 @@ def _compare(volume: Volume, config: SwapperConfig) -> tuple[bool, str]:
         SwapperError: The comparison failed.
     """
     if volume.capacity_bytes < _LEAST_BYTES:
-        return False, f"a volume of {volume.capacity_bytes} bytes is too small for a comparison to pay"
+        return False, f"a volume of {volume.capacity_bytes} bytes is too small to be worth a comparison"
     if not volume.is_direct:
         return False, "some files go through the page cache"
     drives = tuple(os.fstat(file.fd).st_dev for file in volume.files)

@@ -202,6 +202,10 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         if path.exists():
             shutil.copymode(path, partial)
         partial.replace(path)
+    except OSError as error:
+        if error.filename is not None and os.fspath(error.filename) == str(partial):
+            raise OSError(error.errno, error.strerror, str(path)) from error  # the name that the caller knows
+        raise
     finally:
         remove(partial)  # of a failure; after success it has moved
 

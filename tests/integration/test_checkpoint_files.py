@@ -194,7 +194,7 @@ def test_what_is_larger_than_memory_is_not_read(saved: Path, monkeypatch: pytest
     _changed(seal)(saved)
     monkeypatch.setattr(manifests, "free_bytes", lambda: 1 << 30)
     with pytest.raises(
-        CheckpointError, match=r"training\.json': it has .*1.0 TiB.*, and .*1.0 GiB.* of memory are free"
+        CheckpointError, match=r"training\.json': it has .*1.1 TB.*, and .*1.1 GB.* of memory are free"
     ):
         Checkpoint.open(saved.parent, "one").training_state()
 

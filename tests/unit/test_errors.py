@@ -29,7 +29,7 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
             "infinity.host_memory_budget", budget_bytes=1 << 20, minimum_bytes=1 << 30, reason="Two units are needed"
         ),
         errors.ConfigError,
-        ["1048576 bytes (1.0 MiB)", "1073741824 bytes (1.0 GiB)", "Two units", "infinity.host_memory_budget"],
+        ["1048576 bytes (1.0 MB)", "1073741824 bytes (1.1 GB)", "Two units", "infinity.host_memory_budget"],
     ),
     (errors.ModelError.in_two_groups("w", group_indices=[0, 2]), errors.ModelError, ["'w'", "0 and 2"]),
     (errors.OptimizerNotPageableError("LBFGS", "it needs a closure"), ValueError, ["LBFGS", "closure", "AdamW"]),
@@ -122,7 +122,12 @@ def test_long_values_are_cut() -> None:
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1536 bytes (1.5 KiB)"), (5 << 40, "5497558138880 bytes (5.0 TiB)")],
+    [
+        (0, "0 bytes"),
+        (999999, "999999 bytes"),
+        (3686400, "3686400 bytes (3.7 MB)"),
+        (5 << 40, "5497558138880 bytes (5.5 TB)"),
+    ],
 )
 def test_format_bytes(num_bytes: int, text: str) -> None:
     assert errors.format_bytes(num_bytes) == text

@@ -23,6 +23,7 @@ from infinity.errors import ConfigError
 Flag = Annotated[bool, BeforeValidator(parse_flag)]
 Number = Annotated[float, BeforeValidator(parse_number)]
 Count = Annotated[int, BeforeValidator(parse_count), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(parse_count), Field(gt=0)]
 Elements = Annotated[int, BeforeValidator(parse_rounded), Field(ge=0)]
 Untyped = dict[str, Any] | None
 """A block that is taken or refused as a whole, or whose content others know."""

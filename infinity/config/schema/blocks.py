@@ -17,6 +17,7 @@ from infinity.config.schema.block import (
     NoEffect,
     NotNull,
     Number,
+    Positive,
     Refused,
     Untyped,
     with_deepspeed_only_keys,
@@ -182,9 +183,9 @@ class AioBlock(Block):
 
     block_size: Annotated[int | None, BeforeValidator(parse_bytes)] = None
     """Largest single request in bytes, rounded up to a multiple of 4096; 1 MiB by default."""
-    queue_depth: Annotated[Count | None, Field(gt=0)] = None
+    queue_depth: Positive | None = None
     """Requests in flight per thread; 8 by default."""
-    intra_op_parallelism: Annotated[Count | None, Field(gt=0)] = None
+    intra_op_parallelism: Positive | None = None
     """Threads for each direction (read, write) and each drive; at least 4 are used."""
     use_gds: Flag = False
     """`true` is an error: GPUDirect Storage is not implemented, and data goes through host memory."""
@@ -287,7 +288,7 @@ class InfinityBlock(Block):
     fp16), or `"step"` on a CPU where everything stays in memory, because updates beside the model would only take its
     cores. Processes that divide states update a unit in backward if all of them have its gradients, and everything else
     in the step. The numbers are the same."""
-    update_workers: Annotated[Count | None, Field(ge=1)] = None
+    update_workers: Positive | None = None
     """Number of threads that run updates. Each uses one core; any number gives the same bits. `"auto"`: the cores that
     the model's computation does not use, from 1 to 8. On a CPU, these are the cores beyond `torch.get_num_threads()`;
     if updates run in the step, the number is `torch.get_num_threads()`. Beside a GPU, these are all cores but two, and
@@ -423,12 +424,12 @@ class WandbBlock(Block):
 class RootBlock(Block):
     """The top level."""
 
-    train_batch_size: Annotated[Count | None, Field(gt=0)] = None
+    train_batch_size: Positive | None = None
     """Samples per optimizer step: the product of the next two keys and the number of processes. Any one of the three
     may be left out, or two of them."""
-    train_micro_batch_size_per_gpu: Annotated[Count | None, Field(gt=0)] = None
+    train_micro_batch_size_per_gpu: Positive | None = None
     """Samples per backward. With `"auto"` here and in `train_batch_size`, the data loader decides."""
-    gradient_accumulation_steps: Annotated[Count | None, Field(gt=0)] = None
+    gradient_accumulation_steps: Positive | None = None
     """Backwards per optimizer step. By default it follows from the other two keys, and is 1 if they leave it open."""
     optimizer: OptimizerBlock | None = None
     scheduler: SchedulerBlock | None = None

@@ -11,7 +11,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path, PurePath
 
-from infinity.config.schema.quantities import is_auto, parse_bytes
+from infinity.config.schema.quantities import is_auto, parse_bytes, parse_path
 from infinity.errors import ConfigError, StorageError
 from swapper.config import ALIGNMENT
 from swapper.volumes.directory import Directory
@@ -60,11 +60,7 @@ def _parse_directory(value: object) -> Directory:
 def _parse_path(value: object) -> str:
     if not isinstance(value, str | PurePath) or not str(value):
         raise ValueError('must be a text, an object {"path": ..., "capacity": ...}, or a list of those')
-    text = str(value)
-    # A JSON escape can spell half of a surrogate pair ("\ud800"), which no file name can encode.
-    if "\0" in text or any("\ud800" <= character <= "\udbff" for character in text):
-        raise ValueError("has a character that paths cannot have")
-    return text
+    return parse_path(value)
 
 
 def resolve_directories(named: Sequence[Directory], *, key: str) -> tuple[Directory, ...]:

@@ -40,12 +40,12 @@ def parse_number(value: object) -> float:
 
 def parse_count(value: object) -> int:
     """Parse a whole number. 4.0 and 1e9 are whole, 4.5 is not."""
-    if not isinstance(value, bool) and isinstance(value, Integral):
-        # Before any float: an integer above 2^53 would lose its last digits.
-        return int(value)
-    number = parse_number(value)
+    # Integers are not converted to floats: above 2^53 they would lose their last digits.
+    number = int(value) if not isinstance(value, bool) and isinstance(value, Integral) else parse_number(value)
     if number != int(number):
         raise ValueError("must be a whole number")
+    if abs(number) >= 1 << 63:
+        raise ValueError("must be less than 2^63")
     return int(number)
 
 
@@ -115,8 +115,12 @@ def _frozen_dtype(value: object) -> str:
 
 def parse_path(value: object) -> str:
     """Parse a text (or path) that can name a file."""
-    if not isinstance(value, str | PurePath) or not str(value) or "\0" in str(value):
+    if not isinstance(value, str | PurePath) or not str(value):
         raise ValueError("must be the path of a file")
+    # A JSON escape can spell half of a surrogate pair ("\ud800"), which no file name can encode.
+    # The other halves stand for bytes of names that are not UTF-8 (os.fsdecode).
+    if re.search(r"[\0\ud800-\udc7f\udd00-\udfff]", str(value)):
+        raise ValueError("has a character that paths cannot have")
     return str(value)
 
 

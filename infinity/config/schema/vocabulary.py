@@ -41,12 +41,12 @@ def suggest(path: str, name: str, known_here: Iterable[str]) -> str | None:
     everywhere = known_keys()
     # A right key in the wrong block: "stage" at the top level is zero_optimization.stage.
     if name in everywhere:
-        return _place(everywhere[name])
+        return everywhere[name]
     if (near := nearest(name, known_here)) is not None:
         return path + near
     # Among all keys something always looks similar: 0.8 of difflib's ratio needs a closer match than in one block.
     if (near := nearest(name, everywhere, cutoff=0.8)) is not None:
-        return _place(everywhere[near])
+        return everywhere[near]
     return None
 
 
@@ -63,10 +63,6 @@ def known_keys() -> dict[str, str]:
     for path in sorted(paths, key=lambda path: path.count(".")):
         found.setdefault(path.rpartition(".")[2], path)
     return found
-
-
-def _place(path: str) -> str:
-    return path if "." in path else f"{path} at the top level"
 
 
 def blocks(block: type[Block] = RootBlock, path: str = "") -> Iterator[tuple[str, type[Block]]]:

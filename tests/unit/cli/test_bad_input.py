@@ -97,7 +97,7 @@ def test_help_has_an_example(command: tuple[str, ...], capsys: pytest.CaptureFix
     assert main([*command, "--help"]) == 0
     out = capsys.readouterr().out
     assert out.lower().startswith(f"usage: infinity {' '.join(command)}")
-    assert f"infinity {' '.join(command[-2:])}".split()[-1] in out.split("Examples:")[1]
+    assert f"infinity {' '.join(command[-2:])}".split()[-1] in out.split("\n  Examples:\n    infinity ")[1]
 
 
 @pytest.mark.parametrize("command", _ALL, ids=" ".join)
@@ -159,6 +159,7 @@ def test_an_empty_path(command: tuple[str, ...], tmp_path: Path, capsys: pytest.
         ),
         *(("profile .", "--minutes", number, "is not in the range") for number in ("0", "1e9")),
         ("plan --params 1m --no-measure", "--lora", "9" * 20, "is not in the range"),
+        *(("plan --no-measure", "--params", number, "neither a number of parameters") for number in ("7q", "-7b")),
         *(("launch", "--num_gpus", number, "is not in the range") for number in ("-1", "0", "9" * 23)),
         *(("launch", "--master_port", number, "is not in the range") for number in ("-1", "65536")),
     ],
@@ -192,7 +193,7 @@ def test_a_script_or_a_slot_that_is_not_there(tmp_path: Path, capfd: pytest.Capt
 @pytest.mark.parametrize(
     ("optimizer", "told"),
     [
-        ({"type": "AdamW", "params": {"weight_decya": 0.1}}, "did you mean 'weight_decay'"),
+        ({"type": "AdamW", "params": {"weight_decya": 0.1}}, "Did you mean 'weight_decay'"),
         ({"type": "AdamW", "params": {"lr": -1}}, "Invalid learning rate"),
         ({"type": "AdamW", "params": {"betas": [0.9]}}, "Correct its arguments"),
         ({"type": "MuSGD"}, "MuSGD"),
@@ -248,14 +249,24 @@ def test_a_closed_pipe(
 
 def test_no_such_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doktor"]) == _MISUSED
-    assert "doktor" in _told(capsys)
+    line = _told(capsys)
+    assert "'doktor'" in line and (
+        "Did you mean 'doctor'? See" in line or not hasattr(click.exceptions, "NoSuchCommand")
+    )
+    assert main(["plan", "--params"]) == _MISUSED
+    assert "See `infinity plan --help`" in _told(capsys)
     assert main([]) == _MISUSED
     told = capsys.readouterr()
     assert all(name in told.err + told.out for name in COMMANDS)  # click 8.1 prints it to stdout
 
 
-def test_what_is_printed_as_json_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_is_shown_in_a_narrow_terminal_and_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text('{"train_batch_size": 1, "fp16": {"enabled": "auto"}}')
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["config", "show", "config.json"]) == 0
+    assert "decided" in capsys.readouterr().out  # the other columns have room, too
     for arguments in (["config", "check"], ["config", "show"]):
         assert main([*arguments, "config.json", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["file"] == "config.json"

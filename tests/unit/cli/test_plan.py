@@ -124,6 +124,7 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, capsys: pytest.Captur
     machine = ["--ram", "32GB", "--disk", "1TB", "--gpu", "24GB", "--nvme-path", str(tmp_path)]
     found = _json(["--params", "7b", "--config", str(file), *machine], capsys, 1)
     assert found["smallest_change"]["zero_optimization.offload_optimizer.device"] == "nvme"
+    assert "GPU memory for weights: " in found["choices"][0]["problem"]  # 84 GB of weights and states
     assert main(["plan", "--params", "7b", "--config", str(file), *machine, "--no-measure"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "It does not fit" in out and "zero_optimization.offload_optimizer.device = nvme" in out

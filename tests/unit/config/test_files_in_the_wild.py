@@ -33,6 +33,8 @@ def test_transformers_zero3_everything_auto(tmp_path: Path) -> None:
     assert config.scheduler is not None and config.scheduler.params == {"warmup_max_lr": None}
     assert (config.offload_param.device, config.offload_optimizer.device) == ("cpu", "cpu")
     decided = {key for key, _, by in config.decisions if by.startswith('"auto"')}
+    shown = {key: value for key, value, _ in config.decisions}
+    assert "otherwise an error" in str(shown["optimizer.params.lr"]) and "default" in str(shown["optimizer.params.eps"])
     zero = "zero_optimization.reduce_bucket_size"
     assert {"optimizer.params.lr", "gradient_clipping", "bf16.enabled", zero} <= decided
 

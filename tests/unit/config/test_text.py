@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.config.load import read_file, read_text
+from infinity.config.load import load_config, read_file, read_text
 from infinity.errors import ConfigError
 
 
@@ -72,7 +72,7 @@ def test_hjson_is_read_as_deepspeed_reads_it(tmp_path: Path, monkeypatch: pytest
         read_text("{a: 1, a: 2}")
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"a": True}', '{"a" 1}', '{"a": 1,,}', '{"a": "x}', "[1, 2,, 3]"])
+@pytest.mark.parametrize("text", ["{", '{"a": True}', '{"a" 1}', '{"a": 1,,}', '{"a": "x}', "[1, 2,, 3]"])
 def test_broken_text(text: str) -> None:
     with pytest.raises(ConfigError, match="line 1"):
         read_text(text)
@@ -113,8 +113,17 @@ def test_byte_order_mark(tmp_path: Path) -> None:
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing.json'.*does not exist"):
         read_file(tmp_path / "nothing.json")
-    with pytest.raises(ConfigError, match="Is a directory"):
+    with pytest.raises(ConfigError, match="': Is a directory"):
         read_file(tmp_path)
+    with pytest.raises(ConfigError, match="config text: it is empty"):
+        load_config("")
+    # JSON text behind a comment is taken for a path.
+    for name, words in (("// config\n" + "x" * 5000, "File name too long"), ("a\0b", "null byte")):
+        with pytest.raises(ConfigError, match=words):
+            read_file(Path(name))
+    (tmp_path / "empty.json").write_text(" \n")
+    with pytest.raises(ConfigError, match=r"empty.json': it is empty\. Write"):
+        read_file(tmp_path / "empty.json")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00{")
     with pytest.raises(ConfigError, match=r"binary.json'.*decode"):
         read_file(tmp_path / "binary.json")

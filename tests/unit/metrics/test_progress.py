@@ -35,7 +35,7 @@ def test_the_time_left_is_shown_after_a_while_and_the_line_goes(monkeypatch: pyt
         assert terminal.getvalue() == ""
         now[0] = 10.0
         note(1 << 30)
-        assert terminal.getvalue() == "\r\033[Ksaving: 50% of 4294967296 bytes (4.0 GiB), 10 s left"
+        assert terminal.getvalue() == "\r\033[Ksaving: 50% of 4294967296 bytes (4.3 GB), 10 s left"
         now[0] = 10.1
         note(1 << 30)
         assert terminal.getvalue().count("left") == 1

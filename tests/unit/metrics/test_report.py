@@ -30,9 +30,13 @@ def _example(seconds: float = 4.2, **changes: Any) -> StepReport:
 
 
 def test_the_line_of_a_step() -> None:
-    assert _example().describe() == (
-        "step 12: 4.2 s | compute 51 % | drive busy 97 % (read 96 %, write 88 %) | 2.3 GB read, 2.1 GB written | "
-        "waited: reads 1.9 s, optimizer 0.1 s | bound by reads"
+    assert (
+        str(_example())
+        == _example().describe()
+        == (
+            "step 12: 4.2 s | compute 51 % | drive busy 97 % (read 96 %, write 88 %) | 2.3 GB read, 2.1 GB written | "
+            "waited: reads 1.9 s, optimizer 0.1 s | bound by reads"
+        )
     )
 
 

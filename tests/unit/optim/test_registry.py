@@ -74,7 +74,11 @@ def test_parameters_that_change_nothing_are_dropped() -> None:
     [
         ("AdamW", {"fp32_optimizer_states": False}, r"optimizer\.params\.fp32_optimizer_states"),
         ("AdamW", {"bias_correction": False, "amsgrad": True}, "bias_correction.*amsgrad is not defined"),
-        ("AdamW", {"weight_decai": 0.1}, r"'optimizer\.params\.weight_decai' \(did you mean 'weight_decay'"),
+        (
+            "AdamW",
+            {"weight_decai": 0.1},
+            r"'optimizer\.params\.weight_decai'.*Did you mean 'weight_decay'\? AdamW takes lr",
+        ),
         ("AdamW", {"max_grad_norm": 1.0}, "gradient_clipping"),
         ("AdamW", {"differentiable": True}, "differentiable"),
         ("AdamWW", {}, r"'optimizer.type' = 'AdamWW'.*Did you mean 'AdamW'"),

@@ -155,7 +155,12 @@ class _Mine(torch.optim.Adafactor):
             r"shape \(3, 4\) that is not a parameter of the model.*after any",
         ),
         (AdamW, lambda p: ["0.weight"], ConfigError, "holds a str"),
-        (OptimizerSection("AdamW", {"lr": -1}), None, ConfigError, "optimizer AdamW: Invalid learning rate: -1"),
+        (
+            OptimizerSection("AdamW", {"lr": -1}),
+            None,
+            ConfigError,
+            "optimizer AdamW with {'lr': -1.*Invalid learning rate: -1",
+        ),
         (partial(SGD, momentun=0.9), None, ConfigError, "optimizer SGD"),
         (list, None, ConfigError, "returned list"),
         (3, None, ConfigError, "cannot make an optimizer from int"),

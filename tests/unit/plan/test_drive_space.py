@@ -60,14 +60,14 @@ def test_volumes_that_fit_one_by_one_and_not_together_are_a_problem(tmp_path: Pa
     assert volumes.checkpoint_bytes == 4 * 8 * _MIB * 3 * 4
     assert volumes.checkpoint_problem(_drive(total + volumes.checkpoint_bytes)) is None
     beside = volumes.checkpoint_problem(_drive(total + volumes.checkpoint_bytes - 1))
-    assert beside is not None and "a checkpoint takes up to 402653184 bytes (384.0 MiB)" in beside
+    assert beside is not None and "a checkpoint takes up to 402653184 bytes (402.7 MB)" in beside
 
 
 def test_the_engine_refuses_before_anything_is_reserved_and_tells_of_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(resources, "room_bytes", _drive(4096))
-    refused = r"cannot hold the states and what is stored with them: .*of which 4096 bytes \(4\.0 KiB\) are free"
+    refused = r"cannot hold the states and what is stored with them: .*of which 4096 bytes are free"
     with pytest.raises(StorageError, match=refused):
         infinity.initialize(model=nn.Linear(256, 256), config=_on_two(tmp_path))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

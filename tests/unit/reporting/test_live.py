@@ -47,7 +47,7 @@ def test_a_run_that_has_ended(log: RunLog) -> None:
     console = _console()
     assert watch(log.path.parent, console, once=True)
     for words in (
-        "has ended",
+        "ended",
         "0.4000",
         "█",
         "tokens per second",
@@ -56,7 +56,7 @@ def test_a_run_that_has_ended(log: RunLog) -> None:
         "Reads of the",
     ):
         assert words in _text(console)
-    assert re.search(r"buffers, peak +0\.3 GB, of a budget of \S+ GB", _text(console))
+    assert re.search(r"buffers, peak +300\.0 MB, of a budget of \S+ [KMG]B", _text(console))
     console = _console()
     assert watch(log.path.parent, console)
     assert _text(console).count("bound by reads | loss") == 5
@@ -79,7 +79,7 @@ def test_a_run_that_goes_on_is_followed_to_its_end(log: RunLog) -> None:
     assert thread.is_alive()
     log.close(3)
     thread.join(60)
-    assert ended == [True] and "has ended" in _text(console)
+    assert ended == [True] and "ended" in _text(console)
 
 
 def test_a_run_whose_process_is_gone(log: RunLog) -> None:

@@ -143,6 +143,7 @@ def test_capacities(tmp_path: Path) -> None:
         ({"path": ".", "capacty": "1GB"}, r"a directory has no 'capacty': did you mean 'capacity'\?"),
         ({"capacity": "1GB"}, 'a directory without "path"; write'),
         ({"path": "", "capacity": "1GB"}, "must be a text"),
+        ("\udc00", "a character that paths cannot have"),
         ({"path": ".", "capacity": "much"}, "capacity 'much' of '.' must be a size"),
         ({"path": ".", "capacity": 0}, "more than 0 bytes"),
         ({"path": ".", "capacity": 4095}, "capacity 4095 of '.' must be at least 4096 bytes"),

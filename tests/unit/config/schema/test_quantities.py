@@ -43,6 +43,7 @@ _REFUSED: list[tuple[Parse, str, list[object]]] = [
     (parse_bytes, "must be a finite number", [float("inf"), 10**400, "1e400"]),
     (parse_bytes, "more than 0", [0, -5, "0GB", 0.2]),
     (parse_count, "must be a", [4.5, "4.5", "four", True, None, float("inf"), {}]),
+    (parse_count, "less than 2", [2**63, 1e19, 10**400, "1e30"]),
     (parse_number, "must be a finite number", [10**400, "1e400"]),
     (parse_rounded, "must be a finite number", [10**400, "1e400"]),
     (parse_flag, "must be true or false", ["maybe", 2, None, [], "1.5"]),

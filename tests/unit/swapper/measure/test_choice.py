@@ -149,7 +149,7 @@ def test_a_small_volume_gets_threads_without_any_trial(
     caplog.set_level(logging.INFO)
     with Swapper.open([tmp_path], _MIB) as swapper:
         assert isinstance(swapper.backend, ThreadsBackend)
-    assert "1048576 bytes is too small for a comparison" in _line(caplog).message
+    assert "1048576 bytes is too small to be worth a comparison" in _line(caplog).message
 
 
 @needs_uring

@@ -101,6 +101,13 @@ def test_only_files_are_replaced(kind: str, tmp_path: Path) -> None:
     assert place.lstat().st_ino == before.st_ino and set(tmp_path.iterdir()) == {place, path}
 
 
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "page.html"
+    with pytest.raises(FileNotFoundError) as caught, publish.replacing(path):
+        pass
+    assert caught.value.filename == str(path)
+
+
 def _as_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Locks of directories stay within a machine, as those of NFS, FUSE and Lustre: a second one gets them as well."""
     real = fcntl.flock
