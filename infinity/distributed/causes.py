@@ -4,7 +4,8 @@
 error does not say why:
   * An exception that nobody caught is written to the store before Python ends (`sys.excepthook`).
   * A thread of each rank writes every two seconds that the rank lives, and what it exchanges. A rank that is stopped, or cut
-    off, writes no more. A rank that computes for long goes on to write.
+    off, writes no more. A rank that computes for long goes on to write, unless that holds Python's lock: so only a rank of
+    another machine counts as lost.
   * A rank that was killed (kill -9, out of memory) or stopped writes nothing. The ranks on its machine look at its process. All
     ranks know all processes from the start, so this works without the store, which may have been in that process.
   * The store itself may be out of reach: its process has ended, or the network is cut. torch's client then waits as long as TCP
@@ -138,9 +139,11 @@ class Causes:
                 self._heard[rank] = at, now
             elif now - self._heard[rank][1] > _SILENT_SECONDS:
                 silent = f"rank {rank} has sent no sign of life for {_SILENT_SECONDS:.0f} s; its last exchange was"
-                return self._stopped() or (
-                    f"{silent} '{json.loads(at)[1] if at else ''}'" if found is not None else self.doubt[2:]
-                )
+                silent = f"{silent} '{json.loads(at)[1] if at else ''}'" if found is not None else self.doubt[2:]
+                # A process on this machine is there: see `_look`. Something in it holds Python's lock, such as json.loads.
+                is_there = rank in [neighbour for neighbour, *_ in self._neighbours()]
+                if (why := self._stopped() or (None if is_there else silent)) is not None:
+                    return why
         return None
 
     def _read(self, name: str) -> str:
