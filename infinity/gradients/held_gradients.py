@@ -178,12 +178,13 @@ class HeldGradient:
         """Whether it was written to since `on_delivered`, or may have been."""
         # torch counts writes in `_version`, but neither those by ``.data`` nor those of GradScaler's kernels: so
         # whoever got the tensor by ``parameter.grad`` may have written to it.
-        return self.was_shown or self.has_moved or self.tensor._version != self._version
+        return self.was_shown or self.has_moved or self._version is None or self.tensor._version != self._version
 
     def on_delivered(self) -> None:
         """Its values are known, and it has been delivered."""
         self.is_new = False
-        self._version = self.tensor._version
+        # Of a tensor that was made in inference mode, torch counts no writes.
+        self._version = None if self.tensor.is_inference() else self.tensor._version
         self._address = self.tensor.data_ptr()
         self.was_shown = False
         """Whether ``parameter.grad`` has given it since."""

@@ -11,6 +11,7 @@ import torch
 
 from infinity.device.compute import ComputeDevice, Fence, FlatBuffer, gradient_norms
 from infinity.device.download_ring import DownloadRing
+from infinity.torch_internals.names import outside_modes
 from infinity.units.layout import Chunk, ParameterSlice, Slot, in_memory_order
 from infinity.units.unit import Unit
 from swapper import Extent, Handle, Priority, Swapper
@@ -122,6 +123,7 @@ class SpillingWrite(GradientSource):
 class GradientBuffer:
     """The main gradients of one unit in memory, fp32 or bf16, element for element like the trainable segment."""
 
+    @outside_modes
     def __init__(self, unit: Unit, flat: FlatBuffer, dtype: torch.dtype = torch.float32) -> None:
         self.flat = flat
         self.values = flat.tensor()[: unit.layout.trainable_numel * dtype.itemsize].view(dtype)
@@ -157,6 +159,7 @@ class GradientBuffer:
         views = [self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start) for slot in slots]
         return dict(zip([slot.index for slot in slots], gradient_norms(views), strict=True))
 
+    @outside_modes
     def tracked_view(self, slot: Slot) -> torch.Tensor:
         """As `view`, for others to keep: `is_referenced` as long as they hold it, or anything that looks at the same memory."""
         memory, self._reference = self.flat.tracked_tensor(self._reference)

@@ -17,6 +17,7 @@ require("accelerate", "1.14", extra="hf")
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn
 
 from infinity.activations.unsupported import NeverSupportedSchedule
@@ -253,6 +254,9 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             InfinityError: as `infinity.initialize`.
         """
+        if any(isinstance(each, DummyOptim | DummyScheduler) for each in args):
+            problem = "prepare got a DummyOptim or DummyScheduler, which stands for one of DeepSpeed's config"
+            raise ModelError(problem, cure="Make the optimizer and the scheduler in the script, and pass those")
         self._candidates = [each for each in args if isinstance(each, nn.Module)]
         self._refuse_several(args)
         try:

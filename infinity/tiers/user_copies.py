@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from infinity.threads.frames import callers
+from infinity.torch_internals.names import outside_modes
 from swapper.volumes.mapped_memory import MappedFile, mapped_file
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class UserCopies:
                 made.write(start, memory[start : start + _PART_BYTES].cpu())
             return made.finish()
 
+    @outside_modes
     def collected(self, parameter: nn.Parameter, fqn: str, copy: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         """The value of a parameter for the running ``state_dict()``; None if none runs."""
         # The dict that the outermost running call of this thread fills. Read from the stack: a flag set by a hook would

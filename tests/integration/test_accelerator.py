@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator, load_checkpoint_in_model
 from accelerate.state import AcceleratorState
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn
 
 from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, StepError
@@ -264,6 +265,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     accelerator = InfinityAccelerator(infinity_config=config)
     with pytest.raises(ModelError, match="same accelerator"):
         accelerator.prepare(torch.optim.SGD(network().parameters()))
+    for dummy in (DummyOptim(network().parameters()), DummyScheduler(torch.optim.SGD(network().parameters()))):
+        with pytest.raises(ModelError, match=r"DummyOptim or DummyScheduler.*Make the optimizer"):
+            accelerator.prepare(network(), dummy)
     for key, name in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
         both = InfinityAccelerator(infinity_config={**config, key: {"type": name}})
         model = network()

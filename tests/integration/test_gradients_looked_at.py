@@ -310,6 +310,23 @@ def gradients_that_are_assigned_before_the_engines_step(side: Side) -> None:
         side.engine_step()
 
 
+@_scenario
+def all_in_inference_mode(side: Side) -> None:
+    """torch gives tensors that are made there no version, and refuses to write to them elsewhere."""
+    for number in range(2):
+        side.loss(number).backward()
+        with torch.inference_mode():
+            side.note_gradients()
+            side.parameters[1].grad.mul_(0.5)
+            side.note(*side.model.state_dict().values())
+            side.note(*(value + 0 for entry in side.optimizer.state.values() for value in entry.values()))
+        _finish(side)
+        with torch.inference_mode():  # no gradient is in memory
+            for parameter in side.parameters:
+                parameter.grad = torch.ones_like(parameter)
+        _finish(side)
+
+
 @pytest.mark.deep(but=1)
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize(

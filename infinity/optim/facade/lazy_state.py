@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.errors import AccessError
-from infinity.torch_internals.names import without_torch_function
+from infinity.torch_internals.names import outside_modes, without_torch_function
 from infinity.torch_internals.operations import WRITING_METHODS, name_of, writes_unseen
 
 
@@ -55,7 +55,7 @@ class LazyEntry(dict[str, Any]):
         store: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         super().__init__()
-        self._read, self._clock, self._name, self._store = read, clock, name, store
+        self._read, self._clock, self._name, self._store = outside_modes(read), clock, name, store
         self._read_at: object = None
         self._shown: dict[str, tuple[Any, int]] = {}
         """The values last read, each with its version counter at that time."""
