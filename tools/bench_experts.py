@@ -3,16 +3,21 @@
 
     python tools/bench_experts.py --nvme-path /mnt/nvme --throttle 300
     python tools/bench_experts.py --tokens 1,2048 --throttle 300 --json experts.json
+    python tools/bench_experts.py --throttle 300 --ways by_expert,deepspeed
 
-Only norms train, in place of adapters; all weights are on the drive. Both ways take turns in one process of a control group
+Only norms train, in place of adapters; all weights are on the drive. All ways take turns in one process of a control group
 that limits the drive (needs root; `--throttle none` measures the drive as it is). Bytes of routed experts and of all else are
-counted from the routing itself, so that the bytes read can be held against them.
+counted from the routing itself, so that the bytes read can be held against them. The way `deepspeed` is ZeRO-3 with the blocks
+of experts as leaf modules; it needs an environment that has deepspeed as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import random
+import re
 import statistics
 import subprocess
 import sys
@@ -101,23 +106,49 @@ def count_routing(model: torch.nn.Module) -> Counter[str]:
     return counts
 
 
+def read_bytes() -> int:
+    """Bytes that this process has read from drives, also past the page cache."""
+    return int(re.search(r"^read_bytes: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)[1])  # type: ignore[index]
+
+
+def deepspeed_engine(model: torch.nn.Module, config: dict[str, Any]) -> Any:
+    """DeepSpeed's engine, which fetches a block of experts as a whole. It keeps as few parameters in memory as it can."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.setdefault("MASTER_PORT", str(random.randrange(20000, 30000)))
+    import deepspeed
+
+    deepspeed.utils.set_z3_leaf_modules(model, [type(model.get_submodule("model.layers.0.mlp"))])
+    zero = config["zero_optimization"]
+    zero["offload_param"] |= {
+        "buffer_size": max(p.numel() for p in model.parameters()),
+        "buffer_count": 6,
+        "max_in_cpu": 0,
+        "pin_memory": False,
+    }
+    # Nothing is fetched ahead: 0.19.8 fails where it does ("Not enough buffers").
+    least = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    config["zero_optimization"] = zero | least | {"stage3_param_persistence_threshold": 0}
+    config["aio"] = {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 2}
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
 def measure(way: str, tokens: int, directory: Path, options: argparse.Namespace) -> Figures:
     """Train some steps, and return their figures."""
     drive = {"device": "nvme", "nvme_path": str(directory)}
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         # Updates need not wait for all gradients.
         "gradient_clipping": 0.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": {"device": "cpu"}},
-        "infinity": {
-            "experts": way,
-            "host_memory_budget": options.budget if way == "by_expert" else options.budget_whole,
-            # A model this small would stay in memory, and nothing would be read.
-            "keep_in_memory": False,
-            "progress_bars": False,
-        },
+    }
+    ours = {
+        "experts": way,
+        "host_memory_budget": options.budget if way == "by_expert" else options.budget_whole,
+        # A model this small would stay in memory, and nothing would be read.
+        "keep_in_memory": False,
+        "progress_bars": False,
     }
     model = build(options)
     # Bytes in bf16 of everything that is no expert.
@@ -125,19 +156,24 @@ def measure(way: str, tokens: int, directory: Path, options: argparse.Namespace)
     routing = count_routing(model)
     generator = torch.Generator().manual_seed(1)
     seconds, cpu_seconds, read = [], [], []
-    with infinity.initialize(model=model, config=config)[0] as engine:
+    with contextlib.ExitStack() as stack:
+        if way == "deepspeed":
+            engine = deepspeed_engine(model, config)
+        else:
+            engine = stack.enter_context(infinity.initialize(model=model, config=config | {"infinity": ours})[0])
         for step in range(options.warm_up + options.steps):
             # The first steps record the prefetch schedule: they do not count.
             if step == options.warm_up:
                 routing.clear()
             batch = torch.randint(_SHAPE["vocab_size"], (1, tokens), generator=generator)
+            before = read_bytes()
             began, cpu_began = time.perf_counter(), time.process_time()
             engine.backward(engine(input_ids=batch).logits.float().logsumexp(-1).mean())
             engine.step()
             if step >= options.warm_up:
                 seconds.append(time.perf_counter() - began)
                 cpu_seconds.append(time.process_time() - cpu_began)
-                read.append(engine.report.read_bytes)
+                read.append(read_bytes() - before)
     mean = round(statistics.mean(read))
     return Figures(
         way,
@@ -161,26 +197,26 @@ def cells(each: Figures) -> dict[str, str]:
         "routed": f"{each.num_routed:.1f}",
         "read MB": f"{each.read_bytes / 1e6:.1f}",
         "needed MB": f"{each.needed_bytes / 1e6:.1f}",
-        "read / needed": f"{each.read_bytes / each.needed_bytes:.3f}",
+        "ratio": f"{each.read_bytes / each.needed_bytes:.3f}",
         "seconds": f"{each.seconds:.3f}",
         "CPU": f"{each.cpu_seconds:.3f}",
-        "drive's bound": "" if bound is None else f"{bound:.3f} ({each.seconds / bound:.2f})",
+        "bound": "" if not bound else f"{bound:.3f} ({each.seconds / bound:.2f})",
     }
 
 
 def show(found: list[Figures]) -> None:
     """Print the table."""
     rows = [cells(each) for each in found]
-    table = Table(*(Column(name, justify="right") for name in next(iter(rows), {})), title="a step")
+    columns = (Column(name, justify="right") for name in next(iter(rows), {}))
+    table = Table(*columns, title="a step", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row.values())
     Console().print(table)
     for tokens in sorted({each.tokens for each in found}):
         by_way = {each.way: each for each in found if each.tokens == tokens}
-        # --ways may name one alone.
-        if len(by_way) == 2:
-            factor = by_way["whole"].seconds / by_way["by_expert"].seconds
-            sys.stdout.write(f"{tokens} tokens: by expert {factor:.2f} times as fast as all of them\n")
+        for way in by_way.keys() - {"by_expert"} if "by_expert" in by_way else ():
+            factor = by_way[way].seconds / by_way["by_expert"].seconds
+            sys.stdout.write(f"{tokens} tokens: by expert {factor:.2f} times as fast as {way}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -189,7 +225,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--nvme-path", type=Path, default=Path.cwd())
     parser.add_argument("--throttle", default="300", help="MB/s each way, or none")
     parser.add_argument("--tokens", type=lambda text: [int(each) for each in text.split(",")], default=[1])
-    parser.add_argument("--ways", type=lambda text: text.split(","), default=["by_expert", "whole"])
+    parser.add_argument(
+        "--ways", type=lambda text: text.split(","), default=["by_expert", "whole"], help="by_expert, whole, deepspeed"
+    )
     numbers = {"layers": 4, "experts": 64, "active": 8, "width": 1024, "inner": 512, "steps": 6, "warm-up": 3}
     for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
