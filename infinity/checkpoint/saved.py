@@ -314,9 +314,16 @@ class CheckpointFiles:
 
 def _files_of(folder: Path, but: Container[str]) -> dict[str, tuple[int, int]]:
     """Path -> bytes and checksum, of all files of a checkpoint except ``but``."""
-    paths = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
-    found = {str(path.relative_to(folder)): path for path in paths}
-    return {name: facts_of(path) for name, path in found.items() if name not in but and path.is_file()}
+    found: dict[str, Path] = {}
+    for place, folders, names in os.walk(folder):
+        # A linked folder would be left out, since `walk` does not enter it. Whoever opens a pipe waits.
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        for path in (Path(place, name) for name in (*links, *names)):
+            if not path.is_file():
+                problem = "it is neither a file nor a folder, but a pipe, a device or a link"
+                raise CheckpointError(path, problem, cure="Put the folder itself there, or remove it")
+            found[str(path.relative_to(folder))] = path
+    return {name: facts_of(path) for name, path in found.items() if name not in but}
 
 
 @contextlib.contextmanager
@@ -425,12 +432,13 @@ def seal(folder: Path) -> Checkpoint:
     """Write a checkpoint's manifest anew, after another program has changed arrays in its directory.
 
     Raises:
-        CheckpointError: zarr cannot read an array, or its name or dtype is not a checkpoint's.
+        CheckpointError: zarr cannot read an array, its name or dtype is not a checkpoint's, or something is no file.
         StorageError: the manifest cannot be written.
     """
+    files = _files_of(folder, {MANIFEST})
     # None: from now on zarr reads all arrays, those that the program did not change as well.
     arrays: list[tuple[ArraySpec, None]] = [(spec, None) for spec in found_arrays(folder)]
-    contents = manifest_of(arrays, _files_of(folder, {MANIFEST}), time.time_ns())
+    contents = manifest_of(arrays, files, time.time_ns())
     with as_storage_error(folder, len(contents), "a manifest"), Staging(folder.parent, folder.name) as staging:
         (staging.path / MANIFEST).write_bytes(contents)
         sync_tree(folder)

@@ -193,6 +193,12 @@ def _in_chunks(*sizes: int, **changes: Any) -> Callable[[Path], None]:
     return _with(chunk_grid=grid, codecs=_PLAIN, **changes)
 
 
+def _link_tensors(folder: Path) -> None:
+    """As on another drive, with more room."""
+    (folder / "tensors.zarr").rename(folder.parent / "moved")
+    (folder / "tensors.zarr").symlink_to(folder.parent / "moved")
+
+
 _REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another shape of the group": (
         lambda folder: shutil.move(_array(folder), folder / "tensors.zarr" / "x"),
@@ -205,6 +211,8 @@ _REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "many chunks": (_in_chunks(1, 1, shape=[1 << 40, 1 << 10]), "are more than"),
     "an array of ours without its file": (lambda folder: (_array(folder) / "0.0").unlink(), "'0.0' is missing"),
     "nothing": (lambda folder: shutil.rmtree(folder / "tensors.zarr"), "zarr cannot read it"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "pipe"), "pipe': it is neither a file nor a folder"),
+    "a linked folder": (_link_tensors, "tensors.zarr': it is neither a file nor a folder"),
 }
 
 
