@@ -59,7 +59,8 @@ class PackedSavedTensor:
         self.is_parameter = isinstance(tensor, nn.Parameter)
         """Whether it is a parameter itself and not a view, so that it shows what is assigned to its ``data``."""
         is_of_parameter = self.is_parameter or isinstance(tensor._base, nn.Parameter)
-        self.tensor_version: int | None = tensor._version if is_of_parameter else None
+        # Without elements nothing can be written, and the place is that of the next parameter.
+        self.tensor_version: int | None = tensor._version if is_of_parameter and tensor.numel() else None
         """torch's version counter of the parameter, as it was in forward; None if torch would not check it."""
         self.kept: tuple[torch.Tensor, int] | None = None
         """Bytes that it still views after the parameter got others, and their offset in the flat buffer."""

@@ -331,7 +331,7 @@ class PagedStateStore:
         # Empty scratch gives an empty gradient: allowed, since the weight has memory and no gradient is needed.
         scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if staging_buffer is None else staging_buffer.tensor
         offset = records.offsets[chunk.index]
-        memory = torch.empty(0, dtype=torch.uint8) if records.memory is None else records.memory.tensor
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu") if records.memory is None else records.memory.tensor
         record = memory[offset : offset + self._format.record_bytes(chunk.numel, len(records.names))]
         workspace = self._format.over_scratch(record, chunk.numel, records.names, scratch, weight)
         return Lease(staging_buffer, workspace, takes_memory=staging_buffer is not None)

@@ -232,3 +232,22 @@ def test_a_write_that_cannot_be_stored_is_refused_and_forgotten(write: Any, tmp_
             write(weight)
         cache._writer = stores
         assert torch.equal(weight.detach(), before)
+
+
+class _WithEmpty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.layer = nn.Parameter(torch.ones(0, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean() + self.empty.square().sum()
+
+
+def test_a_write_is_not_taken_for_one_to_an_empty_parameter_in_front_of_the_weight(tmp_path: Path) -> None:
+    with Twins(tmp_path, _WithEmpty(), is_tight=True) as twins:
+        for _ in range(2):
+            for model, _ in twins.sides:
+                with torch.no_grad():
+                    model.layer.weight.mul_(0.5)
+            twins.step(lambda model: model(torch.ones(2, 8)))
+        twins.require_equal()
