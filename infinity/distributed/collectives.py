@@ -309,14 +309,18 @@ class Ranks:
         *,
         kind: str,
         dtype: torch.dtype | None = None,
+        put: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
     ) -> None:
-        """As `all_gather_parts`, with all parts in ``values`` (1-D). ``dtype``: in which it is sent; None: its own."""
+        """As `all_gather_parts`, with all parts in ``values`` (1-D). ``dtype``: in which it is sent; None: its own.
+
+        ``put``: copies to a place in ``values``, its first argument, what has come.
+        """
 
         def read(start: int, target: torch.Tensor) -> None:
             target.copy_(values[start : start + target.numel()])
 
         def write(start: int, found: torch.Tensor) -> None:
-            values[start : start + found.numel()].copy_(found)
+            put(values[start : start + found.numel()], found)
 
         self.all_gather_parts(what, parts, read, write, dtype=dtype or values.dtype, kind=kind, device=values.device)
 

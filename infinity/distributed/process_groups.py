@@ -204,18 +204,19 @@ def _find_each_other(
 
 
 def _store_of_this_start(timeout: timedelta | None) -> Any:
-    """A part of torchrun's store for what it has started again with its static rendezvous; None where torch finds one.
+    """A part of torchrun's store for what it has started again; None if it is not known to hold an earlier start.
 
-    There the store is still that of the start before (torch 2.13), and gloo would look for processes that have ended. Other
-    rendezvous have an id, and a new store for each start.
+    Its store is still that of the start before (torch 2.13), and gloo would look for processes that have ended. Machines that
+    find each other dynamically count restarts each for itself: there, no part of the store would be the same for all.
     """
-    settings = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("USE_AGENT_STORE", "RUN_ID", "RESTART_COUNT")]
-    if settings[:2] != ["True", "none"] or settings[2] in (None, "0"):
+    told = {name: os.environ.get(f"TORCHELASTIC_{name}") for name in ("USE_AGENT_STORE", "RUN_ID", "RESTART_COUNT")}
+    is_counted_by_all = told["RUN_ID"] == "none" or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if told["USE_AGENT_STORE"] != "True" or told["RESTART_COUNT"] in (None, "0") or not is_counted_by_all:
         return None
     address, port = os.environ["MASTER_ADDR"], number_of_launcher("MASTER_PORT", "")
     wait = timeout or _DEFAULT_TIMEOUT
     store = torch.distributed.TCPStore(address, port, is_master=False, timeout=wait)  # type: ignore[attr-defined]
-    return torch.distributed.PrefixStore(f"start {settings[2]}", store)  # type: ignore[attr-defined]
+    return torch.distributed.PrefixStore(f"start {told['RESTART_COUNT']}", store)  # type: ignore[attr-defined]
 
 
 def world_group() -> Any:

@@ -82,40 +82,26 @@ class Gather(LatchedArrival):
             problem = f"rank {ranks.names(failed)} cannot read its shard"
             self._failure = self._failure or RankError(what, problem, rank=ranks.number, cure=_CURE)
             return
-        device = self._store.device
-        device.compute_waits_for(self._after)
-        self._gather(what, ranks, device)
-        self._fence = device.mark()
-
-    def _gather(self, what: str, ranks: Ranks, device: ComputeDevice) -> None:
-        target, landing = self._target, self.landing
+        device, target, landing = self._store.device, self._target, self.landing
         if target is None or landing is None:
             raise RuntimeError("the gather is over")
-        whole, offset = target.view(_ON_THE_WIRE), 0
 
-        def put(start: int, found: torch.Tensor) -> None:
-            place = whole[start : start + found.numel()]
+        def put(place: torch.Tensor, found: torch.Tensor) -> None:
             if found.device.type != "cpu":
                 place.copy_(found)
             else:
                 device.synchronize(device.upload(place, found, self._after))  # its memory is used again at once
 
+        device.compute_waits_for(self._after)
+        whole, shard = target.view(_ON_THE_WIRE), landing.tensor.view(_ON_THE_WIRE)
         for of_ranks in self._store.shards.weight_parts(self.unit):
             parts = [(start // whole.itemsize, stop // whole.itemsize) for start, stop in of_ranks]
-            first, last = parts[ranks.index]
-            own = landing.tensor.view(_ON_THE_WIRE)[offset : offset + last - first]
-            offset += last - first
-
-            def read(start: int, sent: torch.Tensor, own: torch.Tensor = own, first: int = first) -> None:
-                part = own[start - first : start - first + sent.numel()]
-                if sent.device.type == "cpu":
-                    sent.copy_(part)
-                else:
-                    device.synchronize(device.upload(sent, part, device.mark()))
-
-            ranks.all_gather_parts(what, parts, read, put, dtype=_ON_THE_WIRE, kind="fetches", device=target.device)
+            own = whole[slice(*parts[ranks.index])]
             if own.numel():
-                put(first, own)
+                put(own, shard[: own.numel()])
+            shard = shard[own.numel() :]
+            ranks.all_gather_in_memory(what, whole, parts, kind="fetches", put=put)
+        self._fence = device.mark()
 
     def finish(self, error: BaseException | None) -> None:
         """It is over."""

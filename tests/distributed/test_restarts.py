@@ -85,12 +85,13 @@ def _free_port() -> int:
 
 @pytest.mark.deep
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("rendezvous", ["static", "standalone"])
 def test_errors_and_kills_end_all_ranks_and_the_next_start_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rendezvous: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first start ends by an error of rank 1, the second by kill -9; the third comes to the end, with the same bits."""
-    options = ["--nproc-per-node=2", "--max-restarts=2", f"--master-port={_free_port()}"]
-    said = _ended(_start(tmp_path, "error", *options))
+    where = "--standalone" if rendezvous == "standalone" else f"--master-port={_free_port()}"
+    said = _ended(_start(tmp_path, "error", "--nproc-per-node=2", "--max-restarts=2", where))
     assert (tmp_path / "end 1").exists(), said
     of_rank_0 = [line for line in said.splitlines() if "ended by its launcher" in line or "RankError: rank 0" in line]
     assert any(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swapper import StagingPool, Swapper
-from tests.internals import DividedWeights, Shards
+from tests.internals import DividedWeights, Shards, world
 from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import SimulatedGpu
 from tests.unit.stage import trainable_unit
@@ -37,6 +37,8 @@ class _Ranks:
         self._draw = random.Random(seed)
         self.value = 0.0
         """Of the others' weights."""
+
+    all_gather_in_memory = type(world()).all_gather_in_memory  # by `all_gather_parts` below
 
     def issue(self) -> tuple[int, int]:
         return 0, 0
