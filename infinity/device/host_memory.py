@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import mmap
+import os
 import resource
 import sys
 import weakref
@@ -31,9 +33,12 @@ _CGROUP_V2 = Path("/sys/fs/cgroup")
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
+_process = functools.cache(psutil.Process)  # making one takes longer than asking it
+
+
 def process_bytes() -> tuple[int, int]:
     """Host memory of this process (resident set): now, and the most since it began."""
-    now = psutil.Process().memory_info().rss
+    now = _process(os.getpid()).memory_info().rss
     return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # ru_maxrss is in KiB
 
 

@@ -11,8 +11,8 @@ import torch
 
 from infinity.device.compute import ComputeDevice, Fence, FlatBuffer, gradient_norms
 from infinity.device.download_ring import DownloadRing
-from infinity.torch_internals.names import outside_modes
-from infinity.units.layout import Chunk, ParameterSlice, Slot, in_memory_order
+from infinity.torch_internals.names import copy_each, outside_modes
+from infinity.units.layout import Chunk, ParameterSlice, Slot, in_memory_order, in_slot_order
 from infinity.units.unit import Unit
 from swapper import Extent, Handle, Priority, Swapper
 
@@ -129,6 +129,12 @@ class GradientBuffer:
         self.values = flat.tensor()[: unit.layout.trainable_numel * dtype.itemsize].view(dtype)
         self.dtype = dtype
         """fp32 or bf16."""
+        segment = unit.layout.trainable
+        self._views = {
+            slot.index: self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start)
+            for slot in (() if segment is None else segment.slots)
+        }
+        """By slot index, see `view`. Each is used several times a step, and making it costs as much as a small copy."""
         self._reference: weakref.ref[Any] | None = None
 
     def fill(self, read: Callable[[torch.Tensor], Handle], stored: torch.dtype) -> None:
@@ -152,12 +158,12 @@ class GradientBuffer:
 
     def view(self, slot: Slot) -> torch.Tensor:
         """The main gradient of one parameter, with its shape and strides."""
-        return self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start)
+        return self._views[slot.index]
 
     def norms(self, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
         """Slot index -> 2-norm of the parameter's gradient (0-dim fp32)."""
-        views = [self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start) for slot in slots]
-        return dict(zip([slot.index for slot in slots], gradient_norms(views), strict=True))
+        indices = [slot.index for slot in slots]
+        return dict(zip(indices, gradient_norms([self._views[index] for index in indices]), strict=True))
 
     @outside_modes
     def tracked_view(self, slot: Slot) -> torch.Tensor:
@@ -177,21 +183,22 @@ class GradientBuffer:
         Gradients on a device reach a buffer in host memory through ``landing``, a ring of pinned memory. This waits for
         the copies.
         """
-        known = set(present)
+        # A slot without a gradient holds bytes of an earlier step: the first gradient replaces them.
+        known, is_on_cpu, first = set(present), self.values.is_cpu, dict[Slot, torch.Tensor]()
         for slot, gradient in gradients.items():
-            if gradient.layout is torch.strided and gradient.stride() == slot.spec.stride:  # as nearly always
-                source = gradient.detach().as_strided((slot.numel,), (1,), gradient.storage_offset())
-            else:
-                source = in_memory_order(gradient, slot)
-            target = self.values[slot.start : slot.stop]
-            # A slot without a gradient holds bytes of an earlier step: the first gradient replaces them.
+            if is_on_cpu and gradient.is_cpu and slot.index not in known:
+                is_usual = gradient.layout is torch.strided and gradient.shape == slot.spec.shape
+                first[slot] = gradient.detach() if is_usual else in_slot_order(gradient.detach(), slot)
+        if first:
+            copy_each([self._views[slot.index] for slot in first], [*first.values()])
+        for slot, gradient in gradients.items():
+            if slot in first:
+                continue
+            source, target = in_memory_order(gradient, slot), self.values[slot.start : slot.stop]
             is_new = slot.index not in known
-            if target.device.type != "cpu":  # where each element is converted when it is added
+            if not is_on_cpu:  # each element is converted when it is added
                 source = source.to(target.device)
                 target.copy_(source) if is_new else target.add_(source)
-                continue
-            if is_new and source.device.type == "cpu":
-                target.copy_(source)
                 continue
             # torch adds bf16 and fp32 in fp32. It converts an operand as a whole: block by block that is bounded.
             blocks: Iterable[tuple[int, torch.Tensor]]

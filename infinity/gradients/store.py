@@ -267,7 +267,7 @@ class GradientStore:
         buffer = self._sum(grads, gradients)
         slots = [slot for slot in unit.layout.slots if slot in gradients or slot.index in grads.present]
         grads.drop(set(grads.present))
-        norms.update(((unit.index, index), norm) for index, norm in buffer.norms(slots).items())
+        norms.update({(unit.index, index): norm for index, norm in buffer.norms(slots).items()})
         return self._as_source(buffer, slots)
 
     def _as_source(self, buffer: GradientBuffer, slots: Sequence[Slot]) -> GradientSource:

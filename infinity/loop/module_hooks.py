@@ -207,7 +207,7 @@ class _BoundHook:
     def __call__(self, *args: Any) -> None:
         if self._function is None:
             return  # a copy: nothing keeps it from being compiled or exported
-        if torch.compiler.is_compiling() and self._comes_before:
+        if self._comes_before and torch.compiler.is_compiling():
             refuse_tracing(args[0])
         self._run(self._function, *args)
 

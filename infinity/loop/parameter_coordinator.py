@@ -50,7 +50,6 @@ from infinity.torch_internals.names import (
     has_memory,
     in_backward,
     is_inference,
-    is_transformed,
     num_dispatch_modes,
     num_function_modes,
     outside_modes,
@@ -422,16 +421,15 @@ class ParameterCoordinator:
             num_dispatch_modes() or num_function_modes() or transform() is not None or is_inference()
         ):
             return outside_modes(self.pack)(tensor, is_outside=True)
-        # Sparse tensors have no storage; torch.func's wrappers and zero tangents have no memory.
-        if tensor.layout is not torch.strided or is_transformed(tensor) or tensor._is_zerotensor():
-            return tensor, tensor._version
         packed: PackedSavedTensor | PackedByAnother | None = None
         try:
             if type(tensor) is torch.Tensor:
-                # All views of a flat buffer share its storage, whose address is the key.
+                # All views of a flat buffer share its storage, whose address is the key. An error if there is none.
                 unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
                 if unit is not None and unit.flat is not None:
                     return PackedSavedTensor(unit, tensor)
+            elif tensor.layout is not torch.strided or not has_memory(tensor):
+                return tensor, tensor._version
             elif is_dtensor(tensor):
                 local, made_of = local_part(tensor)
                 return PackedByAnother(self.pack(local), lambda packed: made_of(self.unpack(packed)))
@@ -440,7 +438,7 @@ class ParameterCoordinator:
             # Each engine has two sets of hooks. More means that another engine is open, whose weight this may be.
             if packed is None and len(in_use) > HOOKS_OF_AN_ENGINE:
                 packed = self.saving.packed_by_another(tensor)
-        except RuntimeError:  # forward-mode derivatives know zeros without memory
+        except RuntimeError:  # sparse tensors, torch.func's wrappers, and forward mode's zeros have no memory
             return tensor, tensor._version
         if packed is not None:
             return packed

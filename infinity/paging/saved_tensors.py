@@ -56,7 +56,8 @@ class PackedSavedTensor:
         """``tensor``: the view; or, with its ``slot``, a whole parameter that is paged out."""
         self.unit = unit
         self.version = unit.version
-        self.is_parameter = isinstance(tensor, nn.Parameter)
+        # Of nearly all the class says it: `isinstance` with nn.Parameter runs Python.
+        self.is_parameter = type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter)
         """Whether it is a parameter itself and not a view, so that it shows what is assigned to its ``data``."""
         is_of_parameter = self.is_parameter or isinstance(tensor._base, nn.Parameter)
         # Without elements nothing can be written, and the place is that of the next parameter.

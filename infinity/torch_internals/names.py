@@ -44,6 +44,8 @@ function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 norms_of_each: Callable[..., Any] = torch._foreach_norm
 """The kernel of ``clip_grad_norm_`` on a GPU. Any other gives other last bits."""
+copy_each: Callable[..., None] = torch._foreach_copy_
+"""Copies each tensor of the second list into its place in the first: `copy_`, without Python in between."""
 # Modules that write to their own buffers in forward.
 BatchNorm = _BatchNorm
 NormBase = _NormBase

@@ -285,11 +285,12 @@ class Unit:
         # Modules use a weight's version to invalidate what they have computed from it. `_counters` moves with it, so
         # that `detect_writes` does not take an update for a write of the user's.
         with without_torch_function():
-            for index in indices:
-                parameter = self.parameters[index]
-                before = parameter._version
-                torch.autograd.graph.increment_version(parameter)
-                self._counters[index] += parameter._version - before
+            places = list(indices)
+            parameters = [self.parameters[index] for index in places]
+            before = [*map(_version_of, parameters)]
+            torch.autograd.graph.increment_version(parameters)
+            for index, version, now in zip(places, before, map(_version_of, parameters), strict=True):
+                self._counters[index] += now - version
 
     def begin_use(self) -> None:
         """Keep the unit in memory until `end_use`."""

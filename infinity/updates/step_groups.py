@@ -264,7 +264,6 @@ class StepGroups:
         # A dict by id, so that a parameter that is both in the model and in a group counts once, where the model has
         # it.
         for parameter in (self.parameter_map.parameters_now() | loose).values():
-            fqn = f"loose parameter {len(found)}"
             place = self.parameter_map.places.get(id(parameter))
             if place is not None:
                 unit, slot = place
@@ -276,6 +275,7 @@ class StepGroups:
                     continue
             gradient = plain_grad(parameter)
             if gradient is not None:
+                fqn = f"loose parameter {len(found)}"
                 found.append(ParameterNorm(fqn, is_divided and is_part(parameter), _norm(gradient.detach()) * factor))
         return found
 

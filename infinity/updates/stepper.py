@@ -47,6 +47,10 @@ from infinity.updates.stream import UpdateStream
 
 logger = logging.getLogger(__name__)
 
+# Units below this are updated several together. An update beside backward makes two threads take turns with the
+# interpreter: for a few parameters that takes longer than the update.
+_LEAST_BYTES = 1 << 20
+
 
 @dataclass(eq=False, repr=False)
 class Stepper:
@@ -81,6 +85,8 @@ class Stepper:
     momenta: CompressedMomenta | None = None
     _waiting: list[tuple[Unit, dict[Slot, torch.Tensor]]] = field(init=False, default_factory=list)
     """Units to be updated in backward, with their last gradients: from `deliver` until no backward needs their weights."""
+    _waiting_bytes: int = field(init=False, default=0)
+    """Bytes of those that have come since they were last looked at."""
     _norms: dict[tuple[int, int], torch.Tensor] = field(init=False, default_factory=dict)
     """(unit index, slot index) -> 2-norm of a gradient of the present step: from when it goes into its update."""
     used_up: set[tuple[int, int]] = field(init=False, default_factory=set)
@@ -165,8 +171,13 @@ class Stepper:
             if updates_now:
                 self._update_when_reduced(unit)
             return
+        # From here on: while they wait, nobody could be shown what they are.
+        self.used_up.update([(unit.index, slot.index) for slot in gradients])
         self._waiting.append((unit, self.gradients.send_ahead(unit, gradients)))
-        self._update_waiting(only_consistent=True)
+        self._waiting_bytes += unit.num_bytes
+        # Where units make room for each other, a unit that waits might leave memory, and be read again for its update.
+        if self._waiting_bytes >= _LEAST_BYTES or not self.parameter_cache.holds_all:
+            self._update_waiting(only_consistent=True)
 
     def _warn_of_unclipped(self, unit: Unit) -> None:
         if self.gradients.slots_with_gradient(unit):
@@ -207,7 +218,7 @@ class Stepper:
         self._submit(unit, source, self._factor(None, scale))
 
     def _update_waiting(self, *, only_consistent: bool) -> None:
-        waiting, self._waiting = deque(self._waiting), []
+        waiting, self._waiting, self._waiting_bytes = deque(self._waiting), [], 0
         try:
             while waiting:
                 unit, gradients = waiting[0]
@@ -218,7 +229,7 @@ class Stepper:
                     continue
                 self.parameter_cache.await_update(unit)
                 source = self.gradients.add_for_update(unit, gradients, self._norms)
-                self.used_up.update((unit.index, slot.index) for slot in source.slots)
+                self.used_up.update([(unit.index, slot.index) for slot in source.slots])
                 gradients.clear()
                 waiting.popleft()
                 self._submit(unit, source, None if self._divisor == 1 else _scalar(1.0 / self._divisor))
@@ -422,6 +433,7 @@ class Stepper:
         self._updated_shards.clear()
         self.used_up.clear()
         self._waiting.clear()
+        self._waiting_bytes = 0
         self._shard_updates.end()
 
     def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 import infinity
 from infinity.errors import AccessError, OtherNumbersWarning, StepError
 from tests.exactness.case import Case
-from tests.exactness.lockstep import BF16, PLAIN, Lockstep
+from tests.exactness.lockstep import BF16, PLAIN, Lockstep, engine_on_nvme
 from tests.exactness.shapes.blocks import WIDTH, Net, token_batch
 from tests.twins import MODES, Side, Twins, config_for, require_same
 
@@ -412,6 +412,25 @@ def test_reading_or_replacing_what_an_update_in_backward_has_used_up_is_an_error
                 both.model.head.weight.grad = gradient
         both.engine.step()
         assert all(parameter.grad is None for parameter in both.model.parameters())
+
+
+def test_it_is_an_error_inside_that_backward_too_while_the_update_waits(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    found: list[str] = []
+
+    def look(gradient: torch.Tensor) -> None:
+        with pytest.raises(AccessError, match=r"used up.*infinity\.update"):
+            _ = model[-1].weight.grad
+        found.append("refused")
+
+    with engine_on_nvme(tmp_path, model) as engine:
+        for step in range(3):
+            x = torch.randn(2, 8, requires_grad=True)
+            if step == 2:
+                x.register_hook(look)  # runs last, when all units have their gradients
+            engine.backward(engine(x).square().mean())
+            engine.step()
+    assert found == ["refused"]
 
 
 def test_a_backward_of_the_users_own_cannot_add_to_what_an_update_in_backward_has_used_up(tmp_path: Path) -> None:

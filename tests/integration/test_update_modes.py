@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import infinity
-from tests.exactness.lockstep import BF16, Lockstep, with_smallest_budget
+from tests.exactness.lockstep import BF16, Lockstep, engine_on_nvme, with_smallest_budget
 from tests.states import state_of
 from tests.twins import Twins
 from tests.updates_on_demand import let_run_what_may, num_pending, updates_on_demand
@@ -62,6 +62,23 @@ def test_whoever_looks_sees_the_step_done(look: str, tmp_path: Path) -> None:
         both.engine.train()
         both.engine_step(3)
         both.require_equal()
+
+
+@pytest.mark.parametrize("width", [8, 600])
+def test_small_units_are_updated_when_backward_ends_and_large_ones_beside_it(width: int, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3)))
+    pending: list[int] = []
+    with engine_on_nvme(tmp_path, model) as engine:
+        for _ in range(3):
+            x = torch.randn(2, width, requires_grad=True)
+            engine.flush()
+            with updates_on_demand(engine):
+                x.register_hook(lambda _: pending.append(num_pending(engine)))  # at the end of backward
+                engine.backward(engine(x).square().mean())
+                pending.append(num_pending(engine))
+                engine.step()
+    assert (pending[-2] > 0) == (width > 8)
+    assert pending[-1] == 3
 
 
 def test_closing_finishes_what_is_pending(tmp_path: Path) -> None:
