@@ -193,9 +193,7 @@ def test_what_is_larger_than_memory_is_not_read(saved: Path, monkeypatch: pytest
     os.truncate(saved / "training.json", 1 << 40)  # sparse
     _changed(seal)(saved)
     monkeypatch.setattr(manifests, "free_bytes", lambda: 1 << 30)
-    with pytest.raises(
-        CheckpointError, match=r"training\.json': it has .*1.1 TB.*, and .*1.1 GB.* of memory are free"
-    ):
+    with pytest.raises(CheckpointError, match=r"training\.json': it has .*1.1 TB.*, and .*1.1 GB.* of memory are free"):
         Checkpoint.open(saved.parent, "one").training_state()
 
 
