@@ -167,16 +167,15 @@ def trim_heap() -> None:
 
 
 class HeapTrimmer:
-    """Returns freed heap memory to the system between units of a step, when the process has grown by 32 MiB.
+    """Returns freed heap memory to the system between units, when the process has grown by so many bytes.
 
     On the CPU, each layer's temporaries leave gaps around the few tensors that stay for backward, and the heap grows with
     every layer though hardly anything in it is used. Threads make it worse: each has a heap of its own.
     """
 
-    _GROWTH_BYTES = 32 << 20
-    """Growth since the last trim that starts the next one: filling it takes longer than the trim."""
-
-    def __init__(self) -> None:
+    def __init__(self, growth_bytes: int = 32 << 20) -> None:
+        """``growth_bytes``: since the last trim; in a step, filling 32 MiB takes longer than the trim."""
+        self._growth_bytes = growth_bytes
         self._least_bytes: int | None = None
         self._statm: FileIO | None = None
         with contextlib.suppress(OSError):  # no Linux
@@ -191,7 +190,7 @@ class HeapTrimmer:
         # are in use, and the next trim comes at 537 MB.
         now = self._anonymous_bytes(self._statm)
         least = now if self._least_bytes is None else min(now, self._least_bytes)
-        if now - least >= self._GROWTH_BYTES:
+        if now - least >= self._growth_bytes:
             trim_heap()
             least = self._anonymous_bytes(self._statm)
         self._least_bytes = least
