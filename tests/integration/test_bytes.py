@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -287,9 +288,16 @@ def test_inputs_of_units_leave_memory_when_backward_has_used_them(tmp_path: Path
     budget = least_budget(model, everything_on_nvme(tmp_path, changes))
     changes["infinity"]["host_memory_budget"] = budget  # type: ignore[index]
     with engine_on_nvme(tmp_path, model, changes) as engine:
+        copies: list[weakref.ref[torch.Tensor]] = []
+
+        def loss(output: torch.Tensor, taken: tuple[torch.Tensor]) -> torch.Tensor:
+            copies.append(weakref.ref(taken[0]))
+            return output.square().mean()
+
         gc.disable()
         try:
-            engine.train_batch(iter([(batch,), (batch,)]), loss_fn=lambda output, _: output.square().mean())
+            engine.train_batch(iter([(batch,), (batch,)]), loss_fn=loss)
+            assert [copy() for copy in copies] == [None, None]
         finally:
             gc.enable()
         assert engine.report.schedule == "vertical", engine.report.schedule_reason
