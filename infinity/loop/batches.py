@@ -84,8 +84,11 @@ def copied(batch: Any) -> Any:
 
     A tensor that is in it twice stays one. What requires a gradient, and objects of other classes, stay as they are.
     """
-    known: dict[int, torch.Tensor] = {}
+    return _copied(batch, {})
 
+
+def _copied(batch: Any, known: dict[int, torch.Tensor]) -> Any:
+    # Not one function that calls itself: its cell would keep the copies until the garbage collector runs.
     def copy(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and not value.requires_grad:
             if id(value) not in known:
@@ -93,7 +96,7 @@ def copied(batch: Any) -> Any:
             return known[id(value)]
         if isinstance(value, MutableMapping):  # of a class that torch's trees do not know
             clone = shallow_copy(value)
-            clone.update({key: tree_map(copy, item) for key, item in value.items()})
+            clone.update({key: _copied(item, known) for key, item in value.items()})
             return clone
         return value.copy() if isinstance(value, np.ndarray) else value
 

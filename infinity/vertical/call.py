@@ -126,15 +126,19 @@ class Tree:
 
     def build(self, tensors: Sequence[Any]) -> Any:
         """Return the value in fresh containers, with ``tensors`` in place of its own; as many as there were."""
+        return _filled(self._form, tensors)
 
-        def put_in(leaf: Any) -> Any:
-            if isinstance(leaf, _TensorIndex):
-                return tensors[leaf.number]
-            if isinstance(leaf, _Fields):
-                return _refilled(leaf.empty, tree_map(put_in, leaf.forms, is_leaf=_is_size))
-            return leaf
 
-        return tree_map(put_in, self._form, is_leaf=_is_size)
+def _filled(form: Any, tensors: Sequence[Any]) -> Any:
+    # Not one function that calls itself: its cell would keep the tensors until the garbage collector runs.
+    def put_in(leaf: Any) -> Any:
+        if isinstance(leaf, _TensorIndex):
+            return tensors[leaf.number]
+        if isinstance(leaf, _Fields):
+            return _refilled(leaf.empty, _filled(leaf.forms, tensors))
+        return leaf
+
+    return tree_map(put_in, form, is_leaf=_is_size)
 
 
 def is_same(before: Sequence[Any], now: Sequence[Any]) -> bool:

@@ -4,6 +4,8 @@ micro-batch in a vertical step with many."""
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +268,37 @@ def test_gradients_that_are_clipped_stay_within_the_smallest_budget(tier: str, m
                 optimizer.zero_grad()
             assert twins.engine.report.buffers_peak_bytes - before <= twins.engine.plan.host_budget_bytes
         twins.require_equal(has_states=momentum > 0)
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+def test_inputs_of_units_leave_memory_when_backward_has_used_them(tmp_path: Path) -> None:
+    """Whatever the depth, two are in memory at most, though the collector of reference cycles does not run."""
+    before = AlignedRegion.mapped_bytes()
+    batch = torch.ones(8, 512, 12)
+    model = nn.Sequential(*[_Residual() for _ in range(6)])
+    changes = {"gradient_accumulation_steps": 2, "infinity": {"schedule": "vertical", "staging_buffer_bytes": None}}
+    budget = least_budget(model, everything_on_nvme(tmp_path, changes))
+    changes["infinity"]["host_memory_budget"] = budget  # type: ignore[index]
+    with engine_on_nvme(tmp_path, model, changes) as engine:
+        copies: list[weakref.ref[torch.Tensor]] = []
+
+        def loss(output: torch.Tensor, taken: tuple[torch.Tensor]) -> torch.Tensor:
+            copies.append(weakref.ref(taken[0]))
+            return output.square().mean()
+
+        gc.disable()
+        try:
+            engine.train_batch(iter([(batch,), (batch,)]), loss_fn=loss)
+            assert [copy() for copy in copies] == [None, None]
+        finally:
+            gc.enable()
+        assert engine.report.schedule == "vertical", engine.report.schedule_reason
+        assert engine.report.buffers_peak_bytes - before <= budget + 2 * batch.nbytes
