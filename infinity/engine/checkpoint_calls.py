@@ -325,8 +325,8 @@ class CheckpointCalls(LoopSettings):
         # ranks, some may have read the old one and some the new one, so all raise.
         training_state = reading_again(folder, read) if ranks.num == 1 else read()
         if self._parts.access.gathered_stream is not None:
-            # Each rank has read the main weights of its own shard. The model weights of the other shards come from
-            # their ranks.
+            # Ranks keep shards (ZeRO stage 1 and up), and each has read the main weights of its own shard. The model
+            # weights of the other shards come from their ranks.
             gather_weights(self._coordinator.parameter_cache, self._parts.parameter_map.units)
         if wanted.counters:
             self.count_on(training_state["counters"], with_loss_scale=wanted.optimizer)

@@ -423,6 +423,7 @@ class Parts:
             self.guard,
             self.device,
             SpillSpace(storage.open_more),
+            # None: a GPU keeps activation checkpoints in its own memory, and spills none of them.
             plan.placement.activation_bytes if self.device.uses_host_memory else None,
             blocks,
             ScheduleSelector(self.config.infinity.schedule, plan.reason_against),

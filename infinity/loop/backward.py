@@ -184,6 +184,7 @@ class Backwards:
         if self.is_open:
             self.is_open = False
             try:
+                # READY: the script called `loss.backward()`. In BACKWARD, the engine's own call finishes.
                 if self._guard.phase is Phase.READY and self.collector.has_fired:
                     self._finish_own_of_user()
             except Exception as error:

@@ -318,10 +318,10 @@ class ModuleHooks:
     def _hook(self, module: nn.Module, *, is_root: bool, is_inside: bool = False) -> None:
         """Hook a module. ``is_inside``: of a block, whose calls are those that count as uses of its parameters."""
         own = [] if is_inside else self._own_slots(module)
-        first = self._units_in(_with_fast_path(module))
+        looked_at = self._units_in(_with_fast_path(module))  # by torch, before the children are called
         of_model = self if is_root else None
         unit = next(iter(self._entered_by(module)), None)
-        hooks = _HooksOfModule(self._coordinator, unit, own, first, self._keep_alive, of_model, is_inside)
+        hooks = _HooksOfModule(self._coordinator, unit, own, looked_at, self._keep_alive, of_model, is_inside)
         self._hooks.append(hooks)
         handles = self._handles if is_root else self._call_handles
         before = _BoundHook(hooks.before, comes_before=True)

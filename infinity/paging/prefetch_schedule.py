@@ -337,12 +337,13 @@ class _Window:
     def move(self, place: int, until: int) -> list[int]:
         """``place`` is in use, and nothing from ``until`` on is wanted. Returns the units that are fetched.
 
-        The window only ever slides on, so all places together take as many moves of its ends as there are places.
+        The window slides on, and its end goes back once a run at most. So the number of moves grows with that of places.
         """
         while self._begin < place:
             passed = self._begin
             self._begin += 1
             self._drop(passed, passed + self._next_use[passed % len(self._order)])
+        # At `lasting_until` of `simulate`, where what was wanted for the next run is given up.
         while self._end > until:
             self._end -= 1
             self._drop(self._end, self._end)

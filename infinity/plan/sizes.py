@@ -209,7 +209,7 @@ class Request:
             keeps_in_memory=config.infinity.keep_in_memory,
             activations=config.infinity.activations,
             updates_whole_parameters=updates_whole_parameters,
-            is_alone=is_alone,
+            is_alone=is_alone,  # if no other process averages gradients, they may stay in GPU memory
             num_versions=0 if config.infinity.durable is None else 1 + config.infinity.durable.most_kept,
             update_workers=_update_workers(config, uses_host_memory, bandwidth) if runs_in_parallel else 1,
         )

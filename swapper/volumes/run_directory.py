@@ -69,7 +69,7 @@ class RunDirectory(Uncopyable):
         self.path = directory
         self._maker = maker
         self._locks: dict[Path, int] = {}  # by directory, the descriptor that holds its lock
-        _open_runs.add(self)
+        _open_runs.add(self)  # so that a forked child closes it, and holds no lock
         self.lock(directory)
         with as_unwritable(directory), closed_unless_made(self.close):
             for left in directory.glob(f".{_PREFIX}*"):  # of a process that was killed while it wrote them

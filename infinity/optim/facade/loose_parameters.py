@@ -52,6 +52,8 @@ class LooseParameters:
             self._executor = self._executor or self._wrapped_optimizer.executor()
             with torch.no_grad():
                 # `detach`: the executor's leaf shares the memory, so the step writes to the parameter itself.
+                # A copy of the hyperparameters: a class may count steps in its group, and each parameter's update must
+                # begin with the same count.
                 (state,) = self._executor.run(
                     copy_scalar(values), [param.detach()], [gradient], [self.state.get(param, {})]
                 )
