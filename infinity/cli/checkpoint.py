@@ -160,6 +160,8 @@ def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int
     from infinity.checkpoint.saved import Checkpoint
     from infinity.console import Console
 
+    if takes_all and tag is not None:
+        raise click.UsageError("--all verifies every tag: leave out --tag or --all")
     # DIRECTORY/TAG/manifest, one folder per tag. A copy that was cut off may lack the manifest.
     names = (MANIFEST, TENSORS) if takes_all else ()
     all_of_them = sorted({path.parent for name in names for path in source.glob(f"*/{name}")})

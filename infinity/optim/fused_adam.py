@@ -233,8 +233,8 @@ class FusedAdam:
             corrections = math.sqrt(1 - beta2**count), -(lr / (1 - beta1**count))
         except (ArithmeticError, ValueError) as error:
             raise StepError(
-                f"betas ({beta1}, {beta2}) and step count {count:g} give no correction for bias: {error}. Set 'betas' of the "
-                "parameter group to numbers from 0 to below 1; a damaged step count is put right by loading a checkpoint"
+                f"betas ({beta1}, {beta2}) and step count {count:g} give no correction for bias: {error}. A part of this "
+                "step may be done: make a new engine, with 'betas' from 0 to below 1, and load the last checkpoint"
             ) from error
         # torch.lerp's two formulas; see `_stepped` in infinity.numerics.kernels.
         lerp_weight = np.float32(1 - beta1)

@@ -172,6 +172,11 @@ def test_what_is_no_such_number(
     assert told in err and option in err
 
 
+def test_all_and_one_tag_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "verify", str(tmp_path), "--all", "--tag", "x"]) == _MISUSED
+    assert "leave out --tag or --all" in _told(capsys)
+
+
 def test_json_has_no_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     name = os.fsdecode(b"a\xff")  # no text
     print_json({"a": [float("nan"), 1.5], "b": {"c": (float("-inf"), Path(name))}})

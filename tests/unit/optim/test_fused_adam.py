@@ -161,7 +161,7 @@ def test_it_computes_what_torchs_kernel_computes(launched: None, kind: Any, deca
 )
 def test_betas_without_a_correction_for_bias_are_an_error_that_names_them(betas: Any, count: float) -> None:
     group = {"lr": 1e-3, "betas": betas, "weight_decay": 0.0, "eps": 1e-8}
-    with pytest.raises(StepError, match=r"betas \(.*Set 'betas'"):
+    with pytest.raises(StepError, match=r"betas \(.*make a new engine"):
         FusedAdam(is_decoupled=True, device=_CPU).values(group, 1.0, count)
 
 
