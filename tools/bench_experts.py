@@ -7,7 +7,7 @@
 
 Only norms train, in place of adapters; all weights are on the drive. All ways take turns in one process of a control group
 that limits the drive (needs root; `--throttle none` measures the drive as it is). Bytes of routed experts and of all else are
-counted from the routing itself, so that the bytes read can be held against them. The way `deepspeed` is ZeRO-3 with the blocks
+counted from the routing itself, so that the bytes read can be compared with them. The way `deepspeed` is ZeRO-3 with the blocks
 of experts as leaf modules; it needs an environment that has deepspeed as well.
 """
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from infinity.checkpoint.arrays import STORED_AS, TENSORS, ArraySpec, SavedTensor, dtype_of, name_of
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, size
 from swapper.volumes.block_files import BlockThreads
 
 LARGEST_CHUNK = 64 << 20
@@ -54,8 +54,8 @@ class ForeignTensor(SavedTensor):
         # zarr's chunks, or a chunk on a border would be decompressed twice. With our parts of (1, 512, 1024) and zarr's
         # chunks of (1, 200, 1024), it reads (1, 400, 1024) at a time.
         part_shape = list(self.chunk)
-        for axis, (size, part) in enumerate(zip(self.shape, self.chunk, strict=True)):
-            if array.chunks[axis] < part < size:
+        for axis, (length, part) in enumerate(zip(self.shape, self.chunk, strict=True)):
+            if array.chunks[axis] < part < length:
                 part_shape[axis] -= part % array.chunks[axis]
         first = 0
         for region in dataclasses.replace(self, chunk=tuple(part_shape)).regions():
@@ -87,8 +87,8 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"its codec '{min(strange)}' is none of {', '.join(sorted(_CODECS))}")
     # Limits come before the first read: zarr allocates what the metadata claims.
     if math.prod(array.chunks) * array.dtype.itemsize > LARGEST_CHUNK:
-        raise ValueError(f"its chunks of {array.chunks} elements have more than {LARGEST_CHUNK >> 20} MiB")
-    if math.prod(-(-size // part) for size, part in zip(array.shape, array.chunks, strict=True)) > MOST_CHUNKS:
+        raise ValueError(f"its chunks of {array.chunks} elements have more than {size(LARGEST_CHUNK)}")
+    if math.prod(-(-length // part) for length, part in zip(array.shape, array.chunks, strict=True)) > MOST_CHUNKS:
         raise ValueError(f"its chunks of {array.chunks} elements are more than {MOST_CHUNKS}")
     return array
 

@@ -288,7 +288,7 @@ def import_deepspeed(source: Path, target: Path | None, tag: str | None, skip_un
 
     SOURCE is a directory that DeepSpeed's save_checkpoint wrote to, or one tag's. TARGET is made if it is missing; by
     default it is SOURCE with "-infinity" appended. DeepSpeed need not be installed, and no object in the source is run.
-    It needs a few MiB of memory besides the page cache.
+    It needs a few MB of memory besides the page cache.
 
     \b
     Examples:

@@ -76,7 +76,7 @@ _NUMBER = functools.partial(click.option, type=_positive, metavar="NUMBER")
     help="Format of the frozen base, instead of the config's infinity.frozen_dtype.",
 )
 @click.option(
-    "--no-measure", is_flag=True, help="Do not measure drive and compute, which takes a second and writes 32 MiB."
+    "--no-measure", is_flag=True, help="Do not measure drive and compute, which takes a second and writes 34 MB."
 )
 @click.option("--largest", is_flag=True, help="Also find the largest model of this family that fits.")
 @json_option

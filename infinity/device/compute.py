@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from infinity.device.host_memory import free_bytes, is_unified, trim_heap
+from infinity.errors import size
 from infinity.numerics.norms import narrow_norm
 from infinity.torch_internals.names import norms_of_each, set_default_gpu
 from swapper import AlignedRegion, SwapperError, hang_error, is_held
@@ -404,7 +405,7 @@ def _register_with_driver(torch_device: torch.device, address: int, num_bytes: i
         logger.warning(
             "%s of host memory cannot be pinned (%s): copies to and from the GPU are slower, and block the thread that "
             "launches kernels. The driver may allow more after `ulimit -l unlimited`",
-            f"{num_bytes / 2**20:.0f} MiB",
+            size(num_bytes),
             error,
         )
         return None

@@ -85,7 +85,7 @@ class CheckpointCalls(LoopSettings):
                 checkpoint must have them already, with their present values.
             blocking: False: write buffers, frozen weights and parameters that the engine does not hold, and return. The
                 rest is written while training goes on; an update of a unit waits until the unit is saved. This takes
-                about 14 MiB beside the budget. `wait_for_checkpoint`, the next save or load, and `close` wait for its
+                about 15 MB beside the budget. `wait_for_checkpoint`, the next save or load, and `close` wait for its
                 end. (If several processes keep shards of the states, all is written before the call returns.)
             keep_last: number of checkpoints to keep in ``save_dir``, this one included. Older ones are removed when
                 this one is complete, except the one that ``latest`` names. None: keep all. If processes have different

@@ -64,7 +64,7 @@ class ExportCalls(CheckpointCalls):
         from the GPU to host memory. These stay: without such a drive, weights and states that rest in host memory; units
         and records below 1 MiB; shards in host memory (stage 3 with ``offload_param`` "cpu"); buffers of the model;
         parameters that the engine does not hold; a weight of which your code holds a tensor; activations of a graph
-        that you hold; what threads keep for requests that are not aligned (a few MiB).
+        that you hold; what threads keep for requests that are not aligned (a few MB).
 
         Until `wake`, whatever uses the model, its weights or the optimizer raises an error that names `wake`. `iter_weights`
         and `close` work. A second call does nothing. Where several processes train together, all of them call this.

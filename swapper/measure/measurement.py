@@ -82,7 +82,7 @@ class IOSetting:
 
     def describe(self) -> str:
         """Return a few words for tables and logs."""
-        size = f"{self.request_bytes / (1 << 20):g} MiB"
+        size = f"{self.request_bytes / 1e6:.1f} MB"
         return f"{self.backend}, {size} x {self.num_inflight} in flight"
 
     def swapper_config(self, *, direct: bool = True, deadline_seconds: float = 120.0) -> SwapperConfig:

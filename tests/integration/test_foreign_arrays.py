@@ -207,7 +207,7 @@ _REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another name": (_with(attributes={"fqn": "1.weight"}), "belongs to tensors.zarr/parameters/1.weight"),
     "another dtype": (_with(attributes={"dtype": "bfloat16"}), "is to be bfloat16"),
     "a codec that nobody knows": (_with(codecs=[{"name": "bytes"}, {"name": "numcodecs.bz2"}]), "zarr cannot|none of"),
-    "huge chunks": (_in_chunks(1 << 20, 1 << 20), "more than 64 MiB"),
+    "huge chunks": (_in_chunks(1 << 20, 1 << 20), "more than 67.1 MB"),
     "many chunks": (_in_chunks(1, 1, shape=[1 << 40, 1 << 10]), "are more than"),
     "an array of ours without its file": (lambda folder: (_array(folder) / "0.0").unlink(), "'0.0' is missing"),
     "nothing": (lambda folder: shutil.rmtree(folder / "tensors.zarr"), "zarr cannot read it"),

@@ -17,7 +17,7 @@ from infinity.deepspeed.contents.accelerator import get_accelerator
 from infinity.deepspeed.contents.messages import logger
 from infinity.distributed.meshes import current_mesh
 from infinity.distributed.process_groups import process_rank
-from infinity.errors import ConfigError, ModelError
+from infinity.errors import ConfigError, ModelError, size
 
 _PARTS = ("model_parallel", "slice_parallel", "tensor_model_parallel", "pipe_parallel", "pipeline_model_parallel")
 _PART_SIZES = [f"get_{kind}_world_size" for kind in _PARTS]
@@ -71,12 +71,12 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 
 
 def see_memory_usage(message: str, force: bool = False, **_: Any) -> None:
-    """With ``force``, the first process logs the used memory of its GPU and of the machine, in GiB."""
+    """With ``force``, the first process logs the used memory of its GPU and of the machine."""
     if force and process_rank() == 0:
         memory, accelerator = psutil.virtual_memory(), get_accelerator()
         of_gpu, of_machine = accelerator.memory_allocated(), memory.total - memory.available
-        found = (each / (1 << 30) for each in (of_gpu, accelerator.max_memory_allocated(), of_machine, memory.total))
-        logger.info("%s: GPU %.2f (most so far %.2f), machine %.2f of %.2f GiB", message, *found)
+        found = (size(each) for each in (of_gpu, accelerator.max_memory_allocated(), of_machine, memory.total))
+        logger.info("%s: GPU %s (most so far %s), machine %s of %s", message, *found)
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
