@@ -26,22 +26,27 @@ write the message, so messages are worded in this file only.
 from __future__ import annotations
 
 import copyreg
+import math
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 
-def format_bytes(num_bytes: int) -> str:
-    """Exact bytes with a readable size behind them: `402653184 bytes (402.7 MB)`."""
-    return f"{num_bytes} bytes ({size(num_bytes)})" if num_bytes >= 1e6 else f"{num_bytes} bytes"
+def format_bytes(num_bytes: int, *, is_least: bool = False) -> str:
+    """Exact bytes with a readable size behind them: `402653184 bytes (402.7 MB)`.
+
+    ``is_least``: round it up, as a user copies it into a config. 3640000 bytes are 3.7 MB at least.
+    """
+    return f"{num_bytes} bytes ({size(num_bytes, is_least=is_least)})" if num_bytes >= 1e6 else f"{num_bytes} bytes"
 
 
-def size(num_bytes: float) -> str:
+def size(num_bytes: float, *, is_least: bool = False) -> str:
     """Bytes for people, in decimal units as drives are sold: `23.4 GB`. Memory of 64 GiB is 68.7 GB."""
     for factor, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
         if num_bytes >= factor:
-            return f"{num_bytes / factor:,.1f} {name}"
+            tenths = num_bytes / factor * 10
+            return f"{(math.ceil(tenths) if is_least else tenths) / 10:,.1f} {name}"
     return f"{num_bytes:,.0f} bytes"
 
 
@@ -136,7 +141,7 @@ class BudgetTooSmallError(ConfigError):
         self.minimum_bytes = minimum_bytes
         super().__init__(
             f"config key '{key}': the budget of {format_bytes(budget_bytes)} is too small. {reason}. "
-            f"{cure or f'Set it to at least {format_bytes(minimum_bytes)}'}",
+            f"{cure or f'Set it to at least {format_bytes(minimum_bytes, is_least=True)}'}",
             key=key,
         )
 

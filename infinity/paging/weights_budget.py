@@ -73,7 +73,7 @@ class WeightsBudget:
             budget_bytes=self.total_bytes,
             minimum_bytes=minimum_bytes,
             reason=f"{format_bytes(self.weights_bytes)} of it are for weights. {problem}",
-            cure=None if cure is None else cure.format(minimum=format_bytes(minimum_bytes)),
+            cure=None if cure is None else cure.format(minimum=format_bytes(minimum_bytes, is_least=True)),
         )
 
 

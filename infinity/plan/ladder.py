@@ -196,7 +196,7 @@ class Ladder:
             if error.key != HOST_KEY:  # gradients and states have taken their part of it
                 memory, least, given = "GPU memory for weights", 0, "left for them"
             have = f"{format_bytes(max(0, error.budget_bytes))} are {given}"
-            too_small = f"{memory}: {format_bytes(error.minimum_bytes)} are needed at least, {have}"
+            too_small = f"{memory}: {format_bytes(error.minimum_bytes, is_least=True)} are needed at least, {have}"
             return Outcome(*tiers, keys, None, least, too_small)
         except (ConfigError, OptimizerNotPageableError) as error:  # as an engine would
             return Outcome(*tiers, keys, None, 0, str(error), lacks_room=False)

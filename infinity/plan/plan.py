@@ -199,7 +199,8 @@ class Plan:
         flats = megabytes(placement.weights_bytes)
         if not request.uses_host_memory:
             rows.append(("device memory for weights", flats))
-        minimum = f"minimum {megabytes(placement.minimum_bytes)}"
+        # Rounded up to the 0.1 MB that are printed: it may be copied into the config.
+        minimum = f"minimum {megabytes(-(-placement.minimum_bytes // 100_000) * 100_000)}"
         rows.append(("host memory budget", f"{megabytes(request.budget_bytes)} ({self.host_budget_source}; {minimum})"))
         if request.uses_host_memory:
             rows.append(("  buffers for weights in use", flats))

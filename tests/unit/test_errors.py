@@ -131,3 +131,8 @@ def test_long_values_are_cut() -> None:
 )
 def test_format_bytes(num_bytes: int, text: str) -> None:
     assert errors.format_bytes(num_bytes) == text
+
+
+def test_a_minimum_that_is_copied_from_an_error_suffices() -> None:
+    error = errors.BudgetTooSmallError("k", budget_bytes=10**6, minimum_bytes=3_640_000, reason="r")
+    assert "at least 3640000 bytes (3.7 MB)" in str(error)
