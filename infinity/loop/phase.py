@@ -159,8 +159,7 @@ class PhaseGuard:
     def check_consistent(self) -> None:
         """Raise if weights are of two steps: units were updated in backward, and ``step`` was not called."""
         if self._stepper.is_between_steps:
-            if self.phase is Phase.BROKEN:  # then `engine.step()` is no cure
-                self.check_not_partial("it was cut off by an exception")
+            self.check_not_cut_off()  # else `engine.step()` is the cure
             raise self._order(
                 "reading weights",
                 "some of them were already updated in backward, and engine.step() has not been called",

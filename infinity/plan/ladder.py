@@ -29,7 +29,7 @@ from infinity.plan.cost_model import place_for_schedule
 from infinity.plan.inputs import PlanInputs, experts_of_config
 from infinity.plan.machine import Machine, RoomBytes
 from infinity.plan.model_shapes import active_share
-from infinity.plan.placement import HOST_KEY
+from infinity.plan.placement import HOST_KEY, with_codes_on_device
 from infinity.plan.plan import Plan
 from infinity.plan.sizes import UnitSize, guessed_order
 from infinity.plan.staging_sizes import STAGING_KEY
@@ -289,6 +289,7 @@ class Ladder:
             request = dataclasses.replace(inputs.request, used_together=together)
             order = guessed_order(len(sizes))
             try:
+                sizes = with_codes_on_device(sizes, request)
                 placement, _ = place_for_schedule(config.infinity.schedule, sizes, request, order)
             except BudgetTooSmallError:
                 return False

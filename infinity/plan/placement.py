@@ -184,12 +184,12 @@ def placements(units: Sequence[UnitSize], request: Request) -> list[Placement]:
 
 
 def with_codes_on_device(units: Sequence[UnitSize], request: Request) -> list[UnitSize]:
-    """Let packed weights rest in GPU memory, of as many units as there is room for.
+    """Let packed weights rest in GPU memory, of as many units as there is room for, and of no others.
 
     Raises:
         BudgetTooSmallError: the units that are needed together do not fit.
     """
-    return _Planner(units, request).with_codes_on_device()
+    return _Planner([replace(unit, keeps_codes=False) for unit in units], request).with_codes_on_device()
 
 
 class _Planner:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import infinity
+from infinity.errors import StepError
 from tests.exactness.lockstep import BF16, Lockstep, engine_on_nvme, with_smallest_budget
 from tests.states import state_of
 from tests.twins import Twins
@@ -79,6 +80,25 @@ def test_small_units_are_updated_when_backward_ends_and_large_ones_beside_it(wid
                 engine.step()
     assert (pending[-2] > 0) == (width > 8)
     assert pending[-1] == 3
+
+
+def test_what_cures_a_backward_that_is_cut_off_while_units_wait(tmp_path: Path) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    with engine_on_nvme(tmp_path, model) as engine:
+        x = torch.randn(2, 8, requires_grad=True)
+        for _ in range(2):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        x.register_hook(fail)  # at the end of backward
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(engine(x).square().mean())
+        with pytest.raises(StepError, match=r"cut off .* engine\.reset"):
+            model.state_dict()
+        engine.reset()
+        model.state_dict()
 
 
 def test_closing_finishes_what_is_pending(tmp_path: Path) -> None:

@@ -250,6 +250,23 @@ def test_the_largest_fits_and_one_that_is_larger_does_not(tmp_path: Path) -> Non
         assert ladder(count).outcome(keys).fits is fits
 
 
+def test_the_largest_has_no_more_packed_weights_on_the_gpu_than_fit(tmp_path: Path) -> None:
+    machine = Machine(host_free_bytes=40_000_000, drive_free_bytes=6_000_000, device_free_bytes=9_000_000)
+    config = _config(tmp_path, infinity={"frozen_dtype": "nf4"})
+
+    def ladder(num_layers: int) -> Ladder:
+        def make() -> nn.Module:
+            model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(num_layers)])
+            for layer in model:
+                layer.weight.requires_grad_(False)
+            return model
+
+        return _ladder(tmp_path, config, machine, make)
+
+    most, _ = ladder(12).largest()
+    assert ladder(most).given().fits
+
+
 @pytest.mark.deep
 def test_a_model_is_of_the_class_that_its_config_names(tmp_path: Path) -> None:
     sizes = {
