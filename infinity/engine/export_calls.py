@@ -200,7 +200,7 @@ class ExportCalls(CheckpointCalls):
         """
 
         save_filename = str(save_filename or "model.safetensors")
-        if Path(save_filename).name != save_filename:  # it would lead out of `save_dir`
+        if Path(save_filename).name != save_filename or save_filename == "..":  # it would lead out of `save_dir`
             raise ValueError(f"save_filename must be the name of a file in save_dir, not {save_filename!r}")
         what, trained_only = "engine.save_16bit_model", exclude_frozen_parameters
         self._write(what, save_dir, max_shard_size, filename=save_filename, trained_only=trained_only)

@@ -267,7 +267,7 @@ def test_what_is_no_directory_is_not_made_into_one(tmp_path: Path) -> None:
 def test_deepspeeds_file_name_gives_what_transformers_looks_for(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["plain"]) as both:
         both.engine.save_16bit_model(tmp_path / "out", "pytorch_model.bin")
-        for name in (str(tmp_path / "elsewhere.safetensors"), "../elsewhere.safetensors", "a/b.safetensors", "."):
+        for name in ("..", str(tmp_path / "elsewhere.safetensors"), "../elsewhere.safetensors", "a/b.safetensors", "."):
             with pytest.raises(ValueError, match="save_filename must be the name of a file"):
                 both.engine.save_16bit_model(tmp_path / "out", name)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
