@@ -160,6 +160,47 @@ def test_a_view_of_a_frozen_parameter_that_a_checkpoint_keeps_has_its_values(tmp
         twins.require_equal()
 
 
+class _Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return gradients[0] * scale, (gradients[0] * x).flatten(0, -2).sum(0)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _Scaling.apply(x, self.scale)
+        return result
+
+
+class _WithScaled(nn.Module):
+    """A unit by itself, so that no hook of the engine's enters it when the child is computed anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.scaled = nn.Embedding(16, 8), _Scaled()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return checkpoint(self.scaled, self.embedding(tokens), use_reentrant=False).square().sum()
+
+
+def test_a_weight_that_a_function_saves_while_a_checkpoint_computes_anew_has_its_values(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with _twins(copy.deepcopy(model := _WithScaled()), model, tmp_path) as twins:
+        for step in range(2):
+            twins.step(_losses(step))
+        twins.require_equal()
+
+
 def _around_model(model: Any, tokens: Tensor) -> Tensor:
     return model(tokens).sin()
 
