@@ -133,7 +133,10 @@ class Unsteady(Gated):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_an_unexpected_late_use_is_an_error_and_expected_from_then_on(use_reentrant: bool, tmp_path: Path) -> None:
+def test_an_unexpected_late_use_is_an_error_and_expected_from_then_on(
+    use_reentrant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinity.updates.stepper._LEAST_BYTES", 0)  # small units would wait, and be used in time
     model = Unsteady(use_reentrant=use_reentrant)
     engine = engine_on_nvme(tmp_path, model)
 
