@@ -115,8 +115,12 @@ def test_an_exception_in_backward_before_any_update_is_reset(
 
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("where", ["blocks.0", "embedding"])
-def test_a_backward_cut_off_after_updates_is_never_silent(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("least_bytes", [0, 1 << 20], ids=["one by one", "together"])
+def test_a_backward_cut_off_after_updates_is_never_silent(
+    least_bytes: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some units hold new weights and others old ones: whatever comes next says so, or nothing had been updated."""
+    monkeypatch.setattr("infinity.updates.stepper._LEAST_BYTES", least_bytes)
     with Lockstep.start(tmp_path) as both:
         for step in range(2):
             both.engine_step(step)
