@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import random
 import re
 import statistics
 import subprocess
@@ -113,8 +112,9 @@ def read_bytes() -> int:
 
 def deepspeed_engine(model: torch.nn.Module, config: dict[str, Any]) -> Any:
     """DeepSpeed's engine, which fetches a block of experts as a whole. It keeps as few parameters in memory as it can."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.setdefault("MASTER_PORT", str(random.randrange(20000, 30000)))
+    from bench.measured.deepspeed_peer import LAUNCHER, free_port
+
+    os.environ |= LAUNCHER | {"MASTER_PORT": str(free_port())}
     import deepspeed
 
     deepspeed.utils.set_z3_leaf_modules(model, [type(model.get_submodule("model.layers.0.mlp"))])

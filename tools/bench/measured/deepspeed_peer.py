@@ -14,7 +14,7 @@ import torch
 from .models import Program, Workload, build_model, micro_batches
 
 # Without the launcher DeepSpeed looks for these, and asks for mpi4py when they are missing.
-_LAUNCHER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+LAUNCHER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 # Elements of a sub-group and of live parameters. Smaller ones take less host memory, and more operations.
 _LEAN_ELEMENTS = int(4e7)
 _PIPELINES = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
@@ -115,9 +115,9 @@ class DeepSpeedPeer(Program):
     """
 
     def __init__(self, workload: Workload, settings: dict[str, Any]) -> None:
-        os.environ.update(_LAUNCHER)
+        os.environ.update(LAUNCHER)
         # Two benchmarks at once would meet at DeepSpeed's default port.
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ["MASTER_PORT"] = str(free_port())
         os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
         os.environ["TORCH_EXTENSIONS_DIR"] = settings["extensions_directory"]
         import deepspeed
@@ -151,7 +151,8 @@ class DeepSpeedPeer(Program):
         return {"num_parameters": self._num_parameters}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         # The kernel chooses a free port. It may be taken again before DeepSpeed binds it, which is unlikely.
         probe.bind(("127.0.0.1", 0))
