@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from bench.cgroup import Cgroup, why_unavailable
-from bench.options import size
+from bench.options import describe_machine, size
 from rich.table import Column, Table
 
 import infinity
@@ -252,7 +252,8 @@ def main(arguments: list[str] | None = None) -> int:
             found += [measure(way, tokens, Path(directory), options) for way in options.ways]
     show(found)
     if options.json is not None:
-        write_json([asdict(each) for each in found], options.json)
+        machine, figures = describe_machine(options.nvme_path), [asdict(each) for each in found]
+        write_json({"machine": machine, "figures": figures}, options.json)
     return 0
 
 
