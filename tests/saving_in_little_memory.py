@@ -16,7 +16,7 @@ from tests.little_memory import config_on, load_libraries, settled_bytes
 _BUDGET_BYTES = 112 << 20
 _SLACK_BYTES = 128 << 20
 """Beyond the budget: activations, what torch keeps, and the blocks that a save has under way."""
-_WIDTH, _NUM_LAYERS = 2048, 16
+_WIDTH, _NUM_LAYERS = 1024, 64
 
 
 def run(group: str, directory: str) -> None:
