@@ -44,7 +44,7 @@ step clipping-gradients-in-memory "${alone[@]}" --clip 1 --budget 1.2GB
 step beside-deepspeed --throttle 600 --seq-len 64 --micro-batches 1,8 --warmup-steps 1 --turns 1 \
     --without-compute-alone "${peer[@]}"
 step as-much-memory "${alone[@]}" --budget 6GB
-step eight-micro-batches --throttle 300,600,1200 --seq-len 64 --micro-batches 8 --warmup-steps 1 --turns 1
+step eight-micro-batches --throttle 300,600,1200 --seq-len 64 --micro-batches 8 --warmup-steps 2 --turns 1
 step in-memory --throttle none --budget 10GB --clip 0,1 --turns 3 --warmup-steps 2
 step memory-limit --throttle none --memory-limit 1.5GB --checkpointing non-reentrant --micro-batches 1,3 --clip 0,1 \
     --turns 1 --steps-per-turn 1 --without-compute-alone
