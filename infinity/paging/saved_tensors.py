@@ -32,6 +32,7 @@ from torch import nn
 
 from infinity.torch_internals.names import saving_hooks, with_lazy_bits
 from infinity.units.layout import Slot
+from infinity.units.parameter import ViewPlace
 from infinity.units.unit import Unit
 
 
@@ -52,8 +53,10 @@ class PackedSavedTensor:
         "version",
     )
 
-    def __init__(self, unit: Unit, tensor: torch.Tensor, slot: Slot | None = None) -> None:
-        """``tensor``: the view; or, with its ``slot``, a whole parameter that is paged out."""
+    def __init__(
+        self, unit: Unit, tensor: torch.Tensor, slot: Slot | None = None, place: ViewPlace | None = None
+    ) -> None:
+        """``tensor``: the view; or a whole paged-out parameter, with its ``slot``; or a `PagedView`, with its ``place``."""
         self.unit = unit
         self.version = unit.version
         # Of nearly all the class says it: `isinstance` with nn.Parameter runs Python.
@@ -74,6 +77,11 @@ class PackedSavedTensor:
             # Unpacked in a backward with create_graph=True: it has a counter of its own.
             owner = unit.slot_at(int(self.offset) * self.dtype.itemsize)
             self.tensor_version = tensor._version if owner is None else unit.parameters[owner.index]._version
+        if place is not None:
+            self.stride, self.offset, self.lazy_bits = place.stride, place.offset, place.lazy_bits
+            # As long as it shares the parameter's version, torch checks that.
+            version = unit.parameters[place.slot.index]._version
+            self.tensor_version = version if tensor._version == version else None
         unit.saved_references.add(weakref.ref(self, unit.saved_references.discard))
 
     def check(self) -> None:
