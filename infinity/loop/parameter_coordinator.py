@@ -266,7 +266,7 @@ class ParameterCoordinator:
         self.end_vertical()
         self._depth = 0
         self.clock.end_compute()
-        self.saving.pop(most=None)
+        self.saving.abandon()
         for unit in self.parameter_cache.units:
             unit.forget_uses(keeps_gathered=True)
         self.parameter_cache.unbind_unused()
