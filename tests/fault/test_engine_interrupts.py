@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.checkpoint.training_checkpoint import Saving
+from infinity.errors import StepError
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.paging.parameter_cache import ParameterCache
 from infinity.units.unit import Unit
@@ -134,6 +135,28 @@ def test_a_step_in_which_an_interrupt_comes_is_ended_before(mode: str, moment: s
         both.reference.step()  # which the interrupt has kept from being called
         step(2)
         both.require_equal()
+
+
+def test_an_interrupt_right_behind_an_update_in_backward_does_not_hide_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are between two steps then, which the next call has to say."""
+    submit = Stepper._submit
+
+    def cut_off(*args: Any, **kwargs: Any) -> None:
+        submit(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    changes = with_smallest_budget(tmp_path, {"infinity": {"update": "in_backward"}})
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        both.engine_step(0)
+        monkeypatch.setattr(Stepper, "_submit", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            both.engine.backward(both.engine(**both.batch(1)))
+        monkeypatch.undo()
+        with pytest.raises(StepError, match=r"after 1 of \d+ units had been updated.*engine.reset\(\)"):
+            both.engine.step()
+        both.engine.reset()
 
 
 @pytest.mark.parametrize("then", ["checkpointed", "plain"])
