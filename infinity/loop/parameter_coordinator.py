@@ -57,7 +57,7 @@ from infinity.torch_internals.names import (
     untraced,
 )
 from infinity.units.layout import Slot
-from infinity.units.parameter import PagedParameter
+from infinity.units.parameter import PagedParameter, PagedView
 from infinity.units.unit import Unit
 from infinity.updates.step_groups import StepGroups
 
@@ -266,7 +266,7 @@ class ParameterCoordinator:
         self.end_vertical()
         self._depth = 0
         self.clock.end_compute()
-        self.saving.pop(most=None)
+        self.saving.abandon()
         for unit in self.parameter_cache.units:
             unit.forget_uses(keeps_gathered=True)
         self.parameter_cache.unbind_unused()
@@ -463,6 +463,8 @@ class ParameterCoordinator:
         if isinstance(tensor, PagedParameter):  # what a torch.autograd.Function saves that was given the weight itself
             place = self.parameter_map.places.get(id(tensor))
             return None if place is None else PackedSavedTensor(place[0], tensor, place[1])
+        if isinstance(tensor, PagedView) and tensor.place.unit in self.parameter_cache.units:  # or a view of the weight
+            return PackedSavedTensor(tensor.place.unit, tensor, place=tensor.place)
         unit = self.parameter_cache.unit_behind(tensor)
         return None if unit is None or unit.flat is None else PackedSavedTensor(unit, tensor)
 

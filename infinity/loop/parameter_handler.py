@@ -19,7 +19,7 @@ from infinity.loop.module_hooks import ModuleHooks
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.paging.assigned import AssignedData
 from infinity.paging.parameter_map import ParameterMap
-from infinity.paging.saved_tensors import hooks_are_forbidden, is_checkpointed, keep_saved
+from infinity.paging.saved_tensors import hooks_are_forbidden, hooks_of_the_user, is_checkpointed, keep_saved
 from infinity.threads.engine_lock import is_inside
 from infinity.torch_internals import operations
 from infinity.torch_internals.names import has_memory, in_backward, lazy_bits, outside_modes, with_lazy_bits
@@ -139,7 +139,7 @@ class ParameterHandler:
                             what = "moving to the meta device"
                             raise AccessError.of_parameter(fqn, operation=what, cure=_CURES[what])
                         # A view of the weights must not outlive their memory.
-                        return operations.replaced(result, lambda leaf: self._outlasting(leaf, units, name))
+                        return operations.replaced(result, lambda leaf: self._outlasting(leaf, units))
                 finally:
                     self._unbind(units)
         finally:
@@ -199,16 +199,16 @@ class ParameterHandler:
             base = place.unit.memory.view(place.dtype)
             bind_view(view, with_lazy_bits(base.as_strided(place.shape, place.stride, place.offset), place.lazy_bits))
 
-    def _outlasting(self, value: Any, units: Sequence[Unit], name: str) -> Any:
+    def _outlasting(self, value: Any, units: Sequence[Unit]) -> Any:
         """A result of an operation, made safe to keep: a view of weights becomes a `PagedView` or a copy."""
         unit = self._unit_behind(value)
         if unit is None or unit not in units:
             return value
         if value.requires_grad and self._coordinator.is_computing and torch.is_grad_enabled():
             return value  # what it is used for is saved as packed saved tensors
-        if name == "detach" and in_backward() and is_checkpointed():
-            # A checkpoint detaches what a torch.autograd.Function saves. torch makes another tensor of what it keeps, over
-            # the same memory: a `PagedView` has none. A plain view holds that of the unit.
+        if hooks_of_the_user() is not None or (in_backward() and is_checkpointed()):
+            # Hooks of a script's, or of a checkpoint, may keep it, of what a torch.autograd.Function saves. torch makes another
+            # tensor of what they keep, over the same memory: a `PagedView` has none. A plain view holds that of the unit.
             return value
         # A plain view becomes a `PagedView`, which follows the unit. Anything else is copied.
         slot = unit.slot_at(int(value.storage_offset()) * value.itemsize)
@@ -233,6 +233,8 @@ class ParameterHandler:
         """Implements reading ``parameter.data``."""
         unit, slot = self._parameter_map.locate(parameter)
         view = unit.data_view(slot)
+        if not unit.is_bound and hooks_of_the_user() is not None:
+            return parameter.detach()  # what they keep needs memory, see `_outlasting`
         # Outside of calls, a view that pages the unit in whenever it is used.
         if not unit.is_bound or not is_inside():
             return make_view(view, self._whole(unit, slot))

@@ -302,8 +302,13 @@ def storage_findings(directories: Sequence[Path], *, measures: bool) -> Iterator
     """
     drives: dict[Path, Drive] = {}
     for path in directories:
+        place = path
+        if not os.path.lexists(path) and path.parent.is_dir():
+            place = path.parent
+            told = "does not exist: infinity.initialize makes it, in the directory that is looked at here"
+            yield poor("directory", told, "Check that its drive is mounted", str(path))
         try:
-            drives[path] = writable_drive(path)
+            drives[path] = writable_drive(place)
         except VolumeError as error:
             cure = "Name another directory with --nvme-path, or make this one (mkdir -p)"
             yield bad("directory", str(error), cure, str(path))

@@ -133,7 +133,8 @@ def learn_schema(executor: OptimizerExecutor, group: Mapping[str, Any]) -> State
     else:
         raise executor.unpageable(
             f"a step on a small float32 tensor on {executor.device} failed ({type(failures[0]).__name__}: {failures[0]})",
-            cure="Make it run on such a tensor without a closure and with state that is started in step()",
+            cure="Correct its hyperparameters, if the error is about them (as many betas as it unpacks). A class of your own "
+            "must run on such a tensor without a closure, and start its state in step()",
         ) from failures[0]
     # By shape: a state of the parameter's shape is cut as the parameter is, all else is kept once for each parameter.
     elementwise = [name for name, value in state.items() if isinstance(value, Tensor) and tuple(value.shape) == shape]

@@ -2,9 +2,9 @@
 
 [Note: interrupted hooks] torch runs no forward hook after a KeyboardInterrupt, so one that comes in a forward leaves our hooks
 on torch's stack. Nothing else notes that they are there: they are found on that stack, and taken down when the next forward
-begins, or the one that was cut off is abandoned: ``engine(...)`` does so at once. A context of the user's that is left before
-that, around a call of the module itself, takes ours down in place of its own, which stay up then: bits are the same, but a
-checkpoint refuses the next backward. ``engine.reset()`` inside the context avoids it.
+begins, or the one that was cut off is abandoned: ``engine(...)`` does so at once. A context of the user's, or a checkpoint, that
+is left before that, around a call of the module itself, takes ours down in place of its own, which stay up then, as no others
+would: `abandon` takes these down. Of several such contexts, one in the other, only the innermost.
 
 [Note: hooks of the user] torch calls the innermost hooks only, so ours call those of the user that they cover: these get
 what is saved, weights as well, and what they give is saved in its place (compressed, counted, moved). Covered are hooks that
@@ -22,6 +22,7 @@ innermost. So each gives the other's weights to the other to pack, and to unpack
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from torch import nn
 
 from infinity.torch_internals.names import saving_hooks, with_lazy_bits
 from infinity.units.layout import Slot
+from infinity.units.parameter import ViewPlace
 from infinity.units.unit import Unit
 
 
@@ -52,8 +54,10 @@ class PackedSavedTensor:
         "version",
     )
 
-    def __init__(self, unit: Unit, tensor: torch.Tensor, slot: Slot | None = None) -> None:
-        """``tensor``: the view; or, with its ``slot``, a whole parameter that is paged out."""
+    def __init__(
+        self, unit: Unit, tensor: torch.Tensor, slot: Slot | None = None, place: ViewPlace | None = None
+    ) -> None:
+        """``tensor``: the view; or a whole paged-out parameter, with its ``slot``; or a `PagedView`, with its ``place``."""
         self.unit = unit
         self.version = unit.version
         # Of nearly all the class says it: `isinstance` with nn.Parameter runs Python.
@@ -74,6 +78,11 @@ class PackedSavedTensor:
             # Unpacked in a backward with create_graph=True: it has a counter of its own.
             owner = unit.slot_at(int(self.offset) * self.dtype.itemsize)
             self.tensor_version = tensor._version if owner is None else unit.parameters[owner.index]._version
+        if place is not None:
+            self.stride, self.offset, self.lazy_bits = place.stride, place.offset, place.lazy_bits
+            # As long as it shares the parameter's version, torch checks that.
+            version = unit.parameters[place.slot.index]._version
+            self.tensor_version = version if tensor._version == version else None
         unit.saved_references.add(weakref.ref(self, unit.saved_references.discard))
 
     def check(self) -> None:
@@ -222,6 +231,8 @@ class SavingHooks:
     """As for ``torch.autograd.graph.saved_tensors_hooks``, as `_pack` is."""
     _packed_for: Callable[[torch.Tensor], PackedSavedTensor | None]
     """What `_pack` gives for a view of a weight of the owner's; None for anything else."""
+    _below: tuple[Any, Any] | None = None
+    """The hooks above which they were put up last, until they are taken down."""
 
     def __post_init__(self) -> None:
         me = id(self)
@@ -246,6 +257,7 @@ class SavingHooks:
             ours = functools.partial(self._pack_for, collect), functools.partial(self._unpack_for, give)
         elif (theirs := hooks_of_the_user()) is not None:
             ours = functools.partial(self._pack_over, theirs), functools.partial(self._unpack_over, theirs)
+        self._below = top_hooks()
         saving_hooks._push_saved_tensors_default_hooks(*ours)
 
     def _pack_over(self, theirs: tuple[Any, Any], tensor: torch.Tensor) -> Any:
@@ -295,20 +307,30 @@ class SavingHooks:
         """Whether they are the innermost of the calling thread."""
         return (top := top_hooks()) is not None and self._are(top)
 
-    def pop(self, most: int | None = 1) -> None:
-        """Take the innermost down, if any are up; None: all, as after an interrupt. Those of others stay, wherever they are."""
+    def pop(self, most: int | None = 1, are_these: Callable[[tuple[Any, Any]], bool] | None = None) -> int:
+        """Take the innermost down, if any are up; None: all, as after an interrupt. Those of others stay, wherever they are.
+
+        ``are_these``: whether hooks are those to take down; by default ours. Returns the number of those that were up.
+        """
         others: list[tuple[Any, Any]] = []
-        num_found = 0
+        num_found, self._below = 0, None
         try:
             while num_found != most and (top := top_hooks()) is not None:
                 saving_hooks._pop_saved_tensors_default_hooks()
-                if self._are(top):
+                if (are_these or self._are)(top):
                     num_found += 1
                 else:
                     others.append(top)
         finally:
             for hooks in reversed(others):
                 saving_hooks._push_saved_tensors_default_hooks(*hooks)
+        return num_found
+
+    def abandon(self) -> None:
+        """What they were up for was cut off: see [Note: interrupted hooks]."""
+        below = self._below
+        if not self.pop(most=None) and below is not None:
+            self.pop(are_these=functools.partial(operator.eq, below))
 
     def __enter__(self) -> None:
         self.push()

@@ -58,10 +58,12 @@ class WeightsBudget:
         lacking_bytes = max(lacking_bytes, moving_bytes_of(units) - moving_bytes)
         return self.too_small(
             lacking_bytes,
-            f"{problem}. User code keeps tensors over the weights of {len(kept_by_user)} units that no module uses: in a "
-            "list, as an attribute of an autograd.Function's context (`weight.data`), or by hooks for saved tensors that a "
-            "module's forward puts up (torch.autograd.graph.saved_tensors_hooks, save_on_cpu)",
-            cure="Keep no such tensors: in an autograd.Function, call ctx.save_for_backward(weight); put hooks for saved tensors "
+            f"{problem}. User code keeps tensors over the weights of {len(kept_by_user)} units that no module uses: by a "
+            "checkpoint with use_reentrant=False that computes several units at once, in a list, as an attribute of an "
+            "autograd.Function's context (`weight.data`), or by hooks for saved tensors that a module's forward puts up "
+            "(torch.autograd.graph.saved_tensors_hooks, save_on_cpu)",
+            cure="Keep no such tensors: checkpoint unit by unit, or with use_reentrant=True; in an autograd.Function, call "
+            "ctx.save_for_backward(weight); put hooks for saved tensors "
             "up around the call of the model. Otherwise all units have to be in memory: set it to at least {minimum}",
         )
 

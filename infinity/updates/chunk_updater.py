@@ -149,10 +149,8 @@ class ChunkUpdater:
         # (`fetch_coefficient`).
         scale = 1.0 if job.clip_coefficient is None else float(job.clip_coefficient)
         values: list[tuple[Any, ...]] = []
-        # (group, step count) -> row of their numbers, and scalars after the update: parameters share them, so that the next
-        # step finds both by the identity of the scalars.
+        # (group, step count) -> row of their numbers, and scalars after the update, which parameters share.
         of_count: dict[tuple[int, float], tuple[int, tuple[tuple[str, ...], dict[str, Any]]]] = {}
-        of_scalars: dict[tuple[int, int], tuple[int, tuple[tuple[str, ...], dict[str, Any]]]] = {}
         rows = np.zeros(max(job.slots) + 1, dtype=np.int64)
         after, fresh = {}, set[int]()
         for index in job.slots:  # hundreds
@@ -162,16 +160,12 @@ class ChunkUpdater:
                 if not fused.runs(group):
                     return _TAKES_NOT_ALL
                 self._checked_group = group
-            scalars = state.scalars
-            found = of_scalars.get((id(group), id(scalars)))
-            if found is None:
-                step = torch.as_tensor(scalars.get("step", 0.0), dtype=torch.float32, device="cpu") + 1
-                found = of_count.get((id(group), float(step)))
-                if found is None:
-                    found = of_count[id(group), float(step)] = len(values), (STATES, {"step": step})
-                    values.append(fused.values(group, scale, float(step)))
-                of_scalars[id(group), id(scalars)] = found
-            rows[index], after[index] = found
+            key = id(group), float(state.scalars.get("step", 0.0))
+            if key not in of_count:
+                step = torch.tensor(key[1], dtype=torch.float32, device="cpu") + 1
+                of_count[key] = len(values), (STATES, {"step": step})
+                values.append(fused.values(group, scale, float(step)))
+            rows[index], after[index] = of_count[key]
             if state.names is None:
                 fresh.add(index)
         return _Numbers(np.array(values, dtype=np.float32), rows, after, fresh)

@@ -233,7 +233,6 @@ class Stepper:
                 gradients.clear()
                 waiting.popleft()
                 self._submit(unit, source, None if self._divisor == 1 else _scalar(1.0 / self._divisor))
-                self.updated.add(unit.index)
                 self._trim_heap()
         finally:
             self._waiting += waiting  # after an error: those behind the failed one, whose gradients are used up
@@ -278,6 +277,7 @@ class Stepper:
             is_shard=self._is_divided,
             uses_flat=self.parameter_cache.holds_all or not self.exchange.divides(unit),
         )
+        self.updated.add(unit.index)  # before the update: behind it an interrupt may come
         unit.count_update(groups)
         unit.begin_update(job)
         try:
@@ -372,7 +372,6 @@ class Stepper:
             factor = self._factor(coefficient, self.gradients.scale_of(unit)) if momenta is None else None
             source = self.gradients.source(unit, keeps=keeps)
             self._submit(unit, source, factor, is_held=is_held, are_momenta=momenta is not None)
-            self.updated.add(unit.index)
         # Group counters (of classes that count in their groups) change once, after all parameters were submitted.
         self.step_groups.advance(groups, self._norms)
         if self._is_divided:  # in the order of their updates, as far as there is one that all ranks know

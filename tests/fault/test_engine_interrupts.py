@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.checkpoint.training_checkpoint import Saving
+from infinity.errors import StepError
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.paging.parameter_cache import ParameterCache
 from infinity.units.unit import Unit
@@ -34,6 +36,7 @@ from tests.exactness.lockstep import (
     with_smallest_budget,
 )
 from tests.open_files import open_files
+from tests.twins import Twins
 from tests.waiting import wait_until
 
 
@@ -132,6 +135,52 @@ def test_a_step_in_which_an_interrupt_comes_is_ended_before(mode: str, moment: s
         both.reference.step()  # which the interrupt has kept from being called
         step(2)
         both.require_equal()
+
+
+def test_an_interrupt_right_behind_an_update_in_backward_does_not_hide_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are between two steps then, which the next call has to say."""
+    submit = Stepper._submit
+
+    def cut_off(*args: Any, **kwargs: Any) -> None:
+        submit(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    changes = with_smallest_budget(tmp_path, {"infinity": {"update": "in_backward"}})
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        both.engine_step(0)
+        monkeypatch.setattr(Stepper, "_submit", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            both.engine.backward(both.engine(**both.batch(1)))
+        monkeypatch.undo()
+        with pytest.raises(StepError, match=r"after 1 of \d+ units had been updated.*engine.reset\(\)"):
+            both.engine.step()
+        both.engine.reset()
+
+
+@pytest.mark.parametrize("then", ["checkpointed", "plain"])
+def test_an_interrupt_in_a_checkpoint_around_the_model_leaves_no_hooks(then: str, tmp_path: Path) -> None:
+    """torch takes down the innermost hooks when the checkpoint is left, which are the engine's."""
+
+    def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        if then == "plain":
+            loss: torch.Tensor = model(**batch)
+            return loss
+        return checkpoint(lambda: model(**batch), use_reentrant=False)
+
+    model = PLAIN.make("none")
+    with Twins(tmp_path, model, is_tight=True) as twins:
+        twins.step(lambda model: loss_of(model, make_batch(0)))
+        with _ctrl_c(ParameterCache, "make_resident", 3), pytest.raises(KeyboardInterrupt):
+            checkpoint(lambda: twins.model(**make_batch(7)), use_reentrant=False)
+        with torch.no_grad():  # until the next forward of this model, the checkpoint's own hooks are left
+            twins.model(**make_batch(7))
+        assert _top_hooks() is None
+        for number in range(1, 3):
+            twins.step(lambda model, number=number: loss_of(model, make_batch(number)))
+        twins.require_equal()
+    assert _top_hooks() is None
 
 
 def test_an_interrupt_in_a_step_of_the_plain_loop_comes_after_it(tmp_path: Path) -> None:

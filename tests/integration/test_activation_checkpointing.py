@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from infinity.errors import BudgetTooSmallError
 from tests.exactness import families
 from tests.internals import find_blocks
 from tests.twins import Twins
@@ -158,6 +159,33 @@ def test_a_view_of_a_frozen_parameter_that_a_checkpoint_keeps_has_its_values(tmp
         for step in range(2):
             twins.step(_losses(step))
         twins.require_equal()
+
+
+class _InOne(nn.Module):
+    """One checkpoint over several units."""
+
+    def __init__(self, is_reentrant: bool) -> None:
+        super().__init__()
+        self.blocks, self.is_reentrant = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), is_reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = nn.functional.one_hot(tokens, 64).float().requires_grad_()
+        result: Tensor = checkpoint(self.blocks, x, use_reentrant=self.is_reentrant)
+        return result.square().sum()
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_a_checkpoint_over_several_units_that_keeps_their_weights_is_named(is_reentrant: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = _InOne(is_reentrant)
+    with Twins(tmp_path, model, is_tight=True) as twins:
+        if is_reentrant:
+            twins.step(_losses(0))
+            twins.require_equal()
+        else:
+            with pytest.raises(BudgetTooSmallError, match=r"several units at once.*with use_reentrant=True"):
+                twins.step(_losses(0))
+            twins.engine.reset()
 
 
 class _Scaling(torch.autograd.Function):

@@ -253,6 +253,18 @@ def test_states_go_by_name_and_never_to_another_group(order: str, tmp_path: Path
             steps_of(engine, 0)  # nothing was changed
 
 
+def test_a_checkpoint_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    with training(tmp_path / "drive", {}) as engine:
+        steps_of(engine, 0)
+        engine.save_checkpoint(tmp_path / "saved")
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}
+    with (
+        training(tmp_path / "drive", sgd) as engine,
+        pytest.raises(CheckpointError, match=r"another kind of optimizer saved it\. Load another checkpoint"),
+    ):
+        engine.load_checkpoint(tmp_path / "saved")
+
+
 @pytest.mark.deep
 def test_a_parameter_that_the_checkpoint_does_not_train_starts_anew_only_if_asked(tmp_path: Path) -> None:
     with _in_groups(tmp_path / "drive", "fewer") as engine:

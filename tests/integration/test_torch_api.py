@@ -208,6 +208,63 @@ def test_views_that_hooks_inside_a_forward_keep_cost_memory(tmp_path: Path) -> N
         twins.require_equal()
 
 
+class _Times(torch.autograd.Function):
+    """Saves its weight itself, or a view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, saves_view: bool) -> Tensor:
+        ctx.saves_view = saves_view
+        ctx.save_for_backward(x, weight.T if saves_view else weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ (weight if ctx.saves_view else weight.T), x.T @ gradients[0], None
+
+
+class SavesWeights(nn.Module):
+    """Gives a function weights that are paged out: no module enters their units."""
+
+    def __init__(
+        self, around: Callable[[], contextlib.AbstractContextManager[Any]], saves_view: bool, how: str
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.around, self.saves_view, self.is_checkpointed = around, saves_view, how == "checkpointed"
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return checkpoint(self.times, x, use_reentrant=False) if self.is_checkpointed else self.times(x)
+
+    def times(self, x: Tensor) -> Tensor:
+        with self.around():
+            result: Tensor = _Times.apply(x, self.blocks[0].weight, self.saves_view)
+            return result
+
+
+@pytest.mark.deep(but=8)
+@pytest.mark.parametrize("saves_view", [True, False])
+@pytest.mark.parametrize("how", ["inside", "around", "checkpointed"])
+@pytest.mark.parametrize(
+    "pack", [None, Tensor.detach, lambda x: x.view_as(x), lambda x: x.data], ids=["none", "detach", "view", "data"]
+)
+def test_hooks_that_keep_another_tensor_of_a_weight_that_a_function_saves(
+    pack: Callable[[Tensor], Tensor] | None, how: str, saves_view: bool, tmp_path: Path
+) -> None:
+    def hooks() -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if pack is None else saved_tensors_hooks(pack, lambda packed: packed)
+
+    is_around = how == "around"
+    model = SavesWeights(contextlib.nullcontext if is_around else hooks, saves_view, how)
+    with Twins(tmp_path, model) as twins:
+        for step in range(2):
+            with hooks() if is_around else contextlib.nullcontext():
+                twins.step(lambda model, step=step: model(torch.full((2, 8), 0.1 + step)).square().sum())
+        twins.require_equal()
+
+
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("which", ["narrow", "kept", "moved"])
 def test_hooks_of_the_user_around_a_forward_see_all_that_is_saved(which: str, tmp_path: Path) -> None:

@@ -44,8 +44,9 @@ def suggest(path: str, name: str, known_here: Iterable[str]) -> str | None:
         return everywhere[name]
     if (near := nearest(name, known_here)) is not None:
         return path + near
-    # Among all keys something always looks similar: 0.8 of difflib's ratio needs a closer match than in one block.
-    if (near := nearest(name, everywhere, cutoff=0.8)) is not None:
+    # Among all keys something always looks similar: 0.86 of difflib's ratio needs a closer match than in one block, and more
+    # than three letters that are also those of a key of four, as "moe" and "mode".
+    if (near := nearest(name, everywhere, cutoff=0.86)) is not None:
         return everywhere[near]
     return None
 

@@ -171,7 +171,7 @@ class StateLoader:
         if missing:
             raise ValueError(
                 f"loaded state dict has no usable scalars for parameter '{self._wrapped_optimizer.fqn(param)}': "
-                f"{', '.join(missing)}. Was it saved by another kind of optimizer?"
+                f"{', '.join(missing)}. Perhaps another kind of optimizer saved it"
             )
         return loaded
 
@@ -183,7 +183,7 @@ class StateLoader:
         if missing:
             raise ValueError(
                 f"loaded state dict lacks state {', '.join(map(repr, missing))} of parameter '{fqn}'. "
-                f"It has {', '.join(map(repr, given))}: was it saved by another kind of optimizer?"
+                f"It has {', '.join(map(repr, given))}: perhaps another kind of optimizer saved it"
             )
         for name, value in given.items():
             is_tensor = isinstance(value, Tensor)
@@ -207,7 +207,7 @@ class StateLoader:
         except OptimizerNotPageableError as error:
             raise ValueError(
                 f"{self._wrapped_optimizer.name} cannot run with the hyperparameters in the loaded state dict's group {index}: "
-                "was it saved by another kind of optimizer?"
+                "perhaps another kind of optimizer saved it"
             ) from error
         if set(needed) != set(reserved):
             raise ValueError(

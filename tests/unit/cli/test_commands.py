@@ -86,7 +86,7 @@ def test_a_machine_is_told(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_what_prevents_a_training_is_an_exit_status(tmp_path: Path, capsys: Captured) -> None:
-    wrong = tmp_path / "not-there"
+    wrong = tmp_path / "not" / "there"
     found = _json(["doctor", "--nvme-path", str(wrong), "--no-measure"], capsys, status=1)
     bad = [finding for finding in found["findings"] if finding["verdict"] == "bad"]
     assert len(bad) == 1 and str(wrong) in bad[0]["text"] and bad[0]["cure"]
@@ -132,6 +132,14 @@ def test_two_directories_on_one_drive(tmp_path: Path) -> None:
         path.mkdir()
     found = list(findings.storage_findings(paths, measures=False))
     assert found[-1].verdict is Verdict.POOR and "one drive" in found[-1].text
+
+
+def test_a_directory_that_initialize_makes_prevents_no_training(tmp_path: Path) -> None:
+    found = list(findings.storage_findings([tmp_path / "new"], measures=False))
+    assert found[0].verdict is Verdict.POOR and "infinity.initialize makes it" in found[0].text
+    assert len(found) > 1 and not (tmp_path / "new").exists()
+    (nowhere,) = findings.storage_findings([tmp_path / "no" / "where"], measures=False)
+    assert nowhere.verdict is Verdict.BAD
 
 
 def test_the_doctor_prints_brackets_as_they_are(capsys: Captured) -> None:

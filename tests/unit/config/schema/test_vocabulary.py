@@ -39,6 +39,7 @@ BASE = {"train_batch_size": 1}
             "scheduler.params.warmup_num_steps",
         ),
         ({"qqqqqq": 1}, "qqqqqq", None),
+        ({"moe": {}}, "moe", None),
     ],
 )
 def test_nearest_is_named(config: dict[str, Any], path: str, nearest: str | None) -> None:
