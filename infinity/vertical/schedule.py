@@ -203,7 +203,7 @@ class VerticalSchedule:
         on = self._on
         on.module_hooks.follow_compilation()
         # Before anything of the step: from here it can be repeated.
-        self._start = StepStart(self._map.model, on.device.torch_device, self._start)
+        self._start = StepStart(self._map.model, self._start)
         is_trial = not self._selector.is_proven
         # Looked for again in each trial: the model may have been changed since.
         if options.keeps_bits and is_trial:
