@@ -19,7 +19,7 @@ import torch
 from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
 from infinity.gradients.main_gradients import GradientSource
 from infinity.threads.denormals import flushes_denormals
-from infinity.units.layout import Chunk, Slot
+from infinity.units.layout import Chunk
 from infinity.units.unit import Arrival, Unit
 from swapper import Latch
 
@@ -47,32 +47,6 @@ class ParameterState:
         # Neither names nor scalars: as if it had never been updated, so the optimizer creates its state in the next
         # update.
         self.scalars, self.names, self.num_updates = scalars, names if names or scalars else None, num_updates
-
-    def check(self, slot: Slot, stored: Sequence[str], values: Mapping[str, Any]) -> None:
-        """Raise ValueError if ``values`` cannot take its place; ``stored``: the per-element states that the records hold."""
-        fqn = slot.spec.fqn
-        known = (*(self.names or ()), *(["step"] if "step" in self.scalars else []))
-        missing = [] if self.is_fresh else [name for name in known if name not in values]
-        if missing:
-            raise ValueError(
-                f"the state for '{fqn}' lacks {', '.join(map(repr, missing))}. Give all of {', '.join(map(repr, known))}; "
-                "infinity.GatheredParameters changes weights"
-            )
-        for name, value in values.items():
-            is_tensor = isinstance(value, torch.Tensor)
-            if name in stored:
-                shape = tuple(value.shape) if is_tensor else type(value).__name__
-                if shape != tuple(slot.spec.shape) or not value.is_floating_point() or value.device.type == "meta":
-                    raise ValueError(
-                        f"the state '{name}' for '{fqn}' is {shape}, {getattr(value, 'dtype', 'no tensor')}, on "
-                        f"{getattr(value, 'device', 'no device')}. Give a floating-point tensor of shape "
-                        f"{tuple(slot.spec.shape)}"
-                    )
-            elif is_tensor and value.numel() != 1:
-                raise ValueError(
-                    f"the state for '{fqn}' has '{name}' of shape {tuple(value.shape)}, which the optimizer does not "
-                    f"keep. Give {', '.join(map(repr, stored)) or 'none'} per element, and scalars"
-                )
 
 
 def advance(states: Mapping[tuple[int, int], ParameterState], job: UpdateJob) -> None:
