@@ -18,6 +18,7 @@ from infinity.checkpoint.stored_weights import PART_NUMEL, StoredWeights
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.remainder import split_bits
+from infinity.optim.facade.state_loader import check_values
 from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.rank_weights import gather_weights
 from infinity.units.layout import Slot, in_memory_order
@@ -163,8 +164,7 @@ class StateAccess:
             return
         self._stored.wait_for_save(unit)
         names = self.stream.records.names_of(unit)
-        if values:
-            state.check(slot, names, values)
+        check_values(slot.spec.fqn, slot.spec.shape, values, names)
         # Stochastic rounding of states draws its random numbers by this count, so a loaded state goes on with the same
         # ones.
         num_updates = int(values.get("step", 0))

@@ -10,7 +10,7 @@ gradient on all of them. State dicts, exports and checkpoints of the model have 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from infinity.distributed.meshes import Mesh
 from infinity.distributed.process_groups import num_processes
 from infinity.errors import ModelError
+from infinity.torch_internals.operations import with_parts
 
 _ATTRIBUTE = "_infinity_parts_of"
 _CURE = (
@@ -108,17 +109,8 @@ class LocalParameters:
 
     def of(self, parameters: Iterable[Any]) -> list[Any]:
         """Parameters, pairs of name and parameter, or groups of them, with parts in place of DTensors."""
-
-        def replaced(each: Any) -> Any:
-            if isinstance(each, Mapping):
-                inside = each["params"]
-                return {**each, "params": self.of([inside] if isinstance(inside, torch.Tensor) else inside)}
-            if isinstance(each, tuple):
-                return each[0], self._parts.get(id(each[1]), each[1])
-            return self._parts.get(id(each), each)
-
-        # No tree of torch's, to which iterators and views of dicts are leaves: groups may have those.
-        return list(map(replaced, parameters))
+        found: list[Any] = with_parts(parameters, lambda each: [self._parts.get(id(each), each)])
+        return found
 
     def replace_in(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's groups hold parts from now on.

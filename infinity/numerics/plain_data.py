@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from infinity.numerics.raw_bytes import raw_bytes
+from infinity.torch_internals.names import DTYPES
 
 # Larger values are appended as raw bytes: base64 takes a third more, and JSON is parsed in one piece.
 _LARGEST_IN_JSON = 1 << 16
@@ -26,17 +27,8 @@ _LARGEST_IN_JSON = 1 << 16
 _TAG = "__is__"
 # Plain numbers and text only: numpy reads object arrays ("O") with pickle, which can run code.
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcSU][1-9]\d{0,6}")
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64),
-        *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.bool),
-        *(torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.float8_e8m0fnu),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-    )
-}
 _COLLECTIONS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
-_FROM_TEXT: dict[str, Any] = {"float": float, "device": torch.device, "path": Path, "dtype": _DTYPES.__getitem__}
+_FROM_TEXT: dict[str, Any] = {"float": float, "device": torch.device, "path": Path, "dtype": DTYPES.__getitem__}
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 """What `unpack` and `decode` raise for bytes that `pack` and `encode` did not write."""
 
@@ -118,7 +110,7 @@ def _encoded_dict(value: dict[Any, Any], raw: bytearray, where: str) -> Any:
 
 def _encoded_tensor(value: torch.Tensor, raw: bytearray, where: str) -> Any:
     name = str(value.dtype).removeprefix("torch.")
-    if name not in _DTYPES or value.layout is not torch.strided or value.is_nested or value.is_meta:
+    if name not in DTYPES or value.layout is not torch.strided or value.is_nested or value.is_meta:
         raise TypeError(f"{where} is a tensor of {value.dtype}, {value.layout}, on {value.device}: it is no plain data")
     # conj() and a negative view of complex tensors are flags on shared memory; raw bytes need the values themselves.
     whole = value.detach().cpu().resolve_conj().resolve_neg()
@@ -179,7 +171,7 @@ def _of_bytes(kind: str, value: dict[str, Any], data: bytearray) -> Any:
         return array if kind == "array" else array[()]
     if kind != "tensor":
         raise ValueError(f"{kind!r} is no type of plain data")
-    of_torch = _DTYPES[value["dtype"]]
+    of_torch = DTYPES[value["dtype"]]
     flat = torch.frombuffer(data, dtype=of_torch) if data else torch.empty(0, dtype=of_torch, device="cpu")
     return flat.reshape(shape)
 

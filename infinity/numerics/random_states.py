@@ -26,6 +26,19 @@ def random_states() -> dict[str, Any]:
     return states
 
 
+def are_unchanged(states: Mapping[str, Any]) -> bool:
+    """Whether nothing has been drawn since `random_states` returned these."""
+    now = random_states()
+    of_torch = [(now["torch"], states["torch"]), *zip(now.get("cuda", ()), states.get("cuda", ()), strict=False)]
+    # NumPy's state is (name, key array, position, has_gauss, cached_gaussian): the array needs a comparison of its own.
+    is_same = bool(now["python"] == states["python"] and now["numpy"][2:] == states["numpy"][2:])
+    return (
+        is_same
+        and np.array_equal(now["numpy"][1], states["numpy"][1])
+        and all(torch.equal(before, after) for before, after in of_torch)
+    )
+
+
 def check_random_states(states: Mapping[str, Any]) -> None:
     """Check random states: generators accept some damaged ones, and then read beyond their own memory.
 

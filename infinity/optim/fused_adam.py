@@ -9,6 +9,7 @@ import logging
 import math
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -18,7 +19,6 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from infinity.errors import StepError
-from infinity.numerics.gpu_kernels import ADAM, MOST_BLOCKS, MOST_NUMEL, THREADS
 from infinity.numerics.remainder import join, split
 from infinity.optim.executor import OptimizerExecutor, hyperparameters
 from infinity.optim.wrapped_optimizer import WrappedOptimizer
@@ -30,6 +30,12 @@ VECTOR_NUMEL = 16  # fp32 elements of an AVX-512 register, the widest
 """Multiples of this many elements go through torch's vector code, whatever the processor's vectors are."""
 STATES = ("exp_avg", "exp_avg_sq")
 """Names of the per-element states, in the order in which torch makes them."""
+ADAM = Path(__file__).with_name("adam.cu").read_text("utf-8")
+# Threads per block, and most blocks per launch: a thread loops over elements that are a grid (2**21) apart.
+THREADS = 256
+MOST_BLOCKS = 1 << 13
+# Elements per launch. The kernel's int index exceeds them by at most one grid: 2**30 + 2**21 fits into 31 bits.
+MOST_NUMEL = 1 << 30
 
 _PROBE_NUMEL = 1 << 13  # elements; a multiple of VECTOR_NUMEL
 # Counts before the step: the first ones, where the corrections for bias are largest, and late ones, where they are
@@ -57,9 +63,6 @@ class FusedAdam:
         """``is_decoupled``: AdamW's weight decay where a group does not say itself."""
         self._is_decoupled = is_decoupled
         self._device = device
-        # The group, scale and step of the last call of `values`, and its result. Replaced as a whole: any thread may
-        # come.
-        self._last: Any = (None,) * 4
 
     def _prepare(self) -> bool:
         """Whether there is a kernel here."""
@@ -143,12 +146,12 @@ class FusedAdam:
         """One step on a multiple of `vector_numel` elements. All tensors are 1-D without gaps, on the CPU.
 
         Args:
-            group: hyperparameters for which `runs` holds. Neither it nor ``scalars`` may be changed later.
+            group: hyperparameters for which `runs` holds.
             weight, remainder: bf16 and int16 (see ``infinity.numerics.remainder``), or fp32 and None; changed in place.
             gradient: float32 or bf16; not modified.
             scale: 0-dim float32 that the gradient is multiplied with first, or None.
             state: float32 ``exp_avg`` and ``exp_avg_sq``, changed in place; zeros before the first step.
-            scalars: the parameter's, as they were before this step. Not modified.
+            scalars: the parameter's, as they were before this step. Not modified, and not to be changed later.
 
         Returns:
             The scalars after the step.
@@ -214,18 +217,13 @@ class FusedAdam:
         """The kernel's numbers.
 
         Args:
-            group: hyperparameters for which `runs` holds, which may not be changed later.
+            group: hyperparameters for which `runs` holds.
             scale: every gradient is multiplied with it.
             count: the parameter's step count after the step.
 
         Raises:
             StepError: they give no number, as a beta above 1 does.
         """
-        # Parameters of one group follow each other, with one scale and mostly one step count.
-        known_group, known_scale, known_count, values = self._last
-        if group is known_group and scale == known_scale and count == known_count:
-            found: tuple[np.float32, ...] = values
-            return found
         lr, (beta1, beta2), weight_decay = float(group["lr"]), group["betas"], group["weight_decay"]
         is_decoupled = self._is_decoupled_in(group)
         try:
@@ -251,9 +249,7 @@ class FusedAdam:
             group["eps"],
             corrections[1],
         )
-        values = tuple(map(np.float32, numbers))
-        self._last = (group, scale, count, values)
-        return values
+        return tuple(map(np.float32, numbers))
 
     def _agrees(self, executor: OptimizerExecutor, group: dict[str, Any], *, has_remainder: bool = True) -> bool:
         """Whether a few steps give the same bits as torch's."""

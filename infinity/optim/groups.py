@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from infinity.errors import ModelError
 from infinity.optim.executor import hyperparameters, same_values
 from infinity.optim.main_weights import with_main_weight, without_main_weight
+from infinity.torch_internals.operations import with_parts
 
 TILES = "weight_tiles"
 """The child that holds the tiles of a module's weight."""
@@ -207,25 +208,7 @@ class TiledGroups:
 
     def with_tiles(self, given: Any) -> Any:
         """Parameters, (name, parameter) pairs or groups, as optimizers take them, with tiles in place of what is tiled."""
-        if not self.tiled or given is None:
-            return given
-        if isinstance(given, Mapping):
-            return {**given, "params": self.with_tiles(given["params"])}
-        if isinstance(given, Tensor):
-            return list(self._tiles_of(given))
-        return [part for item in given for part in self._tiles_of(item)]
-
-    def _tiles_of(self, item: Any) -> Iterator[Any]:
-        if isinstance(item, Mapping):
-            yield self.with_tiles(item)
-            return
-        tiled = self.of(item[1] if isinstance(item, tuple) else item)
-        if tiled is None:
-            yield item
-        elif isinstance(item, tuple):
-            yield from ((f"{item[0]}.{number}", tile) for number, tile in enumerate(tiled.tiles))
-        else:
-            yield from tiled.tiles
+        return given if not self.tiled or given is None else with_parts(given, self.all_of)
 
     def without_tiles(self, parameters: Sequence[Any], *, joins_all: bool = False) -> list[Any]:
         """The counterpart for plain parameters: what is tiled stands where its first tile did.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -36,23 +38,8 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 )
 #: Classes that update each parameter by itself, as a whole.
 _PER_PARAMETER: frozenset[type[Optimizer]] = frozenset({Lamb, Muon})
-# Why a class cannot be paged, by the name it has in torch.optim or in DeepSpeed's config.
-_NOT_PAGEABLE = {
-    "LBFGS": "it needs a closure that runs the model several times in a step, and products over all parameters",
-    "SparseAdam": "it works on sparse gradients",
-    "Adafactor": "it keeps row and column sums of a matrix and scales by the root mean square of a whole parameter",
-    **dict.fromkeys(("MuSGD", "MuAdam", "MuAdamW"), "its learning rates depend on the shapes of whole parameters"),
-    "ZeroOneAdam": "its ranks train separately for several steps at a time, each with its own weights",
-    "OneBitLamb": "its ranks exchange momenta in one bit, and scale by norms of the whole parameter",
-}
-
-_ONE_BIT_CURES = {
-    "ZeroOneAdam": 'The nearest is "OneBitAdam", with var_freeze_step as its freeze_step and without local_step_scaler and '
-    "local_step_clipper: it sends one bit per element in each step",
-    "OneBitLamb": 'The nearest are "Lamb", without freeze_step, coeff_beta and factor_*, which sends whole gradients, and '
-    '"OneBitAdam", without max_coeff, min_coeff and factor_*, which sends one bit per element and does not scale by norms, so '
-    "that it wants a smaller learning rate",
-}
+_NOT_PAGEABLE = tomllib.loads(Path(__file__).with_name("not_pageable.toml").read_text("utf-8"))
+"""Name -> `because`, and maybe a `cure`."""
 _WITHOUT_EFFECT = ("cuda_aware", "comm_backend_name")
 """Parameters of the 1-bit ones that say by what DeepSpeed sends: here that is gloo, as for all else."""
 _NOT_DEFINED: dict[type[Optimizer], tuple[str, ...]] = {Lamb: ("amsgrad",), OneBitAdam: ("eps_inside_sqrt", "amsgrad")}
@@ -99,7 +86,7 @@ def refuse_not_pageable(cls: type[Optimizer]) -> None:
     """Raise OptimizerNotPageableError for classes (and their subclasses) that are known to mix elements."""
     for base in cls.__mro__:
         if base.__module__.startswith("torch.optim") and base.__name__ in _NOT_PAGEABLE:
-            raise OptimizerNotPageableError(cls.__name__, _NOT_PAGEABLE[base.__name__])
+            raise OptimizerNotPageableError(cls.__name__, _NOT_PAGEABLE[base.__name__]["because"])
 
 
 def refuse_wrapper(optimizer: Optimizer) -> None:
@@ -198,9 +185,9 @@ def _class_named(name: str) -> type[Optimizer]:
     by_name = {key.lower(): value for key, value in in_torch.items()} | BY_NAME
     if name.lower() in by_name:
         return by_name[name.lower()]
-    for key, reason in _NOT_PAGEABLE.items():
+    for key, told in _NOT_PAGEABLE.items():
         if key.lower() == name.lower():
-            raise OptimizerNotPageableError(key, reason, cure=_ONE_BIT_CURES.get(key))
+            raise OptimizerNotPageableError(key, told["because"], cure=told.get("cure"))
     known = sorted({cls.__name__ for cls in BY_NAME.values()} | {key for key in in_torch if key not in _NOT_PAGEABLE})
     near = nearest(name, known)
     raise ConfigError.value(

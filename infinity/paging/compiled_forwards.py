@@ -110,16 +110,21 @@ class CompiledForwards:
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
         """Put something in the place of an attribute, or method, of a module, until `restore`."""
-        attributes = module.__dict__
-        if name in attributes:
-            self._undo.callback(attributes.__setitem__, name, attributes[name])
-        else:
-            self._undo.callback(attributes.pop, name, None)
-        attributes[name] = value
+        put(self._undo, module, name, value)
 
     def restore(self) -> None:
         """The modules are as they were. May be repeated."""
         self._undo.close()
+
+
+def put(undo: contextlib.ExitStack, module: nn.Module, name: str, value: Any) -> None:
+    """Put something in the place of an attribute, or method, of a module, until ``undo`` is closed."""
+    attributes = module.__dict__
+    if name in attributes:
+        undo.callback(attributes.__setitem__, name, attributes[name])
+    else:
+        undo.callback(attributes.pop, name, None)
+    attributes[name] = value
 
 
 def _settings_of(compiled: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:

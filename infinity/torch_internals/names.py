@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,13 @@ SpectralParametrization = _SpectralNorm
 __all__ = ["DeviceContext"]
 
 
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in list(vars(torch).values())
+    if isinstance(dtype, torch.dtype)
+    and re.fullmatch(r"torch\.(bool|bfloat16|(u?int|float|complex)(8|16|32|64|128)(_e\w+)?)", str(dtype))
+}
+"""Dtypes by name, such as "float32": those whose elements are whole bytes, and not quantized."""
 make_subclass: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
 """Makes a tensor of that class over the memory of the given one."""
 functional_call: Any = torch.nn.utils.stateless._functional_call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,24 @@ def replaced(tree: Any, replace: Callable[[Any], Any]) -> Any:
         return dict(zip(tree, after, strict=True))
     kind: Any = type(tree)
     return kind(*after) if hasattr(tree, "_fields") else kind(after)  # a named tuple takes its fields one by one
+
+
+def with_parts(given: Any, parts: Callable[[Any], Sequence[Any]]) -> Any:
+    """Parameters, (name, parameter) pairs or groups, as optimizers take them, with ``parts`` in place of each parameter."""
+    if isinstance(given, Mapping):
+        return {**given, "params": with_parts(given["params"], parts)}
+    if isinstance(given, torch.Tensor):
+        return list(parts(given))
+    found: list[Any] = []
+    # No tree of torch's, to which iterators and views of dicts are leaves: groups may have those.
+    for item in given:
+        if isinstance(item, tuple):
+            own = parts(item[1])
+            names = [item[0]] if len(own) == 1 else [f"{item[0]}.{number}" for number in range(len(own))]
+            found += zip(names, own, strict=True)
+        else:
+            found += [with_parts(item, parts)] if isinstance(item, Mapping) else parts(item)
+    return found
 
 
 def name_of(function: Callable[..., Any]) -> str:

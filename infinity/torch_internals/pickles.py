@@ -26,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinity.torch_internals.names import DTYPES
+
 # Limits for hostile files. They are far above what checkpoints of trainings have, and far below what harms a machine.
 _MOST_DEPTH = 100  # of nested containers: `_Size.check` recurses
 _SPARE_BYTES = 64 << 20
@@ -37,12 +39,6 @@ _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # torch's, the first pickle of a file fr
 # "FloatStorage" -> torch.float32, ...; without the quantized ones, whose tensors need more than a storage.
 _dtypes: Any = torch.storage._dtype_to_storage_type_map()
 _STORAGES = {str(name): dtype for dtype, name in _dtypes.items() if not name.startswith("Q")}
-_DTYPES = {
-    **{str(dtype): dtype for dtype in _STORAGES.values()},
-    **{f"torch.{name}": getattr(torch, name) for name in ("uint16", "uint32", "uint64")},
-    **{f"torch.float8_{kind}": getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")},
-    "torch.float8_e8m0fnu": torch.float8_e8m0fnu,
-}
 # Classes that occur as arguments of known calls. They are no objects in the file, so they are not reported as unknown.
 _TYPES = {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.storage.UntypedStorage", "numpy.ndarray"}
 # Types of dict keys and set elements. Compared by `type`, as hashing anything else may run code or take very long.
@@ -301,8 +297,8 @@ class _Unpickler(_Base):  # type: ignore[misc]
         # Names of Python 2, and of NumPy 2, which renamed `numpy.core`.
         module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
         full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
-        if full in _DTYPES:
-            return _DTYPES[full]
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
         if full not in _KNOWN and full not in _TYPES and full.removeprefix("torch.") not in _STORAGES:
             self.names.add(full)
         return Record(full)

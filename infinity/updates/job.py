@@ -19,9 +19,8 @@ import torch
 from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
 from infinity.gradients.main_gradients import GradientSource
 from infinity.threads.denormals import flushes_denormals
-from infinity.units.layout import Chunk, Slot
-from infinity.units.unit import Arrival, Unit
-from swapper import Latch
+from infinity.units.layout import Chunk
+from infinity.units.unit import Arrival, LatchedArrival, Unit
 
 PROMOTED = -1
 """The rank of a job that somebody waits for; others begin at 0."""
@@ -48,32 +47,6 @@ class ParameterState:
         # update.
         self.scalars, self.names, self.num_updates = scalars, names if names or scalars else None, num_updates
 
-    def check(self, slot: Slot, stored: Sequence[str], values: Mapping[str, Any]) -> None:
-        """Raise ValueError if ``values`` cannot take its place; ``stored``: the per-element states that the records hold."""
-        fqn = slot.spec.fqn
-        known = (*(self.names or ()), *(["step"] if "step" in self.scalars else []))
-        missing = [] if self.is_fresh else [name for name in known if name not in values]
-        if missing:
-            raise ValueError(
-                f"the state for '{fqn}' lacks {', '.join(map(repr, missing))}. Give all of {', '.join(map(repr, known))}; "
-                "infinity.GatheredParameters changes weights"
-            )
-        for name, value in values.items():
-            is_tensor = isinstance(value, torch.Tensor)
-            if name in stored:
-                shape = tuple(value.shape) if is_tensor else type(value).__name__
-                if shape != tuple(slot.spec.shape) or not value.is_floating_point() or value.device.type == "meta":
-                    raise ValueError(
-                        f"the state '{name}' for '{fqn}' is {shape}, {getattr(value, 'dtype', 'no tensor')}, on "
-                        f"{getattr(value, 'device', 'no device')}. Give a floating-point tensor of shape "
-                        f"{tuple(slot.spec.shape)}"
-                    )
-            elif is_tensor and value.numel() != 1:
-                raise ValueError(
-                    f"the state for '{fqn}' has '{name}' of shape {tuple(value.shape)}, which the optimizer does not "
-                    f"keep. Give {', '.join(map(repr, stored)) or 'none'} per element, and scalars"
-                )
-
 
 def advance(states: Mapping[tuple[int, int], ParameterState], job: UpdateJob) -> None:
     """Store what a finished update has given its parameters; names of states count while a parameter `is_fresh`."""
@@ -87,7 +60,7 @@ def advance(states: Mapping[tuple[int, int], ParameterState], job: UpdateJob) ->
 
 
 @dataclass(eq=False, repr=False)
-class UpdateJob:
+class UpdateJob(LatchedArrival):
     """One update of one unit. The training thread creates it and waits for it; the stream runs it.
 
     Args:
@@ -117,6 +90,7 @@ class UpdateJob:
     uses_flat: InitVar[bool] = True
 
     def __post_init__(self, is_shard: bool, uses_flat: bool) -> None:
+        super().__init__()
         unit, chunks = self.unit, self.chunks
         # Parameters in no group, and those without a gradient, are not updated.
         self.slots = self.groups.keys() & {slot.index for slot in self.gradients.slots}
@@ -146,8 +120,6 @@ class UpdateJob:
         """Held by the worker that waits for `flat_arrival`. Taken alone."""
         self.has_begun = False
         """Whether the stream has taken it."""
-        self._finished = Latch()
-        self._error: BaseException | None = None
         # A worker computes as the training thread would: denormals and numbers of threads are settings of each thread.
         self.flushes_denormals = flushes_denormals()
         """Whether the thread that asks for the update flushes denormal numbers to zero."""
@@ -205,15 +177,11 @@ class UpdateJob:
 
     def finish(self, error: BaseException | None) -> None:
         """End the job: all that it launched on the device has run, or it has failed with ``error``."""
-        self._error = error
         # The flat buffer's memory is not freed while a view of it exists.
         self.flat = self.weights = None
         self.flat_arrival = None
         # Last: whoever waits may look at everything above.
-        self._finished.set()
-
-    def done(self) -> bool:
-        return self._finished.is_set()
+        super().finish(error)
 
     def promote(self) -> None:
         """Run the job next: the unit is waited for."""
@@ -225,8 +193,3 @@ class UpdateJob:
         """Hold the job back no longer."""
         self.is_held = False
         self._on_release()
-
-    def wait(self) -> None:
-        self._finished.wait()
-        if self._error is not None:
-            raise self._error

@@ -42,10 +42,11 @@ from infinity.activations.activation_checkpoints import ActivationCheckpoint, Ac
 from infinity.activations.recomputation import without_caches
 from infinity.activations.unsupported import UnsupportedSchedule
 from infinity.device.compute import ComputeDevice
+from infinity.numerics.random_states import are_unchanged, random_states, set_random_states
 from infinity.paging.saved_tensors import is_saved_otherwise
 from infinity.torch_internals.names import transform, version_of
 from infinity.units.unit import Unit
-from infinity.vertical.restoring import BlockBuffers, RandomState, ThreadState
+from infinity.vertical.restoring import BlockBuffers, ThreadState
 
 Edge = tuple[Any, int]
 """A node of autograd's graph and the number of one of its outputs in forward."""
@@ -245,7 +246,7 @@ class BlockCall:
     # What the second computation needs besides: settings of the thread, and random states and buffers if forward
     # changes them.
     _state: ThreadState | None = None
-    _random: RandomState | None = None
+    _random: dict[str, Any] | None = None
     _restore_buffers: Callable[[], None] | None = None
     _is_forward_over = False
     _is_differentiated = False
@@ -274,7 +275,7 @@ class BlockCall:
         tree = Tree(without_caches(args, kwargs))
         sentinel = _Sentinel()
         reference = weakref.ref(sentinel)
-        marks, random = self.block.buffers.marks(), RandomState(self._device.torch_device)
+        marks, random = self.block.buffers.marks(), random_states()
         # Copied only where a write is possible: in a trial always, later in blocks that the trial saw writing.
         if self.is_trial or self.block.buffers.are_written:
             self._restore_buffers = self.block.buffers.capture()
@@ -296,7 +297,7 @@ class BlockCall:
             self._record_written_buffers()
         else:
             self._restore_buffers = None
-        self._random = None if random.is_unchanged() else random
+        self._random = None if are_unchanged(random) else random
         outputs = self._leave(tree, given, result)
         returned = result.build(outputs)
         del result, given
@@ -450,8 +451,8 @@ class BlockCall:
         with contextlib.ExitStack() as stack:
             # The same random numbers are drawn again. At the end the generators return to where they are now.
             if self._random is not None:
-                stack.callback(RandomState(self._device.torch_device).restore)
-                self._random.restore()
+                stack.callback(set_random_states, random_states())
+                set_random_states(self._random)
             if self._restore_buffers is not None:
                 stack.callback(self.block.buffers.capture())
                 self._restore_buffers()

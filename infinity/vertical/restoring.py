@@ -12,17 +12,16 @@ is repeated in the ordinary order.
 from __future__ import annotations
 
 import contextvars
-import random
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
 from infinity.device.compute import ComputeDevice
 from infinity.errors import ModelError
+from infinity.numerics.random_states import random_states, set_random_states
 from infinity.torch_internals.names import (
     DeviceContext,
     NormBase,
@@ -101,42 +100,6 @@ def _autocast(device_type: str) -> tuple[bool, torch.dtype, bool]:
     return is_enabled, dtype, torch.is_autocast_cache_enabled()
 
 
-class RandomState:
-    """The state of the global random generators: torch's for CPU and compute device, Python's and NumPy's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._states = self._now()
-        self._python = random.getstate()
-        self._numpy: Any = np.random.get_state()
-
-    def _now(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        return states
-
-    def is_unchanged(self) -> bool:
-        """Whether nothing has been drawn since."""
-        # NumPy's state is (name, key array, position, has_gauss, cached_gaussian): the array needs a comparison of its
-        # own.
-        numpy: Any = np.random.get_state()
-        is_same_numpy = numpy[2:] == self._numpy[2:] and np.array_equal(numpy[1], self._numpy[1])
-        return (
-            random.getstate() == self._python
-            and is_same_numpy
-            and all(torch.equal(a, b) for a, b in zip(self._states, self._now(), strict=True))
-        )
-
-    def restore(self) -> None:
-        """Set all generators back to this state."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._states[0])
-        if len(self._states) > 1:
-            torch.cuda.set_rng_state(self._states[1], self._device)
-
-
 class BlockBuffers:
     """The buffers of a block and of the modules in it."""
 
@@ -187,9 +150,9 @@ class StepStart:
     # Attributes matter for a rotary embedding that grows in forward: it stores its new table in a buffer and the length
     # of that in an attribute. Restoring the buffer alone would leave a length for which there is no table.
 
-    def __init__(self, model: nn.Module, device: torch.device, before: StepStart | None = None) -> None:
+    def __init__(self, model: nn.Module, before: StepStart | None = None) -> None:
         """``before``: of the step before; its copies of unchanged buffers are reused."""
-        self._random = RandomState(device)
+        self._random = random_states()
         self._modules = [(module, dict(_attributes(module)), dict(module._buffers)) for module in model.modules()]
         earlier = {} if before is None else before._kept
         self._kept: dict[int, _Buffer] = {}
@@ -220,7 +183,7 @@ class StepStart:
         Raises:
             ModelError: a buffer that was too large to be copied has been written to.
         """
-        self._random.restore()
+        set_random_states(self._random)
         for module, attributes, buffers in self._modules:
             for name in [name for name, _ in _attributes(module) if name not in attributes]:
                 del module.__dict__[name]

@@ -14,7 +14,9 @@ from torch import nn
 from infinity.activations.recomputation import RecomputedForward
 from infinity.activations.unsupported import NeverSupportedSchedule, UnsupportedSchedule
 from infinity.errors import EngineClosedError
+from infinity.gradients.collector import have_hooks_of_others
 from infinity.loop.module_hooks import ModuleHooks
+from infinity.paging.compiled_forwards import put
 from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.saved_tensors import is_saved_otherwise
 from infinity.plan.cost_model import Traffic
@@ -65,23 +67,18 @@ class Interception:
         It gets the `Block`, its forward, and the arguments.
         """
         with self._undo:
-            relieved: list[Any] = [module for module in self._model.modules() if _checkpoints_itself(module)]
-            for module in relieved:
-                self._undo.callback(setattr, module, "gradient_checkpointing", True)
-                module.gradient_checkpointing = False
+            for module in self._model.modules():
+                if _checkpoints_itself(module):
+                    put(self._undo, module, "gradient_checkpointing", False)
             for block in self.blocks:
                 if id(block.module) in self._module_hooks.covered:
                     continue  # its forward was traced into a compiled one, which does not look the attribute up
-                # An instance attribute, and not the class's: other models may have modules of the same class. Restored
-                # as it was, since a script or accelerate may have set such an attribute before.
-                attributes, forward = block.module.__dict__, block.module.forward
-                if "forward" in attributes:
-                    self._undo.callback(attributes.__setitem__, "forward", forward)
-                else:
-                    self._undo.callback(attributes.pop, "forward", None)
                 # Without the engine's own activation checkpointing: blocks are recomputed anyway.
+                forward = block.module.forward
                 computing = forward.forward if isinstance(forward, RecomputedForward) else forward
-                attributes["forward"] = _in_place_of(computing, handler, block)
+                # An instance attribute, and not the class's: other models may have modules of the same class. A script or
+                # accelerate may have set such an attribute before.
+                put(self._undo, block.module, "forward", _in_place_of(computing, handler, block))
             yield
 
     def restore(self) -> None:
@@ -145,7 +142,11 @@ class VerticalSchedule:
             or (
                 "gradients of earlier micro-batches wait for their step" if self._on.stepper.gradients.has_any else None
             )
-            or self._hooks_of_the_user()
+            or (
+                "a parameter has a hook for its accumulated gradient, which would see each micro-batch's"
+                if have_hooks_of_others(parameter for unit in self._map.units for parameter in unit.parameters)
+                else None
+            )
             or (
                 "hooks for saved tensors are active, and would not see what is recomputed"
                 if is_saved_otherwise()
@@ -153,16 +154,6 @@ class VerticalSchedule:
             )
             or thread_state_obstacle()
         )
-
-    def _hooks_of_the_user(self) -> str | None:
-        for unit in self._map.units:
-            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-                # One hook is the engine's own; a second one is the user's.
-                if slot.spec.is_trainable and len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
-                    return (
-                        f"'{slot.spec.fqn}' has a hook for its accumulated gradient, which would see each micro-batch's"
-                    )
-        return None
 
     def run(
         self, compute_losses: Sequence[Callable[[], torch.Tensor]], options: StepOptions
@@ -203,7 +194,7 @@ class VerticalSchedule:
         on = self._on
         on.module_hooks.follow_compilation()
         # Before anything of the step: from here it can be repeated.
-        self._start = StepStart(self._map.model, on.device.torch_device, self._start)
+        self._start = StepStart(self._map.model, self._start)
         is_trial = not self._selector.is_proven
         # Looked for again in each trial: the model may have been changed since.
         if options.keeps_bits and is_trial:

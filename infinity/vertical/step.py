@@ -34,12 +34,13 @@ from infinity.loop.module_hooks import ModuleHooks
 from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.loop.phase import Phase, PhaseGuard
 from infinity.loop.vertical_forward import VerticalForward, present
+from infinity.numerics.random_states import are_unchanged, random_states
 from infinity.units.layout import Slot, in_slot_order
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
 from infinity.vertical.call import Block
 from infinity.vertical.microbatch import BlockArrival, MicroBatch, MicroBatchThread
-from infinity.vertical.restoring import RandomState, StepStart
+from infinity.vertical.restoring import StepStart
 from infinity.vertical.schedule_selector import ScheduleSelector
 
 
@@ -311,9 +312,9 @@ class VerticalStep:
     def _resume(self, batch: MicroBatch) -> None:
         # In the ordinary order, micro-batch 0 draws at places A and B, then micro-batch 1 does. Here both draw at A
         # before either draws at B. With one place only, the order of draws is the same.
-        random = RandomState(self._on.device.torch_device) if self._options.keeps_bits else None
+        random = random_states() if self._options.keeps_bits else None
         batch.resume()
-        if random is not None and not random.is_unchanged():
+        if random is not None and not are_unchanged(random):
             if self._drew_at not in (None, self._place):
                 self._differs(
                     "random numbers are drawn at several places of the model, so micro-batches get other ones"

@@ -188,7 +188,7 @@ def test_writing_to_what_was_assigned_raises(look: Callable[[Lockstep], Any], tm
         (lambda state: state.pop("exp_avg"), "lacks 'exp_avg'"),
         (lambda state: state.update(exp_avg=state["exp_avg"].double()), "is torch.float64"),
         (lambda state: state.update(exp_avg=torch.zeros(3)), "exp_avg"),
-        (lambda state: state.update(more=torch.zeros(3)), "'more' of shape"),
+        (lambda state: state.update(more=torch.zeros(3)), "'more' of parameter"),
     ],
     ids=["without a moment", "double", "other shape", "another tensor"],
 )

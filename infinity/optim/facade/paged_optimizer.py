@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from itertools import chain
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -190,9 +190,12 @@ class PagedOptimizer(Optimizer):
         return unwrapped
 
     @cached_property
-    def parameter_offload(self) -> NoHooks:
-        """Where DeepSpeed's stage 3 has its hooks, which TRL takes off the model while it generates."""
-        return NoHooks()
+    def parameter_offload(self) -> SimpleNamespace:
+        """Where DeepSpeed's stage 3 has its hooks, which TRL takes off the model while it generates. There are none."""
+        module = nn.Module()
+        vars(module)["ds_external_parameters"] = tuple
+        taken_without_effect = {"_register_deepspeed_module": lambda module: None}
+        return SimpleNamespace(module=module, forward_hooks=[], backward_hooks=[], **taken_without_effect)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or set those that are there to zero: they then decay all the same."""
@@ -420,31 +423,6 @@ class _Unwrapped(PagedOptimizer):
     def optimizer(self) -> Optimizer:
         # Code that unwraps while there is an attribute of this name ends here.
         raise AttributeError("optimizer")
-
-
-class NoHooks(nn.Module):
-    """What DeepSpeed's optimizer of stage 3 shows of its hooks, without any: a paged model generates as it trains.
-
-    Attributes:
-        forward_hooks, backward_hooks: Empty lists.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
-
-    @property
-    def module(self) -> NoHooks:
-        """Where DeepSpeed has the model; this one has no parameters."""
-        return self
-
-    def ds_external_parameters(self) -> tuple[()]:
-        """None."""
-        return ()
-
-    def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Taken without effect."""
 
 
 logger = logging.getLogger(__name__)

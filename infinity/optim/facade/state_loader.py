@@ -38,6 +38,33 @@ def check_entry(fqn: str, entry: Mapping[str, Any], schema: StateSchema) -> None
             raise ValueError(f"the state '{name}' for '{fqn}' is {kind}. States are float32: give value.float()")
 
 
+def check_values(fqn: str, shape: Sequence[int], values: Mapping[str, Any], elementwise: Sequence[str]) -> None:
+    """Check tensors of a parameter's state.
+
+    Args:
+        fqn, shape: the parameter's.
+        values: the state.
+        elementwise: names of what is kept per element.
+
+    Raises:
+        ValueError: one of those has another shape or kind, or another value is a tensor of several elements.
+    """
+    for name, value in values.items():
+        is_tensor = isinstance(value, Tensor)
+        found = tuple(value.shape) if is_tensor else type(value).__name__
+        what = f"there is a state '{name}' of parameter '{fqn}' with shape {found}"
+        if name in elementwise:
+            is_number = is_tensor and (value.is_floating_point() or value.is_complex()) and not value.is_meta
+            if found != tuple(shape) or not is_number:
+                kind = f" ({value.dtype}, on {value.device})" if is_tensor else ""
+                raise ValueError(f"{what}{kind}. Give a floating-point tensor of shape {tuple(shape)}")
+        elif is_tensor and value.numel() != 1:
+            raise ValueError(
+                f"{what}, which the optimizer does not keep here. Give {', '.join(elementwise) or 'none'} per element, and "
+                "scalars"
+            )
+
+
 class StateLoader:
     """Checks a state dict against a wrapped optimizer, then loads it parameter by parameter.
 
@@ -145,8 +172,14 @@ class StateLoader:
         given = {name: value for name, value in entry.items() if value is not None}  # SGD saves momentum_buffer=None
         if not given:
             return {}
-        names = self._updater.state_names(self._index_of[id(param)])
-        self._check_elementwise(self._wrapped_optimizer.fqn(param), tuple(param.shape), given, names)
+        names, fqn = self._updater.state_names(self._index_of[id(param)]), self._wrapped_optimizer.fqn(param)
+        missing = [name for name in names if name not in given]
+        if missing:
+            raise ValueError(
+                f"loaded state dict lacks state {', '.join(map(repr, missing))} of parameter '{fqn}'. "
+                f"It has {', '.join(map(repr, given))}: perhaps another kind of optimizer saved it"
+            )
+        check_values(fqn, param.shape, given, names)
         # They are float32, as main weights are; those of an ordinary parameter, which was added later, as in torch.
         is_held = param in self._wrapped_optimizer
         where = (torch.float32,) if is_held else (param.device, param.dtype)
@@ -174,30 +207,6 @@ class StateLoader:
                 f"{', '.join(missing)}. Perhaps another kind of optimizer saved it"
             )
         return loaded
-
-    def _check_elementwise(
-        self, fqn: str, wanted: tuple[int, ...], given: Mapping[str, Any], names: Sequence[str]
-    ) -> None:
-        """See that a parameter's entry has all element-wise tensors, of the parameter's shape, and no others."""
-        missing = [name for name in names if name not in given]
-        if missing:
-            raise ValueError(
-                f"loaded state dict lacks state {', '.join(map(repr, missing))} of parameter '{fqn}'. "
-                f"It has {', '.join(map(repr, given))}: perhaps another kind of optimizer saved it"
-            )
-        for name, value in given.items():
-            is_tensor = isinstance(value, Tensor)
-            shape = tuple(value.shape) if is_tensor else type(value).__name__
-            if name in names and shape != wanted:
-                raise ValueError(
-                    f"loaded state dict has state '{name}' of parameter '{fqn}' with shape {shape}, "
-                    f"but the parameter has shape {wanted}"
-                )
-            if name not in names and is_tensor and value.numel() != 1:
-                raise ValueError(
-                    f"loaded state dict has state '{name}' of parameter '{fqn}' with shape {shape}, "
-                    f"which {self._wrapped_optimizer.name} does not keep here. It keeps {', '.join(names) or 'none'}"
-                )
 
     def _check_names(self, index: int, group: Mapping[str, Any]) -> None:
         reserved = self._updater.state_names(index)

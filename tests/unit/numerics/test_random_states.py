@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 
-from infinity.numerics.random_states import random_states, set_random_states
+from infinity.numerics.random_states import are_unchanged, random_states, set_random_states
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(1)])
+def test_a_draw_from_any_of_them_is_noticed(draw: Callable[[], object]) -> None:
+    before = random_states()
+    assert are_unchanged(before)
+    draw()
+    assert not are_unchanged(before)
+    set_random_states(before)
+    assert are_unchanged(before)
 
 
 def test_a_process_goes_on_with_the_state_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from infinity.errors import StepError
-from infinity.numerics.gpu_kernels import ADAM, MOST_BLOCKS, THREADS
 from infinity.numerics.remainder import join, split
 from infinity.optim import fused_adam
 from infinity.optim.executor import OptimizerExecutor
-from infinity.optim.fused_adam import STATES, FusedAdam, GpuAdam
+from infinity.optim.fused_adam import ADAM, MOST_BLOCKS, STATES, THREADS, FusedAdam, GpuAdam
 from infinity.optim.wrapped_optimizer import WrappedOptimizer, wrap_optimizer
 
 _CPU = torch.device("cpu")

@@ -14,8 +14,6 @@ from infinity.errors import ModelError
 from infinity.vertical import restoring
 from infinity.vertical.restoring import StepStart
 
-_CPU = torch.device("cpu")
-
 
 class _Table(nn.Module):
     """Grows as rotary tables do."""
@@ -53,7 +51,7 @@ def _remove(model: Any) -> None:
 def test_a_changed_buffer_is_seen_and_put_back(change: Any) -> None:
     model = _Table()
     table = model.table
-    start = StepStart(model, _CPU)
+    start = StepStart(model)
     assert start.changed_buffer(()) is None
     change(model)
     name = "later" if change is _fill else "table"
@@ -66,7 +64,7 @@ def test_a_changed_buffer_is_seen_and_put_back(change: Any) -> None:
 
 def test_new_attributes_go_and_random_numbers_come_again() -> None:
     model: Any = _Table()
-    start = StepStart(model, _CPU)
+    start = StepStart(model)
     drawn = torch.rand(()), random.random(), np.random.rand()
     model.count = 1
     start.restore()
@@ -77,7 +75,7 @@ def test_new_attributes_go_and_random_numbers_come_again() -> None:
 def test_what_is_too_large_to_be_copied_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restoring, "_MOST_COPIED_BYTES", 4)
     model = _Table()
-    start = StepStart(model, _CPU)
+    start = StepStart(model)
     start.restore()
     model.table.add_(1)
     with pytest.raises(ModelError, match=r"_Table\.table.*infinity\.schedule.*ordinary"):

@@ -1,21 +1,12 @@
-"""Kernels for GPUs in CUDA C. `infinity.numerics.kernels` has those for processors."""
-
-from __future__ import annotations
-
-# Threads per block, and most blocks per launch: a thread loops over elements that are a grid (2**21) apart.
-THREADS = 256
-MOST_BLOCKS = 1 << 13
-# Elements per launch. The kernel's int index exceeds them by at most one grid: 2**30 + 2**21 fits into 31 bits.
-MOST_NUMEL = 1 << 30
-
-# Operations are named, so that a compiler has nothing to contract: where torch's code has a fused multiply-add, written or
-# made by its compiler from a product that is added at once, there is one here, and nowhere else. Read in torch 2.13
-# (ATen/native/cuda/fused_adam_utils.cuh); the trial at the start decides whether the torch that is installed agrees.
-#
-# A launch takes 32-bit integers, so hyperparameters come as the bits of a float. ``step`` and ``scale`` are read from
-# device memory, so the host waits for neither. Joining and splitting the main weight: see
-# `infinity.numerics.remainder`.
-ADAM = r"""
+// One step of Adam or AdamW on split main weights, with the bits of torch's fused kernel: see `GpuAdam` in fused_adam.py.
+// The loop for processors is in `infinity.numerics.kernels`.
+//
+// Operations are named, so that a compiler has nothing to contract: where torch's code has a fused multiply-add, written
+// or made by its compiler from a product that is added at once, there is one here, and nowhere else. Read in torch 2.13
+// (ATen/native/cuda/fused_adam_utils.cuh); the trial at the start decides whether the torch that is installed agrees.
+//
+// A launch takes 32-bit integers, so hyperparameters come as the bits of a float. `step` and `scale` are read from device
+// memory, so the host waits for neither. Joining and splitting the main weight: see `infinity.numerics.remainder`.
 extern "C" __global__ void adam_on_split_weights(
     short* weight, short* remainder, const void* gradient, float* exp_avg, float* exp_avg_sq,
     const float* step, const float* scale, int has_scale, int is_bf16, int is_decoupled,
@@ -47,4 +38,3 @@ extern "C" __global__ void adam_on_split_weights(
         remainder[i] = (short)(bits - (high << 16));
     }
 }
-"""
