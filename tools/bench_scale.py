@@ -24,7 +24,7 @@ from pathlib import Path
 import bars
 from bench.case import peers
 from bench.measured.models import MODEL_SIZES, Workload
-from bench.options import add_common, at_least_one, describe_machine, problem_of, size
+from bench.options import add_common, at_least_one, describe_machine, refuse, size
 from bench.participant import Participant, ParticipantFailed, ParticipantSpec
 from rich.table import Table
 
@@ -162,8 +162,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--png", type=Path, help="draw it; needs matplotlib")
     add_common(parser)
     given = parser.parse_args(arguments)
-    if (problem := problem_of(given, memory=(True, "--limit", "use a machine that has them"))) is not None:
-        parser.error(problem)
+    refuse(parser, given, memory=(True, "--limit", "use a machine that has them"))
     return given
 
 

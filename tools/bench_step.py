@@ -27,7 +27,7 @@ from typing import Any
 
 from bench.case import Case, CaseResult, Outcome, Schedule, available_controllers, has_fio, peers, run_case
 from bench.measured.models import MODEL_SIZES, Workload
-from bench.options import add_common, at_least_one, describe_machine, problem_of, several, size, version_in
+from bench.options import add_common, at_least_one, describe_machine, refuse, several, size, version_in
 from bench.participant import ParticipantSpec
 from rich.table import Table
 
@@ -104,13 +104,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     # Results are always written, also without the option.
     given.json_file = given.json_file or Path("bench_step.json")
     # Limits of the drive need the controller blkio, limits of memory need memory: refused here, before anything runs.
-    problem = problem_of(
+    refuse(
+        parser,
         given,
         blkio=(any(given.throttle), "--throttle", "pass --throttle none"),
         memory=(given.memory_limit is not None, "--memory-limit", "leave it out"),
     )
-    if problem is not None:
-        parser.error(problem)
     return given
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from infinity.cli.output import PathType, display, json_option, print_json, table
-from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
     from infinity.config import InfinityConfig
@@ -27,9 +26,6 @@ _WORLD = click.option(
 def _loaded(file: Path, processes: int, *, check_storage: bool) -> InfinityConfig:
     from infinity.config import load_config
 
-    if file.is_dir():
-        cure = "Give the path of a JSON file in it"
-        raise ConfigError.in_text(f"config file '{file}'", "it is a directory", cure=cure)
     return load_config(file, world_size=processes, check_storage=check_storage)
 
 

@@ -74,12 +74,14 @@ def profile(directories: tuple[Path, ...], quick: bool, minutes: float | None, a
 
 def _checked(paths: tuple[Path, ...], console: Console) -> DriveProfile:
     """Refuse what can be refused before anything is measured."""
-    from infinity.machine.drive_profile import DriveProfile, directories_of
+    from infinity.machine.drive_profile import DriveProfile
     from infinity.machine.findings import writable_drive
     from swapper.errors import VolumeError
+    from swapper.volumes.directory import Directory
 
     try:
-        directories = directories_of(paths)
+        # By resolved path: a directory that is named twice is one drive.
+        directories = list({path.resolve(): Directory(path) for path in paths}.values())
         drives = [writable_drive(each.path) for each in directories]
     except VolumeError as error:
         raise click.UsageError(f"{error}.") from None

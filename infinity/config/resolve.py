@@ -271,9 +271,6 @@ def _resolve_offload(name: str, decisions: _Decisions, check_storage: bool) -> O
 
 def _resolve_io(decisions: _Decisions) -> IOSection:
     aio, infinity = decisions.root.aio, decisions.root.infinity
-    if aio.use_gds:
-        cure = "Set it to false: data goes through host memory"
-        raise ConfigError.value("aio.use_gds", True, "GPUDirect Storage is not implemented", cure=cure)
     wanted_bytes = aio.block_size or _REQUEST_BYTES
     # -(-a // b) is division rounded up.
     request_bytes = -(-wanted_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -94,21 +93,10 @@ def _only_config(args: Any, config: Any, config_params: Any) -> Any:
         raise ConfigError("no config: pass config= (the path of a JSON file, or a dict) to deepspeed.initialize")
     first, *others = found
     for other in others:
-        if not _is_same_source(found[first], found[other]):
-            shown = " and ".join(f"{each} ({_shown(found[each])})" for each in (first, other))
+        if str(found[first]) != str(found[other]):  # a path may be a str or a Path
+            shown = " and ".join(f"{each} ('{found[each]!s:.200}')" for each in (first, other))
             raise ConfigError(f"two configs: {shown}. Pass one of them to deepspeed.initialize")
     return found[first]
-
-
-def _is_same_source(one: Any, other: Any) -> bool:
-    if isinstance(one, str | Path) and isinstance(other, str | Path):
-        return str(one) == str(other) or Path(one).absolute() == Path(other).absolute()
-    return one is other or bool(one == other)
-
-
-def _shown(source: Any) -> str:
-    is_path = isinstance(source, str | Path) and not str(source).lstrip().startswith("{")
-    return f"'{source}'" if is_path else f"a {type(source).__name__}"
 
 
 def check_accelerate_processes(num: int) -> None:

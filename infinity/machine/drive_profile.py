@@ -17,7 +17,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from infinity.config import load_config
@@ -26,7 +25,7 @@ from infinity.machine.bandwidth_cache import BandwidthCache, now
 from infinity.machine.hardware import HOT_CELSIUS, health
 from infinity.plan.machine import Bandwidth
 from swapper.config import BackendName
-from swapper.errors import ArgumentError, BackendUnavailableError, VolumeError
+from swapper.errors import ArgumentError, BackendUnavailableError
 from swapper.measure.measurement import DriveTest, IOSetting, Sample, Workload
 from swapper.measure.speeds import with_speeds
 from swapper.volumes.directory import Directory
@@ -301,20 +300,6 @@ def _test_space(directories: Sequence[Directory], file_bytes: int) -> tuple[list
     # A drive that is much faster than the others gets nearly all stripes, so each directory has to have room for all
     # files together.
     return limited, min(rooms) // len(rooms)
-
-
-def directories_of(paths: Sequence[Path]) -> list[Directory]:
-    """The directories, each once.
-
-    Raises:
-        VolumeError: one is given twice.
-    """
-    seen: dict[Path, Path] = {}
-    for path in paths:
-        if path.resolve() in seen:
-            raise VolumeError(path, f"{seen[path.resolve()]} and {path} are the same directory: name each drive once")
-        seen[path.resolve()] = path
-    return [Directory(path) for path in paths]
 
 
 # --------------------------------------------------------------------------------------------------------- over minutes

@@ -24,6 +24,7 @@ from infinity.device.host_memory import find_free_memory, free_bytes, is_unified
 from infinity.errors import size
 from infinity.machine import hardware
 from infinity.machine.bandwidth_cache import measured_bandwidth
+from infinity.plan.model_shapes import count_words
 from infinity.version import __version__
 from swapper.config import SwapperConfig
 from swapper.errors import BackendUnavailableError, SwapperError, VolumeError
@@ -384,20 +385,13 @@ def _space(drive: Drive) -> Finding:
     if not drive.total_bytes:
         return note(what, "the file system knows no limit")
     # With AdamW in bf16: 2 bytes of weight and 10 of remainder and states per parameter.
-    room = _count(drive.free_bytes / 12)
-    text = f"{size(drive.free_bytes)} of {size(drive.total_bytes)}: room for {room} parameters (AdamW, bf16)"
+    room = count_words(drive.free_bytes // 12)
+    text = f"{size(drive.free_bytes)} of {size(drive.total_bytes)}: room for {room} (AdamW, bf16)"
     if drive.free_bytes < _LEAST_SPACE_BYTES:
         return bad(what, text, "Make room, or name another directory")
     if drive.free_bytes < _LITTLE_SPACE_BYTES:
         return poor(what, text, "Make room, or add a directory on another drive")
     return good(what, text)
-
-
-def _count(number: float) -> str:
-    for factor, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if number >= factor:
-            return f"{number / factor:,.1f}{letter}"
-    return f"{number:,.0f}"
 
 
 def _files(drive: Drive, *, measures: bool) -> Iterator[Finding]:

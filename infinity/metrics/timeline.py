@@ -211,8 +211,8 @@ def check_writable(path: Path) -> None:
         ConfigError: it cannot be written. No file is left behind.
     """
     cure = "Name a file in a directory that exists and may be written to, or set it to null"
-    if os.path.isdir(path):  # never raises, unlike `Path.is_dir`
-        raise ConfigError.value(KEY, str(path), "it is a directory", cure="Name a file in it")
+    if os.path.exists(path) and not os.path.isfile(path):  # never raise, unlike the methods of `Path`
+        raise ConfigError.value(KEY, str(path), "it is not a regular file", cure=cure)
     try:
         # The very thing that will happen in the end: permissions, read-only file systems and quotas all show up.
         # A name of this process alone. `replacing` writes the real trace in the same directory.
@@ -222,5 +222,3 @@ def check_writable(path: Path) -> None:
     except OSError as error:
         problem = f"it cannot be written: {error.strerror or error}"
         raise ConfigError.value(KEY, str(path), problem, cure=cure) from error
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ConfigError.value(KEY, str(path), "it is not a regular file", cure=cure)

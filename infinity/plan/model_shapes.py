@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import math
 import os
 import re
@@ -48,7 +47,7 @@ def read_model(text: str) -> tuple[str, nn.Module]:
     value = float(match[1].replace("_", "")) * _FACTORS[match[2].lower()]
     if not 1 <= value <= _MOST_PARAMETERS:
         raise ModelRefused(f"{text}: a model has between 1 and {_MOST_PARAMETERS:.0e} parameters")
-    return _count_words(round(value)), _of_equal_blocks(round(value))
+    return count_words(round(value)), _of_equal_blocks(round(value))
 
 
 class _Adapted(nn.Module):
@@ -121,27 +120,11 @@ def _from_config(path: Path) -> nn.Module:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ModelRefused(f"{path}: there is no config.json in this directory")
-    _check_json(path, file)
     model = _built(path, file)
     if sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
         most = f"a model has at most {_MOST_PARAMETERS:.0e} parameters"
         raise ModelRefused(f"{path}: {most}: look at the sizes in {file.name}")
     return model
-
-
-def _check_json(path: Path, file: Path) -> None:
-    """Raise if the file has JSON, but no object."""
-    # transformers reports unreadable files itself. Given a list or a number, it raises whatever its code runs into.
-    try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return
-    if not isinstance(found, dict):
-        what = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}.get(type(found), "a number")
-        raise ModelRefused(
-            f"{path}: {file.name} is {what}, and a model's config is an object of keys and values: give the "
-            "config.json beside a model's weights"
-        )
 
 
 def _built(path: Path, file: Path) -> nn.Module:
@@ -166,7 +149,9 @@ def _built(path: Path, file: Path) -> nn.Module:
                 refused = error
     except Exception as error:  # an unusual config can make transformers raise anything
         refused = error
-    raise ModelRefused(f"{path}: no model can be built from this config: {_one_line(refused)}") from refused
+    raise ModelRefused(
+        f"{path}: no model can be built from this config: {_one_line(refused)}; give the config.json beside a model's weights"
+    ) from refused
 
 
 def _one_line(error: Exception | None) -> str:
@@ -185,7 +170,8 @@ def _builders(transformers: Any, config: Any) -> Iterator[Callable[[Any], Any]]:
         yield functools.partial(kind.from_config, trust_remote_code=False)
 
 
-def _count_words(count: int) -> str:
+def count_words(count: int) -> str:
+    """A number of parameters in words, such as "7B parameters"."""
     for factor, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= factor:
             return f"{count / factor:.4g}{letter} parameters"

@@ -124,8 +124,7 @@ class Staging:
                 place = self._directory / target
                 if place.parent != self._directory:
                     make_directory(place.parent)
-                if not _are_equal(self.path / name, place):
-                    rename(self.path / name, place)
+                rename(self.path / name, place)
         sync_directory(self._directory)  # before the old files go: else a crash could leave neither head nor old files
         new = {target for _, target in (*unknown, *replacing, head)}
         for path in list(self._directory.iterdir()):
@@ -172,12 +171,6 @@ def _empty(folder: Path) -> None:
                 os.unlink(entry.path)
         if os.listdir(folder) == [_LOCK]:
             os.unlink(folder / _LOCK)  # of a file that is open, NFS keeps the directory until it is closed
-
-
-def _are_equal(source: Path, target: Path) -> bool:
-    # A config that did not change stays as it is. Files from 1 MiB on are replaced without a comparison.
-    size = source.stat().st_size
-    return target.is_file() and target.stat().st_size == size < 1 << 20 and target.read_bytes() == source.read_bytes()
 
 
 @contextlib.contextmanager

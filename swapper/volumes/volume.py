@@ -106,10 +106,6 @@ class Volume(Uncopyable):
             return [(0, offset, 0, num_bytes)]
         return self._map.file_ranges(offset, num_bytes)
 
-    def column_of(self, offset: int) -> int:
-        """Return the index in ``files`` of the file that stores a byte of the address space."""
-        return self.file_ranges(offset, 1)[0][0]
-
     def sync(self) -> None:
         """Sync all files to their drives, at once.
 

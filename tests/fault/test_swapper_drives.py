@@ -46,7 +46,7 @@ def _offsets_on(swapper: Swapper, extent: Extent, column: int) -> list[int]:
     return [
         offset
         for offset in range(0, extent.num_bytes, volume.stripe_bytes)
-        if volume.column_of(extent.start + offset) == column
+        if volume.file_ranges(extent.start + offset, 1)[0][0] == column
     ]
 
 

@@ -59,8 +59,8 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, dest="json_file", metavar="FILE", help="write the results there; - is stdout")
 
 
-def problem_of(given: argparse.Namespace, **controllers: tuple[bool, str, str]) -> str | None:
-    """Return why this cannot be measured here, with the cure; None if it can.
+def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace, **controllers: tuple[bool, str, str]) -> None:
+    """End the process with the cure if this cannot be measured here.
 
     Args:
         given: the options of `add_common`.
@@ -71,13 +71,12 @@ def problem_of(given: argparse.Namespace, **controllers: tuple[bool, str, str]) 
     # Overlay and tmpfs: the kernel counts no bytes of them in /proc/PID/io.
     if block_device(path) is None:
         problem = f"--nvme-path {path} lies on no block device, so its bytes could not be counted"
-        return f"{problem}; name a directory on a drive"
+        parser.error(f"{problem}; name a directory on a drive")
     for controller, (is_needed, option, cure) in controllers.items():
         if is_needed and (reason := why_unavailable(controller)) is not None:
-            return f"{option} cannot be used: {reason}; {cure}"
+            parser.error(f"{option} cannot be used: {reason}; {cure}")
     if given.peer and (shutil.which(python) is None or version_in(python, given.peer) is None):
-        return f"{given.peer} is not installed for {python}; name another with --peer-python"
-    return None
+        parser.error(f"{given.peer} is not installed for {python}; name another with --peer-python")
 
 
 def describe_machine(directory: Path) -> dict[str, Any]:

@@ -75,18 +75,18 @@ class Fp16Block(Block):
 
     enabled: Flag = False
     """Train in fp16, with fp32 main weights. A step whose gradients are not finite is skipped."""
-    loss_scale: Number = 0
+    loss_scale: Annotated[Number, Field(ge=0)] = 0
     """A fixed loss scale. 0 means a dynamic one."""
-    initial_scale_power: Number = 16
+    initial_scale_power: Annotated[Number, Field(ge=-24, le=96)] = 16
     """The dynamic loss scale starts at 2 to this power."""
-    loss_scale_window: Count = 1000
+    loss_scale_window: Positive = 1000
     """The scale is doubled after this many steps without overflow."""
-    hysteresis: Count = 2
+    hysteresis: Positive = 2
     """The scale is halved at this many overflows, and at each one after, until it grows again. In stage 0 it is halved at
     each overflow, as in DeepSpeed."""
     consecutive_hysteresis: Flag = False
     """A step without overflow resets the count of `hysteresis`."""
-    min_loss_scale: Number = 1
+    min_loss_scale: Annotated[Number, Field(gt=0)] = 1
     """Smallest loss scale. Gradients that overflow with it are an error, but not in stage 0."""
     auto_cast: Flag = False
     """Floating-point inputs of the model are cast to fp16."""
@@ -105,6 +105,7 @@ class Bf16Block(Block):
     """Floating-point inputs of the model are cast to bf16."""
 
 
+@with_deepspeed_only_keys
 class AutocastBlock(Block):
     """`torch_autocast`."""
 
@@ -114,9 +115,6 @@ class AutocastBlock(Block):
     dtype: Annotated[Literal["fp16", "bf16"], BeforeValidator(_half_type)] = "bf16"
     """Dtype to which autocast casts. With fp16, the loss scale follows the keys of the block `fp16`, which stays
     disabled."""
-    lower_precision_safe_modules: Annotated[
-        Untyped | list[str], NoEffect("no effect: gradients go between processes as communication_data_type says")
-    ] = None
 
 
 class DataTypesBlock(Block):
@@ -187,8 +185,6 @@ class AioBlock(Block):
     """Requests in flight per thread; 8 by default."""
     intra_op_parallelism: Positive | None = None
     """Threads for each direction (read, write) and each drive; at least 4 are used."""
-    use_gds: Flag = False
-    """`true` is an error: GPUDirect Storage is not implemented, and data goes through host memory."""
 
 
 def _steps_per_print(value: object) -> object:

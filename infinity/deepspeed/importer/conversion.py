@@ -15,6 +15,7 @@ from infinity.deepspeed.importer.optimizer_states import OptimizerStates, Univer
 from infinity.deepspeed.importer.pickles import COPY_ALL, ONE_STATE_DICT, FoundTensor, check
 from infinity.errors import CheckpointError, InfinityError
 from infinity.metrics.progress import progress
+from infinity.numerics.plain_data import UNREADABLE
 
 # Names of DeepSpeed's files: bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt, zero_pp_rank_3_mp_rank_00_model_states.pt
 # (stage 3), mp_rank_00_model_states.pt (stages 1 and 2). Groups: data-parallel rank, model-parallel rank.
@@ -24,11 +25,6 @@ _UNIVERSAL = "zero"
 _STATE = "optimizer_state.pt"
 _LATEST = ("latest", "latest_universal")
 _PART_NUMEL = 1 << 20  # elements that are cast and written at a time: 4 MiB of fp32
-_OTHER_CONTENTS = (
-    *(LookupError, TypeError, ValueError, AttributeError),
-    *(ArithmeticError, RuntimeError, MemoryError, StopIteration),
-)
-"""What the importer may raise for files with other contents than DeepSpeed writes."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ def convert(
         model, tensors, training_state, left_out = _contents(files, skips_unknown=skips_unknown)
     except InfinityError:
         raise
-    except _OTHER_CONTENTS as error:
+    except (*UNREADABLE, StopIteration) as error:
         reason = str(error)[:200] or type(error).__name__
         raise CheckpointError(files.folder, f"its files do not hold what DeepSpeed writes: {reason}") from error
     target, name = Path(target), files.folder.resolve().name

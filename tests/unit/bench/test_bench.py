@@ -61,7 +61,7 @@ def test_a_vertical_step_is_held_against_compute_that_recomputes_too() -> None:
 
 
 def test_a_participant_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ParticipantFailed, match="no measured program is called 'nobody'"):
+    with pytest.raises(ParticipantFailed, match="KeyError: 'nobody'"):
         Participant(ParticipantSpec("nobody", "nobody"), _TINY, tmp_path, controllers=())
     assert list(tmp_path.iterdir()) == []
 

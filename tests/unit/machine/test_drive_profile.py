@@ -13,12 +13,12 @@ from infinity.machine.drive_profile import (
     DriveProfile,
     candidates,
     default_setting,
-    directories_of,
     settings_for,
     sweep,
 )
 from swapper.errors import BackendUnavailableError
 from swapper.measure.measurement import IOSetting, Workload
+from swapper.volumes.directory import Directory
 from tests.unit.fake_drive import FakeDrive
 
 _MIB = 1 << 20
@@ -26,7 +26,7 @@ _URING, _THREADS = IOSetting("uring", 4 * _MIB, 4, 8), IOSetting("threads", 2 * 
 
 
 def measured(path: Path, drive: FakeDrive) -> DriveProfile:
-    found = DriveProfile(directories_of([path]), is_direct=True)
+    found = DriveProfile([Directory(path)], is_direct=True)
     sweep(drive, found, QUICK, settings_for(found.directories))  # type: ignore[arg-type]
     return found
 
@@ -76,4 +76,4 @@ def test_half_a_measurement_gives_no_advice(tmp_path: Path) -> None:
     found = measured(tmp_path, FakeDrive())
     found.stopped_by = "interrupted"
     assert found.advice() is None
-    assert DriveProfile(directories_of([tmp_path])).advice() is None
+    assert DriveProfile([Directory(tmp_path)]).advice() is None

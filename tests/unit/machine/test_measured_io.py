@@ -27,7 +27,7 @@ from infinity.machine.bandwidth_cache import (
     store,
     with_measured_io,
 )
-from infinity.machine.drive_profile import QUICK, DriveProfile, choose, directories_of, drive_test
+from infinity.machine.drive_profile import QUICK, DriveProfile, choose, drive_test
 from infinity.plan.machine import Bandwidth
 from swapper import BackendUnavailableError
 from swapper.measure.measurement import IOSetting, Sample, Workload
@@ -176,7 +176,7 @@ def test_the_test_file_is_small(nvme: Path, monkeypatch: pytest.MonkeyPatch, fre
     drive = FakeDrive()
     monkeypatch.setattr(profile_module, "DriveTest", drive)
     _with_free(monkeypatch, {"nvme": free}, lambda name: 1)
-    with drive_test(DriveProfile(directories_of([nvme])), QUICK):
+    with drive_test(DriveProfile([Directory(nvme)]), QUICK):
         ((directories, file_bytes, _),) = drive.opened
     assert file_bytes == expected
     assert directories == [Directory(nvme, capacity_bytes=expected)]
@@ -185,7 +185,7 @@ def test_the_test_file_is_small(nvme: Path, monkeypatch: pytest.MonkeyPatch, fre
 @pytest.mark.parametrize("free", [0, 100 << 20])
 def test_too_little_space_is_refused_politely(nvme: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     _with_free(monkeypatch, {"nvme": free}, lambda name: 1)
-    with pytest.raises(RuntimeError, match="free some space"), drive_test(DriveProfile(directories_of([nvme])), QUICK):
+    with pytest.raises(RuntimeError, match="free some space"), drive_test(DriveProfile([Directory(nvme)]), QUICK):
         pass
 
 

@@ -94,7 +94,7 @@ def test_the_end_of_a_training_does_not_fail_for_a_trace(tmp_path: Path, caplog:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("", "it is a directory"),
+        ("", "not a regular file"),
         ("missing/trace.json", "No such file or directory"),
         ("a_file/trace.json", "Not a directory"),
         ("x" * 300, "File name too long"),

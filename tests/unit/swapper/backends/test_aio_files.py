@@ -83,9 +83,11 @@ def test_slow_writes_do_not_hold_up_reads_nor_one_file_another(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volume = Volume(paths[:2], 8 * ALIGNMENT, stripe_bytes=ALIGNMENT)
-    gate = _Gate(monkeypatch, lambda request: request.direction is _WRITE and volume.column_of(request.offset) == 0)
+    gate = _Gate(
+        monkeypatch, lambda request: request.direction is _WRITE and volume.file_ranges(request.offset, 1)[0][0] == 0
+    )
     backend = AiofilesBackend(volume, 1)
-    columns = [volume.column_of(index * ALIGNMENT) for index in range(8)]
+    columns = [volume.file_ranges(index * ALIGNMENT, 1)[0][0] for index in range(8)]
     held = [start(backend, _WRITE, columns.index(0) * ALIGNMENT, random_bytes(ALIGNMENT, index)) for index in range(3)]
     start(backend, _READ, columns.index(0) * ALIGNMENT, aligned_bytes(ALIGNMENT)).require_whole(ALIGNMENT)
     start(backend, _WRITE, columns.index(1) * ALIGNMENT, aligned_bytes(ALIGNMENT)).require_whole(ALIGNMENT)

@@ -73,7 +73,7 @@ def test_a_capacity_is_kept_and_the_others_take_the_rest(paths: list[Path]) -> N
     with _opened([Directory(paths[0], capacity_bytes=2 * _STRIPE + 100), paths[1], paths[2]], 20) as volume:
         assert _shares(volume) == [2, 9, 9]
         # As long as there is room in all of them, all of them are used.
-        assert [volume.column_of(stripe * _STRIPE) for stripe in range(6)] == [0, 1, 2, 0, 1, 2]
+        assert [volume.file_ranges(stripe * _STRIPE, 1)[0][0] for stripe in range(6)] == [0, 1, 2, 0, 1, 2]
     with _opened([Directory(path, capacity_bytes=3 * _STRIPE) for path in paths], 9) as volume:
         assert _shares(volume) == [3, 3, 3]
 
@@ -157,7 +157,8 @@ def _kept(directories: list[Path], num_stripes: int, *, is_there: bool = True) -
     volume = Volume(directories, num_stripes * _STRIPE, stripe_bytes=_STRIPE, file_name="states", is_there=is_there)
     with contextlib.closing(volume):
         return [
-            (volume.column_of(offset), volume.locate(offset)[1]) for offset in range(0, volume.capacity_bytes, _STRIPE)
+            (volume.file_ranges(offset, 1)[0][0], volume.locate(offset)[1])
+            for offset in range(0, volume.capacity_bytes, _STRIPE)
         ]
 
 
