@@ -147,6 +147,7 @@ class UpdateJob:
         self.has_begun = False
         """Whether the stream has taken it."""
         self._finished = Latch()
+        self.done = self._finished.is_set
         self._error: BaseException | None = None
         # A worker computes as the training thread would: denormals and numbers of threads are settings of each thread.
         self.flushes_denormals = flushes_denormals()
@@ -211,9 +212,6 @@ class UpdateJob:
         self.flat_arrival = None
         # Last: whoever waits may look at everything above.
         self._finished.set()
-
-    def done(self) -> bool:
-        return self._finished.is_set()
 
     def promote(self) -> None:
         """Run the job next: the unit is waited for."""
