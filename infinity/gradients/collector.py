@@ -246,21 +246,21 @@ class GradientCollector:
 
     def _pop_from(self, unit: Unit, slots: Iterable[int]) -> dict[Slot, torch.Tensor]:
         gradients: dict[Slot, torch.Tensor] = {}
-        for index in slots:
-            slot, parameter = unit.layout.slots[index], unit.parameters[index]
-            with without_torch_function():
-                gradient: torch.Tensor | None = AUTOGRAD_FIELD.__get__(parameter)
-                if gradient is None:
-                    continue
-                # autograd must not add the next micro-batch to it: the tensor is the receiver's.
-                AUTOGRAD_FIELD.__set__(parameter, None)
+        with without_torch_function():
+            for index in slots:
+                gradient = AUTOGRAD_FIELD.__get__(unit.parameters[index])
+                if gradient is not None:
+                    # autograd must not add the next micro-batch to it: the tensor is the receiver's.
+                    AUTOGRAD_FIELD.__set__(unit.parameters[index], None)
+                    gradients[unit.layout.slots[index]] = gradient
+        for slot, gradient in gradients.items():
             # create_graph=True: what users hold has the graph; main gradients have none.
             if gradient.requires_grad:
                 self.live.add_with_graph(unit, slot, gradient)
+                gradients[slot] = gradient.detach()
             if gradient.is_sparse and not self._has_warned_of_sparse:
                 self._has_warned_of_sparse = True
                 warnings.warn(OtherNumbersWarning.of_sparse_gradient(slot.spec.fqn), stacklevel=2)
-            gradients[slot] = gradient.detach()
         return gradients
 
     @outside_modes

@@ -187,8 +187,9 @@ class GradientBuffer:
         known, is_on_cpu, first = set(present), self.values.is_cpu, dict[Slot, torch.Tensor]()
         for slot, gradient in gradients.items():
             if is_on_cpu and gradient.is_cpu and slot.index not in known:
-                is_usual = gradient.layout is torch.strided and gradient.shape == slot.spec.shape
-                first[slot] = gradient.detach() if is_usual else in_slot_order(gradient.detach(), slot)
+                is_plain = gradient.layout is torch.strided and not gradient.requires_grad
+                is_usual = is_plain and gradient.shape == slot.spec.shape
+                first[slot] = gradient if is_usual else in_slot_order(gradient.detach(), slot)
         if first:
             copy_each([self._views[slot.index] for slot in first], [*first.values()])
         for slot, gradient in gradients.items():

@@ -72,7 +72,7 @@ class Backwards:
         self._is_retained = retain_graph
         # Asked in each backward, because a script may add hooks at any time.
         self._has_hooks = have_hooks_of_others(itertools.chain.from_iterable(self._parameters))
-        updates_now = self._updates_now()
+        updates_now = self._is_final() and self._may_update()
         # Another backward after the last one of a step: means that were left to the step are completed first. Otherwise
         # this backward's gradients would be added to shards of them.
         self._stepper.gradients.average_postponed()
@@ -109,8 +109,8 @@ class Backwards:
             return False
         return not self._has_hooks  # they may look at any gradient
 
-    def _updates_now(self) -> bool:
-        return self._is_final() and self._stepper.updates_in_backward and self._style.updates_in_backward
+    def _may_update(self) -> bool:
+        return self._stepper.updates_in_backward and self._style.updates_in_backward
 
     def _on_first_gradient(self) -> None:
         is_scaled = self._is_own_scaled or self._guard.phase is Phase.BACKWARD
@@ -132,15 +132,15 @@ class Backwards:
     def _deliver(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
         # Runs in a hook of autograd, on whatever thread runs the backward.
         gradients = self._as_parts(unit, gradients)
-        # Without a history it is not known whether backward will still need the weights: see `infinity.gradients.collector`.
-        updates_now = self._updates_now() and self.collector.has_history
         # What has gradients of earlier micro-batches, and none of this one yet, may still get one.
         main = self._stepper.gradients
         is_whole = self._is_final() and set(main.slots_with_gradient(unit)) <= gradients.keys()
+        # Without a history it is not known whether backward will still need the weights: see `infinity.gradients.collector`.
+        updates_now = is_whole and self._may_update() and self.collector.has_history
         # Ranks exchange a unit's gradients as soon as it is whole. It must be announced before the last part is added.
         if is_whole:
             main.expect_whole(unit)
-        self._stepper.deliver(unit, gradients, updates_now=updates_now and is_whole)
+        self._stepper.deliver(unit, gradients, updates_now=updates_now)
         if is_whole:
             main.offer(unit)
 

@@ -195,7 +195,7 @@ class _BoundHook:
     """A hook as an object: copying or pickling the module gives a hook that does nothing."""
 
     def __init__(self, function: Callable[..., None] | None = None, *, comes_before: bool = False) -> None:
-        self._function = function
+        self._function = None if function is None else untraced(outside_modes(function))
         self._comes_before = comes_before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _BoundHook:
@@ -209,12 +209,7 @@ class _BoundHook:
             return  # a copy: nothing keeps it from being compiled or exported
         if self._comes_before and torch.compiler.is_compiling():
             refuse_tracing(args[0])
-        self._run(self._function, *args)
-
-    @untraced
-    @outside_modes
-    def _run(self, function: Callable[..., None], *args: Any) -> None:
-        function(*args)
+        self._function(*args)
 
 
 class ModuleHooks:

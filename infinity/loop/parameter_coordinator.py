@@ -46,6 +46,7 @@ from infinity.paging.saved_tensors import (
 from infinity.threads.engine_lock import EngineLock, refuse_reentry
 from infinity.tiers.user_copies import UserCopies
 from infinity.torch_internals.names import (
+    backward_number,
     call_after_backward,
     has_memory,
     in_backward,
@@ -57,7 +58,7 @@ from infinity.torch_internals.names import (
     untraced,
 )
 from infinity.units.layout import Slot
-from infinity.units.parameter import PagedParameter, PagedView
+from infinity.units.parameter import PagedParameter, PagedView, ResidentParameter
 from infinity.units.unit import Unit
 from infinity.updates.step_groups import StepGroups
 
@@ -153,7 +154,7 @@ class ParameterCoordinator:
     @property
     def is_computing(self) -> bool:
         """Whether the model is inside a forward or a backward."""
-        return self._depth > 0 or in_backward()
+        return self._depth > 0 or backward_number() != -1
 
     @property
     def is_inside_modules(self) -> bool:
@@ -171,8 +172,8 @@ class ParameterCoordinator:
     @property
     def is_training_forward(self) -> bool:
         """Whether the model is inside a forward that will have a backward (and not inside a recomputation)."""
-        parameter_cache = self.parameter_cache
-        return self._depth > 0 and parameter_cache.schedule is parameter_cache.training_schedule and not in_backward()
+        cache = self.parameter_cache
+        return self._depth > 0 and cache.schedule is cache.training_schedule and backward_number() == -1
 
     def begin_outside_read(self) -> None:
         """Before weights are read outside forward and backward. Raises if they may not be read now."""
@@ -381,7 +382,7 @@ class ParameterCoordinator:
         Call it under the parameter cache's lock, after `Unit.begin_use`: otherwise the units might make room for the
         next ones.
         """
-        parameter_cache, moved, is_backward = self.parameter_cache, False, in_backward()
+        parameter_cache, moved, is_backward = self.parameter_cache, False, backward_number() != -1
         if is_backward:
             self.backwards.on_activity()
         for unit in units:
@@ -423,7 +424,7 @@ class ParameterCoordinator:
             return outside_modes(self.pack)(tensor, is_outside=True)
         packed: PackedSavedTensor | PackedByAnother | None = None
         try:
-            if type(tensor) is torch.Tensor:
+            if (kind := type(tensor)) is torch.Tensor or kind is ResidentParameter:
                 # All views of a flat buffer share its storage, whose address is the key. An error if there is none.
                 unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
                 if unit is not None and unit.flat is not None:
@@ -447,7 +448,7 @@ class ParameterCoordinator:
             if elsewhere is not None:
                 return elsewhere
         # Detached: an operation's saved result would otherwise hold the operation that holds it, until backward runs.
-        return tensor.detach(), tensor._version
+        return tensor.detach() if tensor.requires_grad else tensor, tensor._version
 
     @untraced
     @outside_modes

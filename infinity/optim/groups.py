@@ -82,8 +82,9 @@ class Groups:
     def of_each(self, params: Mapping[int, Tensor]) -> dict[int, dict[str, Any]]:
         """The hyperparameters for each parameter that is in a group, under the parameter's key."""
         index_of = self.members.index_of
-        indices = {key: index_of.get(id(param)) for key, param in params.items()}
-        return {key: self.values[index] for key, index in indices.items() if index is not None}
+        return {
+            key: self.values[index] for key, param in params.items() if (index := index_of.get(id(param))) is not None
+        }
 
     def changed_since(self, earlier: Groups) -> list[str]:
         """Names of what differs: hyperparameters, or "params" where a parameter is in another group or in none."""

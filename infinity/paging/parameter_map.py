@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,20 +51,18 @@ class ParameterMap:
     def parameters_now(self) -> dict[int, nn.Parameter]:
         """The parameters that the model's modules have now, by ``id``, in the order of ``model.parameters()``."""
         # As that does, but ten times as fast: it is asked for in every forward.
-        found: dict[int, nn.Parameter] = {}
+        found: dict[int, Any] = {}
         seen: set[int] = set()
-        rest: list[nn.Module] = [self.model]
+        rest: list[nn.Module | None] = [self.model]
         while rest:
             module = rest.pop()
-            if id(module) in seen:
+            if module is None or id(module) in seen:
                 continue
             seen.add(id(module))
             for parameter in module._parameters.values():
-                if parameter is not None:
-                    found.setdefault(id(parameter), parameter)
-            for child in reversed(module._modules.values()):
-                if child is not None:
-                    rest.append(child)
+                found[id(parameter)] = parameter  # again: it keeps its place
+            rest += reversed(module._modules.values())
+        found.pop(id(None), None)  # of modules without a bias, say
         return found
 
     def num_owners(self) -> dict[tuple[int, int], int]:

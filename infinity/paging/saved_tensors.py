@@ -33,7 +33,7 @@ from torch import nn
 
 from infinity.torch_internals.names import saving_hooks, with_lazy_bits
 from infinity.units.layout import Slot
-from infinity.units.parameter import ViewPlace
+from infinity.units.parameter import ResidentParameter, ViewPlace
 from infinity.units.unit import Unit
 
 
@@ -63,7 +63,8 @@ class PackedSavedTensor:
         # Of nearly all the class says it: `isinstance` with nn.Parameter runs Python.
         self.is_parameter = type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter)
         """Whether it is a parameter itself and not a view, so that it shows what is assigned to its ``data``."""
-        is_of_parameter = self.is_parameter or isinstance(tensor._base, nn.Parameter)
+        base = tensor if self.is_parameter else tensor._base
+        is_of_parameter = type(base) is ResidentParameter or isinstance(base, nn.Parameter)
         # Without elements nothing can be written, and the place is that of the next parameter.
         self.tensor_version: int | None = tensor._version if is_of_parameter and tensor.numel() else None
         """torch's version counter of the parameter, as it was in forward; None if torch would not check it."""

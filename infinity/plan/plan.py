@@ -329,36 +329,29 @@ class PlanTracker:
         if self._num_steps <= _WARM_UP:
             return
         self._reports.append(report)
-        steady = [self._without_pause(report) for report in _steady(self._reports)]
+        steady = _steady(self._reports)
+        usual = self._least_pause  # of all steps: the few counted ones may all have come after a pause
+        if len(self._reports) >= _ENOUGH:
+            usual = statistics.median([report.other_seconds for report in steady])
+        # An unusual pause of the script before a step, such as an evaluation, is no part of it.
+        steps = [(r, max(0.0, r.other_seconds - usual)) for r in steady]
+        # The longest of three busy times, which overlap: the training thread's, the GPU's, and the update stream's.
+        busy = [max(r.compute_seconds - pause, r.compute_busy_seconds, r.optimizer_seconds) for r, pause in steps]
         # Speed of the drives: all bytes by all busy time. Compute: the median. Overlap: how far a step is from the
         # ideal, in which the longer of compute and I/O hides the other. With I/O 2 s, compute 3 s and a step of 3.6 s,
         # it is 1.2.
-        moved = sum(report.read_bytes + report.write_bytes for report in steady)
-        drive_seconds = sum(report.drive_busy_seconds for report in steady)
-        longest = [max(_busy_seconds(report), report.drive_busy_seconds) for report in steady]
-        factors = [report.seconds / seconds for report, seconds in zip(steady, longest, strict=True) if seconds]
+        moved = sum([report.read_bytes + report.write_bytes for report in steady])
+        drive_seconds = sum([report.drive_busy_seconds for report in steady])
+        longest = [max(seconds, report.drive_busy_seconds) for seconds, report in zip(busy, steady, strict=True)]
+        factors = [(r.seconds - pause) / most for (r, pause), most in zip(steps, longest, strict=True) if most]
         self._plan = dataclasses.replace(
             self._plan,
             seen_bytes_per_second=moved / drive_seconds if moved and drive_seconds else None,
-            compute_seconds=statistics.median(_busy_seconds(report) for report in steady),
+            compute_seconds=statistics.median(busy),
             overlap_factor=statistics.median(factors) if factors else 1.0,
         )
-
-    def _without_pause(self, report: StepReport) -> StepReport:
-        """The report without an unusual pause of the script before the step, such as an evaluation."""
-        usual = self._least_pause  # of all steps: the few counted ones may all have come after a pause
-        if len(self._reports) >= _ENOUGH:
-            usual = statistics.median(report.other_seconds for report in _steady(self._reports))
-        pause = max(0.0, report.other_seconds - usual)
-        seconds, compute_seconds = report.seconds - pause, report.compute_seconds - pause
-        return dataclasses.replace(report, seconds=seconds, compute_seconds=compute_seconds)
 
 
 def _steady(reports: Collection[StepReport]) -> list[StepReport]:
     """The half of the steps before which the script took least time: no pauses, evaluations or checkpoints."""
     return sorted(reports, key=lambda report: report.other_seconds)[: (len(reports) + 1) // 2]
-
-
-def _busy_seconds(report: StepReport) -> float:
-    """The longest of three busy times, which overlap: the training thread's, the GPU's, and the update stream's."""
-    return max(report.compute_seconds, report.compute_busy_seconds, report.optimizer_seconds)

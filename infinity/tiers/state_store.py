@@ -234,7 +234,9 @@ class PagedStateStore:
                 if lease is not None and not reads:
                     clear(lease.workspace.record)
             elif lease is None:
-                staging_buffer = self._lease_buffer(records, is_blocking=is_blocking)
+                staging_buffer = self._staging_pool.try_lease(owner=records.owner) if self.free_buffers else None
+                if staging_buffer is None and is_blocking:
+                    staging_buffer = self._lease_buffer(records, is_blocking=True)
                 if staging_buffer is not None:
                     lease = self._begin(records, chunk, staging_buffer, reads=reads)
         except BaseException:

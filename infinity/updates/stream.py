@@ -501,9 +501,10 @@ class UpdateStream:
             self._device.synchronize(self._device.mark())  # what ran on the device still read the gradients
         job.gradients.release()
         job.finish(None)
-        # After `finish`: `drain` returns when nothing is pending.
+        # After `finish`: `drain` returns when nothing is pending. Before, it can only help jobs that have not begun.
         del self._pending[job]
-        self._progress.ring()
+        if not self._pending or self._num_begun < self._num_submitted:
+            self._progress.ring()
 
     def _end(self) -> None:
         """No worker is left: raise the error in all who wait for a job, or submit one."""
