@@ -24,6 +24,7 @@ from infinity.tiers.user_copies import PutAside
 from infinity.tiers.weight_store import WeightStore
 from swapper import BusyTimes, RunDirectory, StagingPool, Swapper, TransferRecord, Versions
 from swapper.errors import BackendUnavailableError, VolumeError, VolumeTooSmallError, limit_cure
+from swapper.sync import switching
 from swapper.volumes.directory import Directory
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class EngineResources:
         except BaseException:
             self._close_swappers()
             raise
+        switching.acquire(id(self))  # see [Note: switch interval] in swapper.sync.switching
 
     def _check_room(self) -> None:
         """Check the space for all volumes together, because they may be on one drive."""
@@ -262,6 +264,7 @@ class EngineResources:
     def close(self) -> None:
         """Release files, threads and memory. Errors of failed writes are not raised."""
         self.is_closed = True
+        switching.release(id(self))
         self.records.drop_read_ahead()  # of a step that did not come
         if self.weights is not None:
             self.weights.close()

@@ -1,9 +1,13 @@
-"""A short switch interval of the interpreter while a swapper is open.
+"""A short switch interval of the interpreter while a swapper or an engine is open.
 
 [Note: switch interval]
 A thread that runs Python keeps the interpreter's lock for ``sys.getswitchinterval()`` while another one waits for it:
 5 ms by default. After each transfer, a worker needs the lock for some ten microseconds to submit the next one. A drive
 that takes a few hundred microseconds for a transfer would idle most of the time. So the interval is shorter here.
+
+An engine in memory needs that, too: each operation of torch gives the lock up and takes it back, and the engine's hooks
+take it in backward, where plain torch needs none. Beside a thread of the user's that runs Python, each time costs an
+interval.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import sys
 
 _SECONDS = 0.0002  # about what a drive takes for a transfer; each switch costs the running thread a little
 
-_holders: set[int] = set()  # id() of each open swapper
+_holders: set[int] = set()  # id() of each open swapper or engine
 _before: float | None = None  # what it was, if we have changed it
 _set: float = 0.0  # what it became, as Python rounds it
 

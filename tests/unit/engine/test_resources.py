@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,20 @@ def test_one_swapper_for_blocks_with_the_same_directories(
     raw["zero_optimization"]["offload_param"]["nvme_path"] = [{"path": str(tmp_path)}]
     infinity.initialize(model=_model(), config=raw, device="cpu")[0].close()
     assert len(opened) == 1
+
+
+def test_in_memory_too_the_switch_interval_is_short_until_the_engine_is_closed(tmp_path: Path) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    try:
+        raw = _raw(str(tmp_path))
+        del raw["zero_optimization"]
+        engine, *_ = infinity.initialize(model=_model(), config=raw, device="cpu")
+        assert sys.getswitchinterval() < 0.001
+        engine.close()
+        assert sys.getswitchinterval() == 0.005
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_a_backend_that_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
