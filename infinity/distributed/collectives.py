@@ -69,7 +69,8 @@ _MEANWHILE_SECONDS = 0.005
 CallCounts = tuple[int, int]
 """A script's number of meetings, and of its requests to other threads."""
 _CURE = (
-    "All ranks must make the same calls in the same order: the same number of backwards and steps, each on its own data"
+    "All ranks must make the same calls in the same order: the same number of backwards and steps, each on its own data. In "
+    "stage 3, they must use the same modules: if each uses others of a list, name the list in infinity.units"
 )
 _CURE_OF_CUT = (
     "Start all processes again. To save after Ctrl-C, let its handler set a flag, and act on it between two steps, on all "

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.errors import RankError
 from swapper import TransferRecord
 from tests.distributed.common import Values, require_same, weights_of
 from tests.exactness import mixtures
@@ -238,3 +239,35 @@ def _check_fetched(fetched: list[str], routed: set[str]) -> list[str]:
     assert needed > routed
     assert len(experts) <= 2 * len(needed)  # in forward and in backward
     return experts
+
+
+class _OfRank(nn.Module):
+    """Each rank uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers[torch.distributed.get_rank()](x)
+        return y.square().mean()
+
+
+@on_ranks(2)
+def test_a_list_of_which_ranks_use_different_modules_is_to_be_named_as_a_unit(rank: int, tmp_path: Path) -> None:
+    losses: Values = {}
+    for stage, units in ((0, []), (3, ["layers"]), (3, [])):
+        torch.manual_seed(0)
+        engine = infinity.initialize(
+            model=_OfRank(), config=_config(tmp_path, "auto", stage, infinity={"units": units})
+        )[0]
+        if stage == 3 and not units:  # the last, because ranks part here
+            with pytest.raises(RankError, match=r"name the list in infinity\.units"):
+                engine(torch.ones(1, 8))
+            return
+        with engine:
+            for step in range(3):
+                loss = engine(torch.ones(1, 8))
+                engine.backward(loss)
+                engine.step()
+                assert torch.equal(losses.setdefault(f"loss {step}", loss.detach()), loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,14 @@ def test_each_row_of_the_table_has_a_known_reason(name: str) -> None:
     suite = SUITES[name]
     rows = table.read(suite.results.read_text())
     assert suite.files and all(name.endswith(".py") for name in suite.files)
+    assert not [file for file in suite.files if file.startswith(suite.left_out)]
     assert {each.status for each in rows.values()} <= {"passed", "failed", "refused", "skipped"}
     assert {each.reason for each in rows.values() if each.status == "refused"} <= suite.reasons
     assert all(each.reason for each in rows.values() if each.status != "passed")
+
+
+def test_a_file_that_is_neither_run_nor_left_out_is_named(tmp_path: Path) -> None:
+    for name in ("unit/inference/test_left_out.py", "unit/comm/test_dist.py", "unit/runtime/test_new.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert SUITES["deepspeed"].forgotten(tmp_path) == ["unit/runtime/test_new.py"]

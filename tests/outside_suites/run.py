@@ -81,7 +81,7 @@ def _start(suite: Suite, folder: Path, files: Sequence[str], index: int) -> tupl
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": str(_ROOT),
+        "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "HF_HUB_OFFLINE": "1",
         RESULTS_VARIABLE: str(log),
@@ -113,6 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{suite.name}-suite-")))
         unpack(suite, options.copy, folder)
+        if suite.left_out and (forgotten := suite.forgotten(folder / "tests")):
+            raise SystemExit("neither in results.tsv nor left out in suite.toml: " + ", ".join(forgotten))
         outcomes = run(suite, folder, files, options.processes)
     print(table.summary(outcomes.values()))
     text = suite.results.read_text()

@@ -50,6 +50,7 @@ class Suite(NamedTuple):
         of_messages: a pattern in an error, and why the test is refused.
         of_tests: a pattern in a test's name, and why it is refused where it fails.
         needs: packages that have to be installed besides, or some files cannot be imported.
+        left_out: beginnings of the paths of files that do not concern this engine, each with a reason in `suite.toml`.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Suite(NamedTuple):
     of_messages: tuple[tuple[str, str], ...]
     of_tests: tuple[tuple[str, str], ...]
     needs: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, name: str) -> Suite:
@@ -68,7 +70,8 @@ class Suite(NamedTuple):
             key: tuple((pattern, reasons[reason]) for pattern, reason in told[key])
             for key in ("of_messages", "of_tests")
         }
-        return cls(name, told["source"], told["revision"], **patterns, needs=tuple(told["needs"]))
+        left_out = tuple(path for paths in told.get("left_out", {}).values() for path in paths)
+        return cls(name, told["source"], told["revision"], **patterns, needs=tuple(told["needs"]), left_out=left_out)
 
     @property
     def reasons(self) -> set[str]:
@@ -85,6 +88,11 @@ class Suite(NamedTuple):
         """Those that concern what this engine does, below the repository's folder ``tests``: each that the table has."""
         tests = (line.split("\t")[4] for line in self.results.read_text().splitlines()[1:])
         return list(dict.fromkeys(test.partition("::")[0] for test in tests))
+
+    def forgotten(self, tests: Path) -> list[str]:
+        """The files below ``tests`` that are neither in the table nor left out for a reason."""
+        found = [path.relative_to(tests).as_posix() for path in sorted(tests.rglob("test_*.py"))]
+        return [file for file in found if not file.startswith((*self.left_out, *self.files))]
 
     def judge(self, test: str, outcome: str, message: str) -> Outcome:
         """What pytest's ``outcome`` of a test with this error message means."""
