@@ -17,6 +17,8 @@ CompletionCallback = Callable[["IORequest", int, OSError | None], None]
 """Called once for each request with the bytes that were transferred and the error, if any."""
 EndCallback = Callable[[int, OSError | None], object]
 """Called once with the first byte that is not moved (the number of bytes if all are), and the error if none is moved."""
+Step = tuple[Callable[[Any], object], Any]
+"""A function written in C, and its argument: see `IOBackend`."""
 
 
 # Takes the place of a completed request's memory. A backend's thread may keep the request a little longer, and a view
@@ -160,8 +162,10 @@ class IOBackend(Protocol):
     The scheduler never has overlapping requests in flight of which one writes. A backend must not retry: it completes a
     short or failed transfer as it is.
 
-    A backend may have two more attributes. ``run_bytes``: the longest transfer that it takes and divides among its own
+    A backend may have more attributes. ``run_bytes``: the longest transfer that it takes and divides among its own
     threads; a long operation is then one transfer. ``register_memory``: see the function of this name.
+    ``step_of(request)`` returns a `Step` whose call does what ``submit`` does and completes nothing meanwhile, or None for a
+    request that takes more; ``on_put()`` is called behind such a call.
     """
 
     @property

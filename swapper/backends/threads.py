@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, starmap
+from queue import SimpleQueue
 
-from swapper.backend import Batch, IORequest, ended
+from swapper.backend import Batch, IORequest, Step, ended
 from swapper.backends.volume_backend import VolumeBackend
 from swapper.backends.workers import start_workers, stop_workers
 from swapper.config import ALIGNMENT
@@ -16,6 +18,7 @@ from swapper.volumes.volume import FileRange, Volume
 # of it takes: 64 MiB are 110 ms of a drive with 600 MB/s.
 _MOST_REQUESTS = 64
 _MOST_BYTES = 64 << 20
+_go_through = deque[object](maxlen=0).extend  # an iterator, in one step; keeps nothing
 
 
 class ThreadsBackend(VolumeBackend):
@@ -50,27 +53,30 @@ class ThreadsBackend(VolumeBackend):
 
     def submit(self, request: IORequest) -> None:
         """Hand the request, or its parts, to worker threads of its files."""
-        num_bytes = len(request.memory)
-        offset = request.offset
+        step = self.step_of(request)
+        if step is None:
+            request.complete(0, ended("the worker threads have"))
+        else:
+            put, job = step
+            put(job)
+
+    def step_of(self, request: IORequest) -> Step | None:
+        """See `IOBackend`."""
+        offset, num_bytes = request.offset, len(request.memory)
         file_ranges = [(0, offset, 0, num_bytes)] if self._is_one_file else self.volume.file_ranges(offset, num_bytes)
-        parts: list[Sequence[FileRange]] = [file_ranges]
-        complete = partial(request.on_complete, request)
-        then: partial[None] | Batch = complete
-        if len(file_ranges) > 1 or num_bytes > self._request_bytes:
-            parts = self._spread(file_ranges)
-            starts = set[int]()  # a part is named by its first byte, counted in the request
-            for part in parts:
-                starts.add(part[0][2])
-            then = Batch(starts, num_bytes, complete, request)
+        then = partial(request.on_complete, request)
+        if len(file_ranges) == 1 and num_bytes <= self._request_bytes:
+            workers = self._workers[2 * file_ranges[0][0] + request.direction]
+            return None if workers.is_closed else (workers.jobs.put, partial(self.transfer, request, file_ranges, then))
+        parts = self._spread(file_ranges)
+        # A part is named by its first byte, counted in the request.
+        batch, jobs = Batch({part[0][2] for part in parts}, num_bytes, then, request), []
         for part in parts:
-            column, _, start, _ = part[0]
-            workers = self._workers[2 * column + request.direction]
-            if not workers.is_closed:
-                workers.jobs.put(partial(self.transfer, request, part, then))  # Workers.submit, less its call
-            elif isinstance(then, Batch):
-                then.on_over(start, start, ended("the worker threads have"))
-            else:
-                then(0, ended("the worker threads have"))
+            workers = self._workers[2 * part[0][0] + request.direction]
+            if workers.is_closed:
+                return None
+            jobs.append((workers.jobs, partial(self.transfer, request, part, batch)))
+        return _go_through, starmap(SimpleQueue.put, jobs)
 
     def _spread(self, file_ranges: Sequence[FileRange]) -> list[Sequence[FileRange]]:
         """Deal the ranges to the threads of each file, in pieces of at most a request."""

@@ -59,7 +59,7 @@ class Handle(Uncopyable):
     is_finished: bool = False
     is_observed: bool = False
     failure: SwapperError | None = None
-    callbacks: list[Callable[[Any], None]] = []  # noqa: RUF012
+    callbacks: list[Callable[[Any], None]]
 
     def __repr__(self) -> str:
         state = self.state.value if self.failure is None else f"failed: {self.failure}"
@@ -116,9 +116,8 @@ class Handle(Uncopyable):
         """
         if interrupts.pid != self.scheduler.pid:
             self.scheduler.check_process()
-        # The class has one empty list for all operations: the first callback gives this one a list of its own. No lock:
-        # setdefault, append and the pop in announce() are single steps under the interpreter's lock.
-        self.__dict__.setdefault("callbacks", []).append(function)
+        # No lock: append and the pop in announce() are single steps under the interpreter's lock.
+        self.callbacks.append(function)
         if self.is_finished:  # announce() may have run before the append
             announce((self,))
 
@@ -145,9 +144,6 @@ def announce(over: Iterable[Handle]) -> None:
                 function(operation)
             except BaseException as error:
                 log_raised(error, "a callback of a finished read or write")
-
-
-def _nothing(*_: object) -> None: ...
 
 
 class Operation(IORequest, Handle):
@@ -219,7 +215,7 @@ class Operation(IORequest, Handle):
         array, is_read = buffer, direction is Direction.READ
         # numpy has one dtype object for uint8, so `is` is enough; by another one, bytes_of() only makes a new view.
         is_flat = buffer.__class__ is ndarray and buffer.dtype is BYTE and buffer.ndim == 1 and buffer.size
-        if not (is_flat and buffer.flags.c_contiguous and (buffer.flags.writeable or not is_read)):
+        if not (is_flat and (flags := buffer.flags).c_contiguous and (flags.writeable or not is_read)):
             array = bytes_of(buffer, for_read=is_read)
         if num_bytes is not None and whole_number("num_bytes", num_bytes) != array.size:
             if not 0 <= num_bytes <= array.size:
@@ -247,9 +243,8 @@ class Operation(IORequest, Handle):
         block_bytes = scheduler.block_bytes
         self.hazard_start = first - first % block_bytes
         self.hazard_stop = -(-stop // block_bytes) * block_bytes
-        if then is not None:
-            self.callbacks = [then]
-        self.on_complete = _nothing  # until it is handed over
+        self.callbacks = [] if then is None else [then]
+        self.on_complete = scheduler.on_complete
         self.batch = None
 
     @property

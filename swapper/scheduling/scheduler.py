@@ -3,7 +3,7 @@
 [Note: the usual case is cheap]
 Dependencies and deadline of an operation are fixed once, at its submission. It reaches the backend in as few
 transfers as keep that busy. Python touches it once more, when the last transfer ends. Code for retries and errors
-runs only when they occur. `IOScheduler.submit` and ``_on_complete`` do by hand what the usual operation needs, without a
+runs only when they occur. `IOScheduler.submit` and `on_complete` do by hand what the usual operation needs, without a
 call: it is one transfer, nothing has to be waited for, the backend has room, and its extent has been written and is in order.
 
 [Note: hung transfers]
@@ -14,7 +14,10 @@ fail at once. Its memory and the extent's space are not reused (see [Note: whose
 
 [Note: signals]
 If KeyboardInterrupt came while a transfer is submitted, nobody could tell whether the backend has it and its memory. So
-state changes are `uninterrupted`, and waits are not (see [Note: interrupts] in ``swapper.sync.interrupts``).
+state changes are `uninterrupted`, and waits are not (see [Note: interrupts] in ``swapper.sync.interrupts``). That takes two
+system calls, which the usual operation can do without. CPython handles signals only where a function begins, where one
+written in C has been called, and where a loop goes back to its start. ``_start`` has none of these from its first change to the
+call that hands the operation over: an interrupt finds nothing done, or all.
 A signal handler or finalizer that runs in the middle of a change gets a `ReentryError`.
 """
 
@@ -57,7 +60,9 @@ logger = logging.getLogger(__name__)
 _IDLE_SECONDS = 10.0  # idle threads get at least this long to end in close(), also with timeout_seconds=0
 _TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})  # a repeated transfer may succeed
 _BLOCKED, _QUEUED, _RUNNING, _STALLED, _DONE = OperationState
-_UNGUARDED = contextlib.nullcontext()
+
+
+def _nothing(*_: object) -> None: ...
 
 
 class _Thread(threading.local):
@@ -77,11 +82,13 @@ class IOScheduler(Uncopyable):
         # Of the extents: the space of one is free when it has been freed and its last request has ended.
         self.allocator = SpaceAllocator(backend.capacity_bytes)
         self._config = config
+        self._step_of = getattr(backend, "step_of", _nothing)
+        self._on_put = getattr(backend, "on_put", _nothing)
         # Guards the queues, the ledgers and all operations. Taken before the allocator's lock (in _retire) and never
         # around backend.submit, callbacks or observers. Re-entrant, so that a finalizer is refused and does not hang.
         self.lock: Any = threading.RLock()
         self.observers = Observers()
-        shared = (config, backend, self._on_complete, BusyTimes(busy), self.observers)
+        shared = (config, backend, BusyTimes(busy), self.observers)
         self.queues = tuple(TransferQueue(direction, *shared) for direction in Direction)
         self._ledgers: dict[Extent, Ledger] = {}
         self.requests = self._active = dict[Operation, Ledger]()  # unfinished or stalled, in submission order
@@ -121,66 +128,66 @@ class IOScheduler(Uncopyable):
             self.pending.raise_first()
         if self.lock._is_owned():
             refuse_owned(self.lock, "a read or a write")
-        queue, num_bytes, offset = self.queues[operation.direction], operation.num_bytes, operation.offset
-        finished: list[Operation] = []
-        # Only the main thread gets KeyboardInterrupt.
-        with interrupts.uninterrupted() if get_ident() == interrupts.main else _UNGUARDED:
+        try:
             with self.lock:
-                ledger, num_inflight = self._ledgers.get(operation.extent), len(queue.inflight)
-                # See [Note: the usual case is cheap].
-                if (
-                    ledger is None
-                    or not ledger.is_plain
-                    or self._closed_because
-                    or queue.num_queued  # their priorities decide
-                    # The backend has no room: see `TransferQueue.is_full`.
-                    or queue.inflight_bytes > queue.most_bytes
-                    or (num_inflight >= queue.limit and queue.inflight_bytes >= queue.few_bytes)
-                    or num_inflight >= queue.most_inflight
-                    # It is none, or several transfers: see `TransferQueue._cut`.
-                    or not 0 < num_bytes <= queue.longest_bytes - offset % ALIGNMENT
-                    or (queue.boundary_bytes and offset % queue.boundary_bytes + num_bytes > queue.boundary_bytes)
-                    # Others may touch the same bytes: see `Ledger.overlaps`.
-                    or bisect_left(ledger.rows, (operation.hazard_start - ledger.longest_bytes + 1,))
-                    != (place := bisect_left(ledger.rows, (operation.hazard_stop,)))
-                ):
-                    to_submit = self._admit(operation, finished)
-                else:
-                    to_submit = None
-                    ledger.num_admitted = operation.number = ledger.num_admitted + 1
-                    ledger.rows.insert(place, (operation.hazard_start, operation.number, operation))
-                    ledger.longest_bytes = max(ledger.longest_bytes, operation.hazard_stop - operation.hazard_start)
-                    self._active[operation] = ledger
-                    operation.state = _RUNNING
-                    operation.cursor, operation.outstanding, operation.submitted_tick = num_bytes, 1, self._tick
-                    operation.on_complete = queue.on_complete
-                    if self.observers.present:  # else no clock is read
-                        operation.ready_seconds = operation.began_seconds = time.perf_counter()
-                    for spans in queue.busy_spans:
-                        if not spans.begun:
-                            spans.begun.append(time.perf_counter())
-                    queue.inflight[operation] = num_bytes
-                    queue.inflight_bytes += num_bytes
-                    queue.num_taken += 1
-            thread = self._thread
-            if to_submit is None and thread.backlog is None:  # `_submit_all`, by hand
-                thread.backlog = to_submit = deque()
-                try:
-                    self._backend.submit(operation)
-                except BaseException as error:
-                    self._on_raised(operation, error)
-                finally:
-                    thread.backlog = None
-            elif to_submit is None and thread.backlog is not None:  # called inside `submit`: the outer call submits it
-                thread.backlog.append(operation)
-            if to_submit:
-                self._submit_all(to_submit)
-        if finished:
-            announce(finished)
+                if self._start(operation, self.queues[operation.direction]):
+                    return
+        finally:
+            self._on_put()
+        with interrupts.uninterrupted(), self._change() as finished:
+            self._admit(operation, finished)
 
-    def _admit(self, operation: Operation, finished: list[Operation]) -> deque[Operation | Transfer]:
-        """As `submit`, in any case; the lock is held. Returns what is to be submitted."""
-        extent, queue = operation.extent, self.queues[operation.direction]
+    def _start(self, operation: Operation, queue: TransferQueue) -> bool:
+        """Note that the backend has an operation, and hand it over; or return false if that is no usual case.
+
+        The lock is held.
+        """
+        num_bytes, offset = operation.num_bytes, operation.offset
+        start, stop = operation.hazard_start, operation.hazard_stop
+        ledger, num_inflight = self._ledgers.get(operation.extent), len(queue.inflight)
+        if (
+            ledger is None
+            or not ledger.is_plain
+            or self._closed_because
+            or queue.num_queued  # their priorities decide
+            # The backend has no room: see `TransferQueue.is_backend_full`.
+            or queue.inflight_bytes > queue.most_bytes
+            or (num_inflight >= queue.limit and queue.inflight_bytes >= queue.few_bytes)
+            or num_inflight >= queue.most_inflight
+            # It is none, or several transfers: see `TransferQueue._cut`.
+            or not 0 < num_bytes <= queue.longest_bytes - offset % ALIGNMENT
+            or (queue.boundary_bytes and offset % queue.boundary_bytes + num_bytes > queue.boundary_bytes)
+        ):
+            return False
+        rows, longest_bytes = ledger.rows, ledger.longest_bytes
+        place = bisect_left(rows, (stop,))
+        if place and rows[place - 1][0] > start - longest_bytes:
+            return False  # others may touch the same bytes: see `Ledger.overlaps`
+        step = self._step_of(operation)
+        if step is None:
+            return False
+        put, job = step
+        if self.observers.present:  # else no clock is read
+            operation.ready_seconds = operation.began_seconds = time.perf_counter()
+        if not num_inflight:
+            for spans in queue.busy_spans:
+                spans.begun[:] = (time.perf_counter(),)
+        # From here on nothing is called, and nothing is repeated: see [Note: signals].
+        ledger.longest_bytes = longest_bytes if longest_bytes > stop - start else stop - start
+        ledger.num_admitted = operation.number = number = ledger.num_admitted + 1
+        rows[place:place] = ((start, number, operation),)
+        self._active[operation] = ledger
+        operation.state = _RUNNING
+        operation.cursor, operation.outstanding, operation.submitted_tick = num_bytes, 1, self._tick
+        queue.inflight[operation] = num_bytes
+        queue.inflight_bytes += num_bytes
+        queue.num_taken += 1
+        put(job)
+        return True
+
+    def _admit(self, operation: Operation, finished: list[Operation]) -> None:
+        """Note an operation in any case, inside of `_change`."""
+        extent = operation.extent
         if self._closed_because:
             raise SwapperClosedError(self._closed_because)
         if extent.state is not ExtentState.LIVE:
@@ -198,13 +205,10 @@ class IOScheduler(Uncopyable):
         except BaseException:
             # admit() counts a write as written already. Its failure marks these bytes as broken.
             operation.failure = SwapperClosedError("an error came before it started")
-            queue.withdraw(operation)
+            self.queues[operation.direction].withdraw(operation)
             if operation in self._active:
                 self._finish(operation, finished)
             raise
-        to_submit: deque[Operation | Transfer] = deque()
-        queue.pop_ready(self._tick, to_submit)
-        return to_submit
 
     def _block(self, operation: Operation, finished: list[Operation]) -> None:
         """Have an operation wait for its blockers, or fail if one of them hangs."""
@@ -235,7 +239,7 @@ class IOScheduler(Uncopyable):
 
         The block appends finished operations to the list.
 
-        `submit` and `_on_complete` do the same by hand, at less cost."""
+        `submit` and `on_complete` do the same by hand, at less cost."""
         finished: list[Operation] = []
         to_submit: deque[Operation | Transfer] = deque()
         with self.lock:
@@ -269,9 +273,9 @@ class IOScheduler(Uncopyable):
     def _on_raised(self, transfer: Operation | Transfer, error: BaseException) -> None:
         """End a transfer that a backend did not take: a user's IOBackend, say. Else it would wait for its deadline."""
         logger.error("the backend raised instead of completing a transfer with an error", exc_info=error)
-        self._on_complete(transfer, 0, OSError(None, f"{type(error).__name__}: {error}"))
+        self.on_complete(transfer, 0, OSError(None, f"{type(error).__name__}: {error}"))
 
-    def _on_complete(self, request: Any, transferred_bytes: int, error: OSError | None) -> None:
+    def on_complete(self, request: Any, transferred_bytes: int, error: OSError | None) -> None:
         """Update queues and operation after a transfer; the backend calls it on any thread."""
         finished: list[Operation] = []
         to_submit: deque[Operation | Transfer] = deque()
@@ -320,7 +324,7 @@ class IOScheduler(Uncopyable):
                             spans.add_up()
         if to_submit:
             self._submit_all(to_submit)
-        if finished and (len(finished) > 1 or finished[0].callbacks):
+        if finished:
             announce(finished)
         if self.observers.present:
             self.observers.notify()
@@ -452,8 +456,7 @@ class IOScheduler(Uncopyable):
         """
         if interrupts.pid != self.pid:
             self.check_process()
-        if self.lock._is_owned() or self._thread.backlog is not None:
-            self._refuse_reentry("waiting")
+        self._refuse_reentry("waiting")
         left_seconds = None if timeout_seconds is None else bounded_seconds(timeout_seconds)
         if not waiting.sleep(operation, left_seconds, observes=observes):
             limit = self._config.deadline_seconds if timeout_seconds is None else timeout_seconds

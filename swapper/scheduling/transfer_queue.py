@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 
-from swapper.backend import CompletionCallback, Direction, IOBackend
+from swapper.backend import Direction, IOBackend
 from swapper.config import ALIGNMENT, Priority, SwapperConfig
 from swapper.meters import BusyTimes, Observers, TransferRecord
 from swapper.scheduling.operation import Operation, OperationState, Transfer
@@ -21,7 +21,7 @@ class TransferQueue:
     Operations of one priority are served in the order in which they became ready. A higher priority goes first. After
     ``max_overtakes`` transfers that passed a waiting lower one, that is served: nothing starves.
 
-    Where nothing is queued and the backend has room, `IOScheduler.submit` and ``_on_complete`` change the counts by hand.
+    Where nothing is queued and the backend has room, `IOScheduler.submit` and ``on_complete`` change the counts by hand.
     """
 
     def __init__(
@@ -29,7 +29,6 @@ class TransferQueue:
         direction: Direction,
         config: SwapperConfig,
         backend: IOBackend,
-        on_complete: CompletionCallback,
         busy: BusyTimes,
         observers: Observers,
     ) -> None:
@@ -60,7 +59,6 @@ class TransferQueue:
         # it.
         self.most_bytes = run_bytes or sys.maxsize
         self._max_overtakes = config.max_overtakes
-        self.on_complete = on_complete
         self._queues: tuple[deque[Operation], ...] = tuple(deque() for _ in Priority)
         self._overtaken = [0 for _ in Priority]  # transfers that passed the head of this queue since its last turn
         self.observers = observers
@@ -135,7 +133,6 @@ class TransferQueue:
                 self._queues[operation.priority].popleft()
                 self.num_queued -= 1
             operation.outstanding += 1
-            transfer.on_complete = self.on_complete
             if transfer.submitted_tick < 0:  # another attempt has what is left of the time of the first
                 transfer.submitted_tick = tick
             transfer.began_seconds = time.perf_counter() if self.observers.present else 0.0

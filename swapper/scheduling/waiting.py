@@ -59,7 +59,7 @@ def sleep(operation: Operation, timeout_seconds: float | None, *, observes: bool
         # First among the callbacks, then a look: see `Handle.add_done_callback`.
         if observes:
             operation.__dict__.setdefault("observers", []).append(wake)
-        operation.__dict__.setdefault("callbacks", []).insert(0, wake)
+        operation.callbacks.insert(0, wake)
         if operation.is_finished:
             pass
         elif timeout_seconds is not None:

@@ -30,7 +30,7 @@ from swapper.volumes.directory import Directory
 from swapper.volumes.scratch_file import ScratchFile
 
 MOST_TURNS = 32  # of the fastest drive in a cycle; ends the search in `deal` if no cycle reaches _GOOD_SHARE
-_EQUAL_WITHIN = 0.1  # of a turn: added before turns are rounded down, since measured speeds are not exact
+_EQUAL_WITHIN = 0.25  # of a turn: added before turns are rounded down, since measured speeds are not exact
 _GOOD_SHARE = 0.9  # of the sum of all bandwidths: `deal` takes the shortest cycle that reaches it
 
 
@@ -153,11 +153,11 @@ def were_full(num_held: Sequence[int]) -> list[bool]:
 def deal(speeds: Sequence[float]) -> list[int]:
     """Return the order in which drives take turns: the shortest cycle that uses nearly all of their bandwidth.
 
-    Speeds that differ by less than a tenth count as equal. A drive so slow that the others would wait for it gets no
-    turn; neither does one of speed 0.
+    Speeds that differ by less than a quarter count as equal, where that uses nearly all of it. A drive so slow that the
+    others would wait for it gets no turn; neither does one of speed 0.
     """
-    # Speeds 3 and 1. One turn of the fastest: counts [1, 0], since int(1 / 3 + 0.1) = 0; 3 of 4 units of bandwidth.
-    # Two: [2, 0]. Three: [3, 1], since int(3 / 3 + 0.1) = 1, and all 4 units. The cycle is [0, 0, 1, 0].
+    # Speeds 3 and 1. One turn of the fastest: counts [1, 0], since int(1 / 3 + 0.25) = 0; 3 of 4 units of bandwidth.
+    # Two: [2, 0]. Three: [3, 1], since int(3 / 3 + 0.25) = 1, and all 4 units. The cycle is [0, 0, 1, 0].
     fastest = max(speeds, default=0.0)
     best: list[int] = []
     best_share = 0.0

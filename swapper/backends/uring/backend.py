@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from swapper.backend import Direction, IORequest, ended
+from swapper.backend import Direction, IORequest, Step, ended
 from swapper.backends.uring.ring_loop import RingLoop
 from swapper.backends.volume_backend import VolumeBackend
 from swapper.backends.workers import Workers
@@ -56,6 +56,7 @@ class UringBackend(VolumeBackend):
         self._bouncing: Workers | None = None
         self._has_complained = False
         self._loop = RingLoop([file.fd for file in volume.files], queue_depth)
+        self.on_put = self._loop.on_put
         call_when_collected(self, self._loop.stop)  # the loop does not refer to its backend
 
     def describe(self) -> str:
@@ -64,16 +65,31 @@ class UringBackend(VolumeBackend):
 
     def submit(self, request: IORequest) -> None:
         """Hand the request to the ring; see [Note: bounced transfers] in `VolumeBackend` for what it does not take."""
+        step = self.step_of(request)
+        if step is not None:
+            put, job = step
+            put(job)
+            self.on_put()
+            return
+        if self._loop.is_stopping:
+            request.complete(0, ended("the ring's thread has"))
+            return
+        with self._lock:
+            if self._bouncing is None:  # few need it
+                self._bouncing = Workers("bounce", _NUM_BOUNCE_THREADS)
         file_ranges = self.volume.file_ranges(request.offset, len(request.memory))
+        if not self._bouncing.submit(partial(self.transfer, request, file_ranges, request.complete)):
+            request.complete(0, ended("the worker threads have"))
+
+    def step_of(self, request: IORequest) -> Step | None:
+        """See `IOBackend`."""
+        offset, num_bytes = request.offset, len(request.memory)
         # block_bytes > 1: a file is direct. The OR is aligned only if offset, address and length are.
-        if self.block_bytes > 1 and (request.offset | request.address | len(request.memory)) % ALIGNMENT:
-            with self._lock:
-                if self._bouncing is None:  # few need it
-                    self._bouncing = Workers("bounce", _NUM_BOUNCE_THREADS)
-            if not self._bouncing.submit(partial(self.transfer, request, file_ranges, request.complete)):
-                request.complete(0, ended("the worker threads have"))
-        else:
-            self._loop.submit(request, *file_ranges[0][:2])  # the only range: no request crosses boundary_bytes
+        is_bounced = self.block_bytes > 1 and (offset | request.address | num_bytes) % ALIGNMENT
+        if is_bounced or self._loop.is_stopping:
+            return None
+        column, file_offset, *_ = self.volume.file_ranges(offset, num_bytes)[0]  # the only one: see boundary_bytes
+        return self._loop.puts[request.direction], (request, column, file_offset)
 
     def register_memory(self, region: AlignedRegion) -> Callable[[], None]:
         """Have the kernel pin memory once, instead of for each transfer of bytes inside it.

@@ -155,6 +155,8 @@ class RingLoop(Uncopyable):
 
     def __init__(self, fds: Sequence[int], limit: int) -> None:
         self._queues = (_RingQueue(limit), _RingQueue(limit))  # reads and writes: indexed by Direction
+        # By direction: take a request, its file and the offset there in a single step; call `on_put` then.
+        self.puts = tuple(queue.waiting.append for queue in self._queues)
         self._inflight: dict[int, IORequest] = {}  # by token; keeps the memory that the kernel uses
         self._tokens = itertools.count(_WAKE + 1)
         self._commands: deque[tuple[Future[Any], Callable[[MemorySlots], Any]]] = deque()
@@ -162,7 +164,7 @@ class RingLoop(Uncopyable):
         self._nap = 0
         self._woken_nap = 0
         self._is_polling = False  # a poll of the eventfd is in the ring; it fires once and is then prepared again
-        self._is_stopping = False
+        self.is_stopping = False
         self._is_over = False
         self._pid = os.getpid()
         self._ring: Ring | None = None  # made on its thread: with SINGLE_ISSUER no other may submit
@@ -186,12 +188,8 @@ class RingLoop(Uncopyable):
 
     # -- on any thread -----------------------------------------------------------------------------------------------
 
-    def submit(self, request: IORequest, file: int, offset: int) -> None:
-        """Have a transfer carried out at an offset of one of the files."""
-        if self._is_stopping:
-            request.complete(0, _ended())
-            return
-        self._queues[request.direction].waiting.append((request, file, offset))
+    def on_put(self) -> None:
+        """Have the thread notice what one of `puts` has got."""
         if self._is_asleep:
             self._wake()
         if self._is_over:  # the thread ended after the first look: its _refuse() may have come before the append
@@ -218,8 +216,8 @@ class RingLoop(Uncopyable):
 
     def stop(self) -> None:
         """Have the thread end after everything it was asked for."""
-        if os.getpid() == self._pid and not self._is_stopping:
-            self._is_stopping = True
+        if os.getpid() == self._pid and not self.is_stopping:
+            self.is_stopping = True
             self._wake()
 
     def close(self, timeout_seconds: float) -> bool:
@@ -231,7 +229,7 @@ class RingLoop(Uncopyable):
 
     def disown(self) -> None:
         """In a forked child: use nothing of this any more; the parent's thread goes on there."""
-        self._is_stopping = self._is_over = True
+        self.is_stopping = self._is_over = True
         self._is_asleep = False  # nobody may write to the eventfd, which is the parent's too
         self._inflight.clear()
         if self._ring is not None:
@@ -300,13 +298,13 @@ class RingLoop(Uncopyable):
         while True:
             self._run_commands()
             self._prepare(ring)
-            is_stopping = self._is_stopping  # read once: a stop() from here on makes has_work true below
+            is_stopping = self.is_stopping  # read once: a stop() from here on makes has_work true below
             if is_stopping and not self._inflight and not any(queue.waiting for queue in self._queues):
                 return
             self._nap += 1
             self._is_asleep = True  # before the look below; submit() does both in the opposite order
             has_work = bool(self._commands) or any(queue.is_ready for queue in self._queues)
-            has_work = has_work or self._is_stopping is not is_stopping
+            has_work = has_work or self.is_stopping is not is_stopping
             self._submit(ring, num_awaited=0 if has_work else 1)
             self._is_asleep = False
             self._finish(ring)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from dis import opname
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +54,48 @@ def test_an_interrupt_loses_no_transfer() -> None:
             swapper.read(extent, copy)
         swapper.free(extent)
         assert (copy == 5).all() and not swapper._scheduler._active
+
+
+def _interrupt(moments: int) -> Callable[[FrameType, str, object], Any]:
+    """For `sys.settrace`: Ctrl-C at the last of so many moments at which CPython handles signals in code of the swapper."""
+    left, before = [moments], dict[FrameType, str]()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        frame.f_trace_opcodes = any(part in frame.f_code.co_filename for part in ("swapper/s", "backends/threads"))
+        name = before.get(frame, "")
+        before[frame] = opname[frame.f_code.co_code[frame.f_lasti]]
+        if event == "opcode" and (name.startswith("CALL") or name in {"RESUME", "JUMP_BACKWARD"}):
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+@pytest.mark.parametrize("num_blocks", [1, 16])
+def test_an_interrupt_at_any_moment_of_a_start_leaves_it_undone_or_done(num_blocks: int, tmp_path: Path) -> None:
+    config = replace(_CONFIG, backend="threads", deadline_seconds=1000.0)
+    with Swapper.open(tmp_path, 16 * _BLOCK, config) as swapper:
+        extent = swapper.allocate(16 * _BLOCK, "x")
+        swapper.write(extent, _bytes(16, 5)).wait()
+        scheduler, copy, num_interrupts = swapper._scheduler, _bytes(num_blocks, 0), 0
+        while num_interrupts < 1000:
+            sys.settrace(_interrupt(num_interrupts + 1))
+            try:
+                swapper.read(extent, copy)
+                break
+            except KeyboardInterrupt:
+                num_interrupts += 1
+            finally:
+                sys.settrace(None)
+            wait_until(lambda: not scheduler._active)
+            assert not scheduler.lock._is_owned() and not swapper.statistics().inflight
+            assert not any(ledger.rows for ledger in scheduler._ledgers.values())
+        assert 15 < num_interrupts < 1000
+        swapper.flush()
+        swapper.free(extent)
+    assert (copy == 5).all()
 
 
 def test_an_interrupt_cuts_off_a_wait() -> None:

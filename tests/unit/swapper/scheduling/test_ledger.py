@@ -20,7 +20,7 @@ _SPACE = 1 << 16
 def _write(ledger: Ledger, start: int, num_bytes: int, block_bytes: int = 1) -> Operation:
     """A write that is admitted."""
     array = np.empty(num_bytes, np.uint8)
-    scheduler = SimpleNamespace(block_bytes=block_bytes)
+    scheduler = SimpleNamespace(block_bytes=block_bytes, on_complete=None)
     made = Operation(scheduler, Direction.WRITE, ledger.extent, start, array, Priority.DEMAND)
     ledger.admit(made)
     return made
