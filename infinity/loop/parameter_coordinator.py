@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -304,7 +303,7 @@ class ParameterCoordinator:
         self.parameter_cache.write_by(None)
         self.parameter_cache.due.clear()
 
-    @contextmanager
+    @contextlib.contextmanager
     def as_if_inside(self, is_inside: bool) -> Iterator[None]:
         """Inside the ``with`` block, `is_inside_modules` is ``is_inside``."""
         depth, self._depth = self._depth, int(is_inside)
@@ -343,7 +342,7 @@ class ParameterCoordinator:
             if self.is_computing:
                 self.parameter_cache.pump()
 
-    @contextmanager
+    @contextlib.contextmanager
     def inside_module(self, units: Sequence[Unit]) -> Iterator[None]:
         """Do inside the ``with`` block what a module's hooks do around its forward. ``units``: those that it enters."""
         self._begin_module(units)
@@ -526,7 +525,7 @@ class ParameterCoordinator:
 
     # --------------------------------------------------------------------------------------------------------- holding
 
-    @contextmanager
+    @contextlib.contextmanager
     def held(self, units: Sequence[Unit]) -> Iterator[None]:
         """Make units resident and bound inside the ``with`` block. They stay bound until unused units are closed."""
         entered: list[Unit] = []
@@ -538,7 +537,7 @@ class ParameterCoordinator:
                 for unit in entered:
                     unit.end_use()
 
-    @contextmanager
+    @contextlib.contextmanager
     def gathering(self) -> Iterator[None]:
         """Inside the ``with`` block, graphs over gathered weights hold packed saved tensors."""
         is_saving = torch.is_grad_enabled()  # else no graph is made of them, and torch.func allows no hooks
@@ -568,7 +567,7 @@ class ParameterCoordinator:
             for unit in entered:
                 unit.bind()
 
-    @contextmanager
+    @contextlib.contextmanager
     def opened(self, unit: Unit) -> Iterator[None]:
         """As `held`, for one unit; and unbind it afterwards if it was not bound before."""
         was_bound = unit.is_bound
@@ -577,7 +576,7 @@ class ParameterCoordinator:
         if not was_bound:
             self.parameter_cache.unbind_unused([unit])
 
-    @contextmanager
+    @contextlib.contextmanager
     def replacing(self, unit: Unit) -> Iterator[None]:
         """Inside the ``with`` block the caller replaces stored weights, and those in the flat buffer if the unit has
         one."""
