@@ -230,5 +230,8 @@ class Versions:
 
 def _read(run: RunDirectory, number: int) -> dict[str, Any]:
     data, *_ = run.read(number)
-    with np.load(io.BytesIO(data), allow_pickle=False) as found:
-        return {name: found[name] for name in ("runs", "kept", "checksums", "is_whole", "segments")}
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as found:
+            return {name: found[name] for name in ("runs", "kept", "checksums", "is_whole", "segments")}
+    except Exception as error:
+        raise DurableRunError.damaged(run.path / str(number), f"its map cannot be read: {error}") from error

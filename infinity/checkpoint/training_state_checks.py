@@ -1,4 +1,4 @@
-"""Checks types and ranges of a checkpoint's training state, before anything is changed by it."""
+"""Checks types and ranges of a checkpoint's or commit's training state, before anything is changed by it."""
 
 from __future__ import annotations
 
@@ -89,3 +89,20 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def check_states(states: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Check the states of parameters in a commit of a durable run.
+
+    Args:
+        states: FQN -> scalars, names of the element-wise states, number of updates, and whether there was no update.
+        names: of all element-wise states.
+
+    Raises:
+        ValueError, TypeError: one has another form.
+    """
+    for fqn, (scalars, own_names, num_updates, is_fresh) in states.items():
+        are_named = own_names is None or (isinstance(own_names, tuple | list) and {*own_names} <= {*names})
+        are_numbers = isinstance(scalars, dict) and all(_is_number(each) for each in scalars.values())
+        if not are_named or not are_numbers or type(num_updates) is not int or is_fresh is not (own_names is None):
+            raise ValueError(f"the state of '{fqn}' is none")

@@ -32,6 +32,7 @@ from typing import Any
 
 from torch import nn
 
+from infinity.checkpoint.training_state_checks import check_counters, check_groups, check_states
 from infinity.config.resolved import DurableSection, InfinityConfig
 from infinity.distributed.agreement import agree, gather_results
 from infinity.distributed.world import world
@@ -40,7 +41,7 @@ from infinity.engine.planned import Planned
 from infinity.engine.resources import EngineResources
 from infinity.errors import InfinityError, ModelError, StepError, StorageError
 from infinity.numerics.plain_data import UNREADABLE, unpack
-from infinity.numerics.random_states import set_random_states
+from infinity.numerics.random_states import check_random_states, set_random_states
 from infinity.optim.scheduler_state import scheduler_with
 from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.paging.parameter_cache import ParameterCache
@@ -102,7 +103,7 @@ class DurableRun:
         self._header: dict[str, Any] | None = None
         try:
             with self._reading():
-                self._header = None if found is None else json.loads(found[1][1])
+                self._header = None if found is None else _header_of(found[1][1])
             self._common = self._agreed()
             infinity = dataclasses.replace(config.infinity, durable=section)
             if self._header is not None and infinity.staging_buffer_bytes is None:
@@ -436,11 +437,29 @@ class DurableRun:
         return given
 
     def _restore(self, training: Any, number: int, head: bytes, outside: bytes, inside: bytes) -> dict[str, Any]:
-        """Restore scalars, groups and buffers of a commit. Returns its training state."""
+        """Check and restore scalars, groups and buffers of a commit. Returns its training state."""
         self._number = number
         self._record(number, head)
         self._line, _ = self._commits[number]
         training_state: dict[str, Any] = unpack(outside) | unpack(inside)
+        lacking = [
+            name
+            for name in ("given", EXTRA_STATES, "counters", "random")
+            if not isinstance(training_state.get(name), dict | list)
+        ]
+        if lacking:
+            raise ValueError(f"it has no {', '.join(lacking)}")
+        if not all(isinstance(group, dict) for group in training_state["given"]):
+            raise ValueError("the values that the script began with are none of groups")
+        # Checked before the optimizer's groups are changed.
+        check_random_states(training_state["random"])
+        check_counters(training_state["counters"])
+        check_groups(training_state["groups"], training.optimizer.param_groups)
+        check_states(
+            training_state["states"], sorted({name for unit in self._units for name in self._records.names_of(unit)})
+        )
+        if lost := _header_of(head)["layout"]["buffers"].keys() - training_state["buffers"].keys():
+            raise ValueError(f"it lacks buffer '{min(lost)}'")
         self._records.set_valid_bytes(training_state["valid_bytes"])
         for group, values in zip(training.optimizer.param_groups, training_state["groups"], strict=True):
             group.update(values)
@@ -463,7 +482,7 @@ class DurableRun:
         )
 
     def _record(self, number: int, head: bytes) -> None:
-        header = json.loads(head)
+        header = _header_of(head)
         self._commits[number] = header["line"], header["step"]
 
     def _outside(self, training: Any) -> dict[str, Any]:
@@ -507,6 +526,15 @@ class DurableRun:
         return StorageError(
             self._path, f"holds a durable run {problem}: {error}", cure=cure, key="infinity.durable_path"
         )
+
+
+def _header_of(head: bytes) -> dict[str, Any]:
+    found = json.loads(head)
+    kinds = {"step": int, "line": int, "page_bytes": int, "time": float, "layout": dict, "places": dict}
+    # `type` and not isinstance: JSON's true is an int to Python.
+    if not isinstance(found, dict) or any(type(found.get(name)) is not kind for name, kind in kinds.items()):
+        raise ValueError("its header is not that of a commit")
+    return found
 
 
 def _without_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -347,7 +347,16 @@ class PagedStateStore:
         return {i: records.extent.start for i, records in self._records.items() if records.extent is not None}
 
     def set_valid_bytes(self, valid_bytes: Mapping[int, list[int]]) -> None:
-        """Replace the counts after the extents' contents were replaced. No lease may be open."""
+        """Replace the counts after the extents' contents were replaced. No lease may be open.
+
+        Raises:
+            ValueError: the counts are not those of these records.
+        """
+        for index, found in valid_bytes.items():
+            present = self._records[index].valid_bytes
+            # The counts come from a file: types and range are checked before they are used as offsets.
+            if len(found) != len(present) or not all(type(each) is int and 0 <= each < 1 << 62 for each in found):
+                raise ValueError(f"the records of unit {index} are others")
         self.drop_read_ahead()
         for index, found in valid_bytes.items():
             self._records[index].valid_bytes[:] = found

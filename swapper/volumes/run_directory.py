@@ -183,16 +183,22 @@ class RunDirectory(Uncopyable):
             raise DurableRunError.damaged(path, error_words(error)) from error
         if len(data) < _HEAD.size + 4 or google_crc32c.value(data[:-4]) != struct.unpack("<I", data[-4:])[0]:
             raise DurableRunError.damaged(path, "its checksum is not that of its bytes")
-        _, version, num_parts, maker = _HEAD.unpack_from(data)
+        magic, version, num_parts, maker = _HEAD.unpack_from(data)
+        if magic != _MAGIC:
+            raise DurableRunError.damaged(path, "it is not a commit")
         if version != FORMAT:
             raise DurableRunError.of_another_version(
                 path, version, FORMAT, maker.rstrip(b"\0").decode(errors="replace") if version > 1 else ""
             )
         place = _HEAD.size + 8 * num_parts
+        if num_parts > 64 or place > len(data):  # commits have a handful; the checksum was right, so a bug wrote it
+            raise DurableRunError.damaged(path, f"it cannot have {num_parts} parts")
         parts = []
         for length in struct.unpack_from(f"<{num_parts}Q", data, _HEAD.size):
             parts.append(data[place : place + length])
             place += length
+        if place != len(data) - 4:
+            raise DurableRunError.damaged(path, "its parts have other lengths than it says")
         return parts
 
     def remove(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of counters has to be possible; what cannot be read is told with its cure."""
+"""What a commit says of states has to be possible; what cannot be read is told with its cure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from infinity.checkpoint.arrays import reading_from
-from infinity.checkpoint.training_state_checks import check_counters
+from infinity.checkpoint.training_state_checks import check_counters, check_states
 from infinity.errors import CheckpointError
 from infinity.loading import weight_files
+
+_STEP = {"step": torch.tensor(2.0)}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [(_STEP, ("exp_avg",), 2, False), (_STEP, (), 2, False), ({}, None, 0, True)],
+    ids=["updated", "without element-wise states", "not updated yet"],
+)
+def test_states_that_an_optimizer_leaves(state: Any) -> None:
+    check_states({"weight": state}, ["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        (_STEP, None, 2, False),  # AdamW's next step would look for what is not there
+        ({}, ("exp_avg",), 0, True),
+        (_STEP, ("other",), 2, False),
+        ({"step": "2"}, ("exp_avg",), 2, False),
+        (_STEP, ("exp_avg",), 2.0, False),
+        (_STEP, ("exp_avg",), 2, 0),
+    ],
+)
+def test_states_that_no_optimizer_leaves_are_refused(state: Any) -> None:
+    with pytest.raises(ValueError, match="the state of 'weight' is none"):
+        check_states({"weight": state}, ["exp_avg"])
+
 
 _SCALE = {"dynamic": True, "scale": 65536.0, "patience": 1, "num_finite": 3, "num_steps": 7}
 _COUNTERS = {"global_steps": 1, "micro_steps": 2, "skipped_steps": 0, "global_samples": 4}
