@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from infinity.config.resolved import LossScaling
+from infinity.config.resolved import LARGEST_LOSS_SCALE, LossScaling
 from infinity.config.schema.blocks import Fp16Block, RootBlock
 from infinity.errors import ConfigError
 
@@ -60,6 +60,17 @@ def resolve_autocast(root: RootBlock) -> torch.dtype | None:
 
 
 def _loss_scaling(block: Fp16Block) -> LossScaling:
+    # 2^-24 is the smallest positive number of fp16 (a subnormal). The upper limit is `LARGEST_LOSS_SCALE`.
+    limits = {"loss_scale": 0.0, "min_loss_scale": 2.0**-24, "loss_scale_window": 1, "hysteresis": 1}
+    for name, least in limits.items():
+        value = getattr(block, name)
+        if not least <= value <= LARGEST_LOSS_SCALE:
+            problem = f"must be at least {least:g} and at most 2^96"
+            raise ConfigError.value(f"fp16.{name}", value, problem, cure="Remove it: the default fits most models")
+    if not -24 <= block.initial_scale_power <= 96:
+        problem = "the factor is 2 to that power: it must be between -24 and 96"
+        cure = "Remove it: the default, 16, fits most models"
+        raise ConfigError.value("fp16.initial_scale_power", block.initial_scale_power, problem, cure=cure)
     is_dynamic = block.loss_scale == 0
     initial = 2.0**block.initial_scale_power if is_dynamic else float(block.loss_scale)
     if is_dynamic and initial < block.min_loss_scale:

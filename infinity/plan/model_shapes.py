@@ -150,7 +150,7 @@ def _built(path: Path, file: Path) -> nn.Module:
     except Exception as error:  # an unusual config can make transformers raise anything
         refused = error
     raise ModelRefused(
-        f"{path}: no model can be built from this config: {_one_line(refused)}; give the config.json beside a model's weights"
+        f"{path}: no model can be built from this config: {_one_line(refused)}. It has to be the config.json of a model"
     ) from refused
 
 

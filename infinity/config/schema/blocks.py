@@ -75,18 +75,18 @@ class Fp16Block(Block):
 
     enabled: Flag = False
     """Train in fp16, with fp32 main weights. A step whose gradients are not finite is skipped."""
-    loss_scale: Annotated[Number, Field(ge=0)] = 0
+    loss_scale: Number = 0
     """A fixed loss scale. 0 means a dynamic one."""
-    initial_scale_power: Annotated[Number, Field(ge=-24, le=96)] = 16
+    initial_scale_power: Number = 16
     """The dynamic loss scale starts at 2 to this power."""
-    loss_scale_window: Positive = 1000
+    loss_scale_window: Count = 1000
     """The scale is doubled after this many steps without overflow."""
-    hysteresis: Positive = 2
+    hysteresis: Count = 2
     """The scale is halved at this many overflows, and at each one after, until it grows again. In stage 0 it is halved at
     each overflow, as in DeepSpeed."""
     consecutive_hysteresis: Flag = False
     """A step without overflow resets the count of `hysteresis`."""
-    min_loss_scale: Annotated[Number, Field(gt=0)] = 1
+    min_loss_scale: Number = 1
     """Smallest loss scale. Gradients that overflow with it are an error, but not in stage 0."""
     auto_cast: Flag = False
     """Floating-point inputs of the model are cast to fp16."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 import runpy
 import socket
@@ -74,14 +75,20 @@ _LAUNCHER = (
 )
 
 
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:  # not if an import in a parent package fails: its own error is more precise
+        return not f"{module}.".startswith(f"{error.name}.")
+
+
 def run(words: Sequence[str]) -> None:
     """Run a script or module with arguments, as ``python SCRIPT ...`` and ``python -m MODULE ...`` do.
 
     Processes that it starts have the stand-in, too (``PYTHONPATH``).
 
     Raises:
-        SystemExit: none is named.
-        OSError, ImportError: there is no such script or module.
+        SystemExit: there is no such script or module.
     """
     is_module = words[:1] == ["-m"]
     rest = list(words[1:] if is_module else words)
@@ -92,6 +99,8 @@ def run(words: Sequence[str]) -> None:
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(SITE)]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *others])
     sys.argv[:] = rest
+    if not (_is_there(rest[0]) if is_module else Path(rest[0]).exists()):
+        raise SystemExit(f"there is no {'module' if is_module else 'file'} '{rest[0]}': correct its name\n{_USAGE}")
     if is_module:
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:

@@ -363,7 +363,7 @@ _SIZES = {"hidden_size": 64, "num_attention_heads": 3, "num_hidden_layers": 1}
     [
         ({"model_type": "bert", **_SIZES}, "not a multiple of the number of attention heads"),
         ({"model_type": "llama", **_SIZES, "hidden_size": 3 * 10**8}, "at most 1e\\+14 parameters"),
-        ([1], "give the config.json beside a model's weights"),
+        ([1], "It has to be the config.json of a model"),
     ],
     ids=str,
 )
