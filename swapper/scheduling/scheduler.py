@@ -133,7 +133,11 @@ class IOScheduler(Uncopyable):
                 if self._start(operation, self.queues[operation.direction]):
                     return
         finally:
-            self._on_put()
+            try:
+                self._on_put()
+            except BaseException:  # an interrupt in it: the backend's thread has to wake up all the same
+                self._on_put()
+                raise
         with interrupts.uninterrupted(), self._change() as finished:
             self._admit(operation, finished)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swapper import ALIGNMENT, ExtentError, StallError, Swapper, SwapperConfig
+from swapper import ALIGNMENT, AlignedRegion, ExtentError, StallError, Swapper, SwapperConfig
 from swapper.backend import IORequest
 from swapper.backends.memory import MemoryBackend
 from swapper.scheduling import waiting
@@ -61,10 +61,13 @@ def _interrupt(moments: int) -> Callable[[FrameType, str, object], Any]:
     left, before = [moments], dict[FrameType, str]()
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        frame.f_trace_opcodes = any(part in frame.f_code.co_filename for part in ("swapper/s", "backends/threads"))
-        name = before.get(frame, "")
-        before[frame] = opname[frame.f_code.co_code[frame.f_lasti]]
-        if event == "opcode" and (name.startswith("CALL") or name in {"RESUME", "JUMP_BACKWARD"}):
+        frame.f_trace_opcodes = any(part in frame.f_code.co_filename for part in ("swapper/s", "swapper/backends"))
+        if event == "call":
+            before[frame] = "RESUME"
+        if event != "opcode":
+            return trace
+        name, before[frame] = before[frame], opname[frame.f_code.co_code[frame.f_lasti]]
+        if name.startswith("CALL") or name in {"RESUME", "JUMP_BACKWARD"}:
             left[0] -= 1
             if not left[0]:
                 raise KeyboardInterrupt
@@ -73,13 +76,18 @@ def _interrupt(moments: int) -> Callable[[FrameType, str, object], Any]:
     return trace
 
 
-@pytest.mark.parametrize("num_blocks", [1, 16])
-def test_an_interrupt_at_any_moment_of_a_start_leaves_it_undone_or_done(num_blocks: int, tmp_path: Path) -> None:
-    config = replace(_CONFIG, backend="threads", deadline_seconds=1000.0)
+# With io_uring, several requests go the general way, which defers signals. Those that a trace makes come there all the same.
+@pytest.mark.parametrize(("num_blocks", "backend"), [(1, "threads"), (16, "threads"), (1, "uring")])
+def test_an_interrupt_at_any_moment_of_a_start_leaves_it_undone_or_done(
+    num_blocks: int, backend: Any, tmp_path: Path
+) -> None:
+    if backend == "uring":
+        pytest.importorskip("liburing", reason="the extra uring is not installed")
+    config = replace(_CONFIG, backend=backend, deadline_seconds=1000.0)
     with Swapper.open(tmp_path, 16 * _BLOCK, config) as swapper:
         extent = swapper.allocate(16 * _BLOCK, "x")
         swapper.write(extent, _bytes(16, 5)).wait()
-        scheduler, copy, num_interrupts = swapper._scheduler, _bytes(num_blocks, 0), 0
+        scheduler, copy, num_interrupts = swapper._scheduler, AlignedRegion(num_blocks * _BLOCK).array(), 0
         while num_interrupts < 1000:
             sys.settrace(_interrupt(num_interrupts + 1))
             try:
@@ -89,9 +97,8 @@ def test_an_interrupt_at_any_moment_of_a_start_leaves_it_undone_or_done(num_bloc
                 num_interrupts += 1
             finally:
                 sys.settrace(None)
-            wait_until(lambda: not scheduler._active)
+            wait_until(lambda: not scheduler._active and not any(each.rows for each in scheduler._ledgers.values()))
             assert not scheduler.lock._is_owned() and not swapper.statistics().inflight
-            assert not any(ledger.rows for ledger in scheduler._ledgers.values())
         assert 15 < num_interrupts < 1000
         swapper.flush()
         swapper.free(extent)
