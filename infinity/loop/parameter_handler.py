@@ -206,7 +206,7 @@ class ParameterHandler:
             return value
         if value.requires_grad and self._coordinator.is_computing and torch.is_grad_enabled():
             return value  # what it is used for is saved as packed saved tensors
-        if hooks_of_the_user() is not None or (in_backward() and is_checkpointed()):
+        if self._hooks_may_keep() or (in_backward() and is_checkpointed()):
             # Hooks of a script's, or of a checkpoint, may keep it, of what a torch.autograd.Function saves. torch makes another
             # tensor of what they keep, over the same memory: a `PagedView` has none. A plain view holds that of the unit.
             return value
@@ -218,6 +218,10 @@ class ParameterHandler:
         place = ViewPlace(weakref.ref(self), unit, slot, value.dtype, shape, value.stride(), offset, lazy_bits(value))
         unit.on_view(slot, value)
         return make_view(value, place)
+
+    def _hooks_may_keep(self) -> bool:
+        """Whether hooks of a script's may get a tensor that is saved now."""
+        return self._coordinator.is_computing and hooks_of_the_user() is not None
 
     def _unit_behind(self, value: Any) -> Unit | None:
         """The unit over whose memory ``value`` is a plain tensor; None without one."""
@@ -233,8 +237,9 @@ class ParameterHandler:
         """Implements reading ``parameter.data``."""
         unit, slot = self._parameter_map.locate(parameter)
         view = unit.data_view(slot)
-        if not unit.is_bound and hooks_of_the_user() is not None:
-            return parameter.detach()  # what they keep needs memory, see `_outlasting`
+        if not unit.is_bound and self._hooks_may_keep():
+            # What they keep needs memory, see `_outlasting`. The second `.data` is torch's: a version counter of its own.
+            return parameter.detach().data
         # Outside of calls, a view that pages the unit in whenever it is used.
         if not unit.is_bound or not is_inside():
             return make_view(view, self._whole(unit, slot))

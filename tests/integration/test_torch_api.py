@@ -312,3 +312,18 @@ def test_tracing_is_refused_by_name(tmp_path: Path) -> None:
             torch.jit.trace(engine.module, (_input(0),))
         engine.reset()
         _train(twins)
+
+
+def test_weights_are_looked_at_and_scaled_inside_hooks_of_the_script(tmp_path: Path) -> None:
+    with Twins(tmp_path, nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), is_tight=True) as twins:
+        for model, optimizer in twins.sides:
+            with saved_tensors_hooks(lambda x: x.detach(), lambda packed: packed):
+                looks = [look for parameter in model.parameters() for look in (parameter.detach(), parameter.data)]
+                loss = model(torch.full((2, 64), 0.5)).square().sum()
+                for parameter in model.parameters():
+                    parameter.data.mul_(0.5)
+                loss.backward()
+            assert len(looks) == 32
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.require_equal()

@@ -54,7 +54,7 @@ def check_values(fqn: str, shape: Sequence[int], values: Mapping[str, Any], elem
         found = tuple(value.shape) if is_tensor else type(value).__name__
         what = f"there is a state '{name}' of parameter '{fqn}' with shape {found}"
         if name in elementwise:
-            is_number = is_tensor and (value.is_floating_point() or value.is_complex()) and not value.is_meta
+            is_number = is_tensor and not value.is_complex() and not value.is_meta
             if found != tuple(shape) or not is_number:
                 kind = f" ({value.dtype}, on {value.device})" if is_tensor else ""
                 raise ValueError(f"{what}{kind}. Give a floating-point tensor of shape {tuple(shape)}")
