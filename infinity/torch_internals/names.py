@@ -99,8 +99,9 @@ def is_autograds_thread() -> bool:
     """Whether the calling thread is one of autograd's own."""
     # They are made in C++, so `threading` has no Thread for them, or a dummy one if some code has asked for one.
     me = threading.get_ident()
-    thread = next((thread for thread in threading.enumerate() if thread.ident == me), None)
-    return thread is None or isinstance(thread, threading._DummyThread)
+    # A list: a generator that is cut off while it is closed would swallow an interrupt.
+    mine = [each for each in threading.enumerate() if each.ident == me]
+    return not mine or isinstance(mine[0], threading._DummyThread)
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

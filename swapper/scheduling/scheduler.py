@@ -31,7 +31,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
 from typing import Any
 
@@ -83,7 +83,9 @@ class IOScheduler(Uncopyable):
         self.allocator = SpaceAllocator(backend.capacity_bytes)
         self._config = config
         self._step_of = getattr(backend, "step_of", _nothing)
-        self._on_put = getattr(backend, "on_put", _nothing)
+        self._on_put: Callable[[], object] = getattr(
+            backend, "on_put", bool
+        )  # a builtin: one that takes no Python call
         # Guards the queues, the ledgers and all operations. Taken before the allocator's lock (in _retire) and never
         # around backend.submit, callbacks or observers. Re-entrant, so that a finalizer is refused and does not hang.
         self.lock: Any = threading.RLock()
@@ -128,9 +130,48 @@ class IOScheduler(Uncopyable):
             self.pending.raise_first()
         if self.lock._is_owned():
             refuse_owned(self.lock, "a read or a write")
+        queue, num_bytes, offset = self.queues[operation.direction], operation.num_bytes, operation.offset
+        start, stop = operation.hazard_start, operation.hazard_stop
         try:
             with self.lock:
-                if self._start(operation, self.queues[operation.direction]):
+                ledger, num_inflight = self._ledgers.get(operation.extent), len(queue.inflight)
+                step, place = None, 0
+                if (
+                    ledger is not None
+                    and ledger.is_plain
+                    and not self._closed_because
+                    and not queue.num_queued  # else their priorities decide
+                    # The backend has room: see `TransferQueue.is_backend_full`.
+                    and queue.inflight_bytes <= queue.most_bytes
+                    and (num_inflight < queue.limit or queue.inflight_bytes < queue.few_bytes)
+                    and num_inflight < queue.most_inflight
+                    # It is one transfer: see `TransferQueue._cut`.
+                    and 0 < num_bytes <= queue.longest_bytes - offset % ALIGNMENT
+                    and (not queue.boundary_bytes or offset % queue.boundary_bytes + num_bytes <= queue.boundary_bytes)
+                ):
+                    rows, longest_bytes = ledger.rows, ledger.longest_bytes
+                    place = bisect_left(rows, (stop,))
+                    # No others may touch the same bytes: see `Ledger.overlaps`.
+                    if not place or rows[place - 1][0] <= start - longest_bytes:
+                        step = self._step_of(operation)
+                if step is not None and ledger is not None:
+                    put, job = step
+                    if self.observers.present:  # else no clock is read
+                        operation.ready_seconds = operation.began_seconds = time.perf_counter()
+                    if not num_inflight:
+                        for spans in queue.busy_spans:
+                            spans.begun[:] = (time.perf_counter(),)
+                    # From here on nothing is called, and nothing is repeated: see [Note: signals].
+                    ledger.longest_bytes = longest_bytes if longest_bytes > stop - start else stop - start
+                    ledger.num_admitted = operation.number = number = ledger.num_admitted + 1
+                    rows[place:place] = ((start, number, operation),)
+                    self._active[operation] = ledger
+                    operation.state = _RUNNING
+                    operation.cursor, operation.outstanding, operation.submitted_tick = num_bytes, 1, self._tick
+                    queue.inflight[operation] = num_bytes
+                    queue.inflight_bytes += num_bytes
+                    queue.num_taken += 1
+                    put(job)
                     return
         finally:
             try:
@@ -140,54 +181,6 @@ class IOScheduler(Uncopyable):
                 raise
         with interrupts.uninterrupted(), self._change() as finished:
             self._admit(operation, finished)
-
-    def _start(self, operation: Operation, queue: TransferQueue) -> bool:
-        """Note that the backend has an operation, and hand it over; or return false if that is no usual case.
-
-        The lock is held.
-        """
-        num_bytes, offset = operation.num_bytes, operation.offset
-        start, stop = operation.hazard_start, operation.hazard_stop
-        ledger, num_inflight = self._ledgers.get(operation.extent), len(queue.inflight)
-        if (
-            ledger is None
-            or not ledger.is_plain
-            or self._closed_because
-            or queue.num_queued  # their priorities decide
-            # The backend has no room: see `TransferQueue.is_backend_full`.
-            or queue.inflight_bytes > queue.most_bytes
-            or (num_inflight >= queue.limit and queue.inflight_bytes >= queue.few_bytes)
-            or num_inflight >= queue.most_inflight
-            # It is none, or several transfers: see `TransferQueue._cut`.
-            or not 0 < num_bytes <= queue.longest_bytes - offset % ALIGNMENT
-            or (queue.boundary_bytes and offset % queue.boundary_bytes + num_bytes > queue.boundary_bytes)
-        ):
-            return False
-        rows, longest_bytes = ledger.rows, ledger.longest_bytes
-        place = bisect_left(rows, (stop,))
-        if place and rows[place - 1][0] > start - longest_bytes:
-            return False  # others may touch the same bytes: see `Ledger.overlaps`
-        step = self._step_of(operation)
-        if step is None:
-            return False
-        put, job = step
-        if self.observers.present:  # else no clock is read
-            operation.ready_seconds = operation.began_seconds = time.perf_counter()
-        if not num_inflight:
-            for spans in queue.busy_spans:
-                spans.begun[:] = (time.perf_counter(),)
-        # From here on nothing is called, and nothing is repeated: see [Note: signals].
-        ledger.longest_bytes = longest_bytes if longest_bytes > stop - start else stop - start
-        ledger.num_admitted = operation.number = number = ledger.num_admitted + 1
-        rows[place:place] = ((start, number, operation),)
-        self._active[operation] = ledger
-        operation.state = _RUNNING
-        operation.cursor, operation.outstanding, operation.submitted_tick = num_bytes, 1, self._tick
-        queue.inflight[operation] = num_bytes
-        queue.inflight_bytes += num_bytes
-        queue.num_taken += 1
-        put(job)
-        return True
 
     def _admit(self, operation: Operation, finished: list[Operation]) -> None:
         """Note an operation in any case, inside of `_change`."""
@@ -329,7 +322,9 @@ class IOScheduler(Uncopyable):
         if to_submit:
             self._submit_all(to_submit)
         if finished:
-            announce(finished)
+            for each_over in finished:
+                if each_over.callbacks:
+                    announce((each_over,))
         if self.observers.present:
             self.observers.notify()
 

@@ -44,6 +44,9 @@ class _Watched:
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
+    def step_of(self, request: IORequest) -> None:
+        """None: each request comes by `submit`."""
+
     def submit(self, request: IORequest) -> None:
         with self._lock:
             self.requests.append((request.direction, request.offset, len(request.memory)))
