@@ -16,8 +16,8 @@ fail at once. Its memory and the extent's space are not reused (see [Note: whose
 If KeyboardInterrupt came while a transfer is submitted, nobody could tell whether the backend has it and its memory. So
 state changes are `uninterrupted`, and waits are not (see [Note: interrupts] in ``swapper.sync.interrupts``). That takes two
 system calls, which the usual operation can do without. CPython handles signals only where a function begins, where one
-written in C has been called, and where a loop goes back to its start. ``_start`` has none of these from its first change to the
-call that hands the operation over: an interrupt finds nothing done, or all.
+written in C has been called, and where a loop goes back to its start. `IOScheduler.submit` has none of these from its first
+change of a ledger to the call that hands the operation over: an interrupt finds nothing done, or all.
 A signal handler or finalizer that runs in the middle of a change gets a `ReentryError`.
 """
 
@@ -83,9 +83,8 @@ class IOScheduler(Uncopyable):
         self.allocator = SpaceAllocator(backend.capacity_bytes)
         self._config = config
         self._step_of = getattr(backend, "step_of", _nothing)
-        self._on_put: Callable[[], object] = getattr(
-            backend, "on_put", bool
-        )  # a builtin: one that takes no Python call
+        # `bool` does nothing, and being a builtin it costs no Python call.
+        self._on_put: Callable[[], object] = getattr(backend, "on_put", bool)
         # Guards the queues, the ledgers and all operations. Taken before the allocator's lock (in _retire) and never
         # around backend.submit, callbacks or observers. Re-entrant, so that a finalizer is refused and does not hang.
         self.lock: Any = threading.RLock()
@@ -321,10 +320,9 @@ class IOScheduler(Uncopyable):
                             spans.add_up()
         if to_submit:
             self._submit_all(to_submit)
-        if finished:
-            for each_over in finished:
-                if each_over.callbacks:
-                    announce((each_over,))
+        for each_over in finished:
+            if each_over.callbacks:  # a call less where there are none
+                announce((each_over,))
         if self.observers.present:
             self.observers.notify()
 
